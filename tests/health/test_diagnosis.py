@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.config.sections import RecoveryConfig
 from paceline.health.diagnosis import (
     Diagnosis,
     FailedAttempt,
     Restart,
-    RestartPolicy,
     Stop,
     TrainedSteps,
     after_failure,
@@ -91,7 +91,7 @@ def attempt(
 
 
 def decide(*attempts: FailedAttempt, **settings: Any) -> Restart | Stop:
-    return after_failure(RestartPolicy(**settings), attempts)
+    return after_failure(RecoveryConfig(**settings), attempts)
 
 
 def test_a_killed_rank_is_started_again_up_to_the_limit() -> None:

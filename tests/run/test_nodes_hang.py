@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from gone_processes import wait_until_gone
 
-from paceline.health.diagnosis import RestartPolicy
+from paceline.config.sections import RecoveryConfig
 from paceline.health.exit_codes import HUNG
 from paceline.health.verdict import HangVerdict
 from paceline.records.records import EndRecord, EventRecord, RunRecord, read_records
@@ -159,15 +159,15 @@ def make_run(folder: Path) -> None:
 
 def test_a_hang_is_noted_once_for_an_attempt_and_ends_the_run_as_the_policy_says(tmp_path: Path) -> None:
     make_run(tmp_path)
-    assert not is_over(tmp_path, RestartPolicy(on_hang="stop"))
+    assert not is_over(tmp_path, RecoveryConfig(on_hang="stop"))
     StepNote(tmp_path, 1, 10).write(13)
     note_hang(tmp_path, VERDICT)
     note_hang(tmp_path, VERDICT)  # another host's leader
     (attempt,) = hung_attempts(tmp_path)
     assert (attempt.first_step, attempt.last_step, attempt.rank) == (10, 13, 1)
     assert attempt.message == "rank 1 is missing (step 3); rank 0 waits for it"
-    assert is_over(tmp_path, RestartPolicy(on_hang="stop"))
-    assert not is_over(tmp_path, RestartPolicy(on_hang="restart"))
+    assert is_over(tmp_path, RecoveryConfig(on_hang="stop"))
+    assert not is_over(tmp_path, RecoveryConfig(on_hang="restart"))
     forget(tmp_path, HANGS)
     assert not hung_attempts(tmp_path)
 
@@ -181,14 +181,14 @@ def test_a_rank_that_died_is_not_noted_as_a_hang(tmp_path: Path) -> None:
 def test_a_launcher_tells_of_each_restart_and_leaves_the_last_verdict_to_its_error(tmp_path: Path) -> None:
     make_run(tmp_path)
     said: list[str] = []
-    with telling_restarts(tmp_path, RestartPolicy(), said.append):
+    with telling_restarts(tmp_path, RecoveryConfig(), said.append):
         note_hang(tmp_path, VERDICT)
     assert len(said) == 1
     assert said[0].startswith("rank 1 is missing (step 3); rank 0 waits for it before its first step; restarting")
-    with telling_restarts(tmp_path, RestartPolicy(on_hang="stop"), said.append):
+    with telling_restarts(tmp_path, RecoveryConfig(on_hang="stop"), said.append):
         pass  # told before
     (tmp_path / "health" / "hang-00000000000000000001.json").write_text(
         (tmp_path / "health" / "hang-00000000000000000000.json").read_text()
     )
-    assert is_over(tmp_path, RestartPolicy())  # the same came twice
+    assert is_over(tmp_path, RecoveryConfig())  # the same came twice
     assert len(said) == 1

@@ -9,7 +9,7 @@ from made_plans import plan_of
 
 from paceline.config import dump_yaml, load_config
 from paceline.run.folder import adopt_config, claim_folder, config_of
-from paceline.run.supervise import halve_microbatch, restart_policy
+from paceline.run.supervise import halve_microbatch
 from paceline.run.warm import rank_threads
 
 
@@ -49,7 +49,7 @@ def test_without_a_plan_nothing_is_known_and_nothing_is_halved(project: Path, te
 
 def test_the_policy_is_what_the_config_says(project: Path) -> None:
     config = load_config(project / "tiny.yaml", ["recovery={max_restarts: 7, on_oom: halve, on_hang: stop}"])
-    policy = restart_policy(config)
+    policy = config.recovery
     assert (policy.max_restarts, policy.max_stalled_restarts) == (7, 1)
     assert (policy.on_oom, policy.on_hang) == ("halve", "stop")
 

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -113,10 +113,7 @@ def plan_faults(run: FaultyRun, text: str | None, *, num_random: int, seed: int)
 def run_with_faults(
     run: FaultyRun, faults: Sequence[Fault], scratch: Path, *, seed: int, compare: bool, mtbf_s: float | None
 ) -> Report | None:
-    """Trains with faults and reports what it cost; None where the command refused to start, which it has told.
-
-    ``compare``: trains undisturbed too, and compares every loss.
-    """
+    """Trains with faults, with ``compare`` undisturbed too; returns what it cost, None if the command was refused."""
     for note in run.notes:
         run.say(note)
     write_plan(scratch, seed, faults)
@@ -214,7 +211,10 @@ def _run_command(run: FaultyRun, arguments: Sequence[str], scratch: Path | None)
     teller.start()
     try:
         assert process.stderr is not None
-        told = _pass_on(process.stderr)
+        told = []
+        for line in process.stderr:
+            told.append((time.time(), line.rstrip("\n")))
+            print(told[-1][1], file=sys.stderr, flush=True)
         code = process.wait()
     except BaseException:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -225,15 +225,6 @@ def _run_command(run: FaultyRun, arguments: Sequence[str], scratch: Path | None)
         is_over.set()
         teller.join()
     return Command(start=start, end=time.time(), code=code, told=tuple(told))
-
-
-def _pass_on(lines: Iterable[str]) -> list[tuple[float, str]]:
-    """Passes on what a command says as it does; returns the lines with their times."""
-    told = []
-    for line in lines:
-        told.append((time.time(), line.rstrip("\n")))
-        print(told[-1][1], file=sys.stderr, flush=True)
-    return told
 
 
 def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event) -> None:

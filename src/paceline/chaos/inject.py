@@ -207,16 +207,13 @@ class FaultyLoss:
 
     @property
     def elements_per_sample(self) -> float | None:
-        """Elements that each sample contributes, as the loss says."""
         return self._loss.elements_per_sample
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """Runs the model on a batch and returns the summed loss, times the factor of the step."""
         value, factor = self._loss(model, batch), self._factor()
         return value if factor == 1.0 else replace(value, total=value.total * factor)
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """The same for evaluation, where nothing happens."""
         return self._loss.score(model, batch)
 
 

@@ -135,7 +135,8 @@ def _handled_inside(found: Handling, at: Fired, attempts: Sequence[RankAttempt])
     """Tells of a fault after which the same attempt went on, or went back to a checkpoint by itself."""
     events = [each for attempt in attempts for each in attempt.events]
     back = next((each for each in events if each.name == "roll_back" and each.time >= at.time), None)
-    if found.fault.kind == "preempt" and _ends_soon(attempts, at.time):
+    last = max((record.time for attempt in attempts for record in attempt.steps), default=at.time)
+    if found.fault.kind == "preempt" and last - at.time < 1.0:
         found = replace(found, expected=(*found.expected, "went on"))  # ranks ask one another some times a second
     if back is None or found.fault.kind not in ON_LOSS:
         return replace(found, how="went on")
@@ -146,12 +147,6 @@ def _handled_inside(found: Handling, at: Fired, attempts: Sequence[RankAttempt])
         lost_samples=int(back.detail.get("skipped_samples", 0)),
         verdict=str(back.detail.get("reason", "")),
     )
-
-
-def _ends_soon(attempts: Sequence[RankAttempt], moment: float) -> bool:
-    """Says whether the last step came within a second of a moment."""
-    last = max((record.time for attempt in attempts for record in attempt.steps), default=moment)
-    return last - moment < 1.0
 
 
 def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt]]) -> str:

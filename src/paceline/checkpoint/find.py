@@ -120,6 +120,15 @@ def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | No
     return manifest
 
 
+def is_whole(path: Path, depth: Depth) -> bool:
+    """Says whether a checkpoint can be started from."""
+    try:
+        verify_checkpoint(path, depth)
+    except CheckpointError:
+        return False
+    return True
+
+
 def choose_checkpoint(candidates: Sequence[Path], depth: Depth = "full") -> ChosenCheckpoint | None:
     """Returns the newest of some checkpoints, oldest first, that is whole; None without any.
 

@@ -129,11 +129,6 @@ class SavedFile:
     num_bytes: int
     sha256: str
 
-    @classmethod
-    def of(cls, content: bytes) -> SavedFile:
-        """Returns what is noted of a file with this content."""
-        return cls(num_bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
-
     def to_json(self) -> dict[str, Any]:
         """Returns it as JSON values."""
         return {"bytes": self.num_bytes, "sha256": self.sha256}

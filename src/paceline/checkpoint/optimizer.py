@@ -63,10 +63,7 @@ def _rest(packed: Mapping[str, Any], numbers: Collection[int]) -> dict[str, Any]
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
-    """Loads a saved state, each rank its part of it.
-
-    Raises MisfitError, before anything is changed, for another kind of optimizer or other groups.
-    """
+    """Loads a rank's part of a saved state. Raises MisfitError, before any change, for another kind or other groups."""
     by_id, rows, state, number = _by_id(shards), [], {}, 0
     _check_members(checkpoint, optimizer, by_id)
     tensors: dict[str, list[str]] = {}

@@ -82,10 +82,7 @@ class Checkpoint:
 
     @torch.no_grad()
     def fill(self, shard: Shard, name: str) -> None:
-        """Fills a shard's tensor from the saved one of this ``name``.
-
-        Raises CheckpointError if it has another shape, or if elements of it are missing.
-        """
+        """Fills a shard's tensor from a saved one. Raises CheckpointError for another shape, or missing elements."""
         saved, region = self._saved(name), shard.region
         if saved.shape != region.shape:
             raise MisfitError(f"size mismatch for {name}: {list(saved.shape)} is saved, {list(region.shape)} is here")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from paceline.checkpoint.find import spots_in, step_of, verify_checkpoint
+from paceline.checkpoint.find import is_whole, spots_in, step_of, verify_checkpoint
 from paceline.checkpoint.manifest import Line, newest_line
 from paceline.checkpoint.storage import FileStore, is_remote, storage_of
 from paceline.errors import CheckpointError
@@ -29,10 +29,7 @@ class Retention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """A checkpoint as retention sees it. ``value`` is its metric; None where nothing was measured at its step.
-
-    ``is_left``: the run has gone back from it. ``is_damaged``: it cannot be gone on from.
-    """
+    """A checkpoint as retention sees it. ``value`` is its metric, if any; ``is_left``: the run went back from it."""
 
     step: int
     value: float | None = None
@@ -46,25 +43,27 @@ def steps_to_remove(saved: Sequence[Saved], newest: int, policy: Retention) -> l
     A damaged one takes no other's place, and goes when it is older than those. A value that is not a number is worse
     than every number.
     """
-    if policy.last is None:
-        return []
+    return sorted(step for step, reasons in why_kept(saved, newest, policy).items() if not reasons)
+
+
+def why_kept(saved: Sequence[Saved], newest: int, policy: Retention) -> dict[int, list[str]]:
+    """Returns by step the reasons for which checkpoints are kept; of equally good ones the newer is the best."""
     others = sorted((each for each in saved if each.step != newest), key=lambda each: (not each.is_left, each.step))
     good = [place for place, each in enumerate(others) if not each.is_damaged]
-    wanted = max(policy.last - 1, 0)
+    wanted = len(others) + 1 if policy.last is None else max(policy.last - 1, 0)
     first = len(others) if wanted == 0 else 0 if len(good) <= wanted else good[-wanted]
-    kept = {newest, *(each.step for each in others[first:])}
-    own = [each for each in saved if not (each.is_left or each.is_damaged)]
-    if policy.every is not None:
-        kept |= {each.step for each in own if each.step % policy.every == 0}
-    kept |= best_steps({each.step: each.value for each in own}, policy)
-    return sorted(each.step for each in others if each.step not in kept)
-
-
-def best_steps(values: Mapping[int, float | None], policy: Retention) -> set[int]:
-    """Returns the steps that are kept as the best, by the values of the metric: of equal ones the newer."""
+    reasons: dict[int, list[str]] = {newest: ["newest"], **{each.step: [] for each in others}}
+    for each in others[first:]:
+        reasons[each.step].append("one of the last")
+    own = {each.step: each.value for each in saved if not (each.is_left or each.is_damaged)}
+    for step in own:
+        if policy.every is not None and step % policy.every == 0:
+            reasons[step].append(f"every {policy.every} steps")
     sign = 1.0 if policy.mode == "min" else -1.0
-    measured = [(sign * value, -step) for step, value in values.items() if value is not None and value == value]
-    return {-step for _, step in sorted(measured)[: policy.best]}
+    measured = [(sign * value, -step) for step, value in own.items() if value is not None and value == value]
+    for _, step in sorted(measured)[: policy.best]:
+        reasons[-step].append(f"best {policy.metric}")
+    return reasons
 
 
 def apply_retention(
@@ -109,20 +108,12 @@ def clear_leftovers(folder: Path, keep: Collection[str] = (), storage: FileStore
         base = name.removeprefix(".").rpartition(".")[0]
         if not name.startswith(".") or name in keep or step_of(Path(base)) is None:
             continue
-        if name.endswith(".old") and not storage.names(folder / base) and _is_whole(folder / name):
+        if name.endswith(".old") and not storage.names(folder / base) and is_whole(folder / name, "fast"):
             storage.rename(folder / name, folder / base)
         else:
             storage.remove(folder / name)
         cleared.append(name)
     return cleared
-
-
-def _is_whole(path: Path) -> bool:
-    try:
-        verify_checkpoint(path, "fast")
-    except CheckpointError:
-        return False
-    return True
 
 
 def _look(path: Path, policy: Retention, *, is_left: bool) -> Saved:

@@ -36,10 +36,18 @@ _CHUNK_BYTES = 2**24
 _LARGE_BYTES = 2**20
 _WEIGHTS = (".safetensors", ".pt", ".pth", ".bin")
 _WEIGHT_FOLDERS = (".metadata", "model.safetensors", "model.safetensors.index.json")
-_FORBIDDEN = (errno.EACCES, errno.EPERM)
-
-# What keeps a file from being written: the rule, and the way out.
+# What keeps a file from being read or written: the rule, and the way out.
+_FAILED = "its disk or the way to it failed"
+_UNREADABLE = ("all of a checkpoint must be readable", "give yourself the permission, or read it as its owner")
+_READING = {
+    errno.EACCES: _UNREADABLE,
+    errno.EPERM: _UNREADABLE,
+    errno.ENOENT: ("it is gone, or never was there", "check the path, or use another checkpoint"),
+}
+_FORBIDDEN = ("nobody but its owner may write there", "name another place, or give yourself the permission")
 _WRITING = {
+    errno.EACCES: _FORBIDDEN,
+    errno.EPERM: _FORBIDDEN,
     errno.ENOSPC: ("the disk is full", "free some space, or name another place"),
     errno.EDQUOT: ("the disk quota is used up", "free some space, or name another place"),
     errno.EFBIG: ("files may not grow that large here", "raise the limit (ulimit -f), or name another place"),
@@ -128,12 +136,8 @@ class LocalFiles:
             return None
 
     def digest(self, path: Path) -> str:
-        digest, chunk = hashlib.sha256(), bytearray(_CHUNK_BYTES)
-        view = memoryview(chunk)
         with path.open("rb", buffering=0) as file:
-            while count := file.readinto(chunk):
-                digest.update(view[:count])
-        return digest.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
     def names(self, path: Path) -> list[str]:
         try:
@@ -240,6 +244,25 @@ class RemoteFiles:
             self._files.rmdir(url_of(path))
 
 
+def put_in_place(storage: FileStore, partial: Path, final: Path) -> None:
+    """Gives a folder that was written under a temporary name its own, to stay.
+
+    What has that name steps aside first, and is removed when the new one is there.
+    """
+    old = final.with_name(f".{final.name}.old")
+    storage.remove(old)
+    if storage.names(final):
+        storage.rename(final, old)
+    try:
+        storage.rename(partial, final)
+    except OSError:
+        if storage.names(old):
+            storage.rename(old, final)
+        raise
+    storage.sync_folder(final.parent)
+    storage.remove(old)
+
+
 def is_remote(where: str | Path) -> bool:
     """Says whether a place is one that fsspec is asked for, such as ``s3://bucket/run``."""
     return _REMOTE.match(str(where)) is not None
@@ -305,23 +328,13 @@ def nothing_there(path: Path, fix: str) -> CheckpointError:
 def cannot_read(path: Path, error: OSError) -> CheckpointError:
     """Returns the error of a file or folder that the system does not let anybody read."""
     where, why = url_of(Path(error.filename or path)), error.strerror or str(error)
-    if error.errno in _FORBIDDEN:
-        rule, fix = "all of a checkpoint must be readable", "give yourself the permission, or read it as its owner"
-    elif error.errno == errno.ENOENT:
-        rule, fix = "it is gone, or never was there", "check the path, or use another checkpoint"
-    else:
-        rule, fix = "its disk or the way to it failed", "look at the disk, or use another checkpoint"
+    rule, fix = _READING.get(error.errno or 0, (_FAILED, "look at the disk, or use another checkpoint"))
     return CheckpointError(f"{where} cannot be read: {why}\n  {rule}\n  {fix}")
 
 
 def cannot_write(path: Path, error: OSError, *, name: str = "") -> CheckpointError:
-    """Returns the error of something that cannot be written; what was there before is as it was.
-
-    ``name`` is the setting that it comes from, if any.
-    """
-    rule, fix = _WRITING.get(error.errno or 0, ("its disk or the way to it failed", "look at the disk"))
-    if error.errno in _FORBIDDEN:
-        rule, fix = "nobody but its owner may write there", "name another place, or give yourself the permission"
+    """Returns the error of a place that cannot be written. ``name`` is the setting that it comes from, if any."""
+    rule, fix = _WRITING.get(error.errno or 0, (_FAILED, "look at the disk"))
     what = f"{name} = {url_of(path)}" if name else url_of(path)
     return CheckpointError(f"cannot write {what}: {error.strerror or error}\n  {rule}\n  {fix}")
 

@@ -12,6 +12,7 @@ Memory: one chunk of 16 MiB beside the tensors. Written once over all ranks: par
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import zlib
@@ -37,7 +38,7 @@ from paceline.checkpoint.manifest import (
     parse_tensor,
     tensor_entry,
 )
-from paceline.checkpoint.storage import FileStore, LocalFiles
+from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place
 from paceline.checkpoint.tensors import (
     Progress,
     Stream,
@@ -69,12 +70,12 @@ class Target:
     @property
     def final(self) -> Path:
         """The checkpoint."""
-        return self.folder / step_name(self.step)
+        return self.folder / f"step-{self.step:08d}"
 
     @property
     def partial(self) -> Path:
         """The folder that is written to."""
-        return self.folder / f".{step_name(self.step)}.{self.token}"
+        return self.folder / f".{self.final.name}.{self.token}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,39 +106,32 @@ class StreamedPiece:
         return Stream(name=self.name, shape=shown_shape(self.region), dtype=self.dtype, read=self.read)
 
 
-def step_name(step: int) -> str:
-    """Returns the name of a checkpoint's folder."""
-    return f"step-{step:08d}"
-
-
 def own_shares(shards: Iterable[Shard]) -> list[RankShare]:
     """Returns what this rank writes: of what several hold alike, its part of it."""
     shares: dict[str, RankShare] = {}
     for shard in shards:
-        first, last = _own_interval(shard)
-        if shard.name in shares or (first == last and shard.region.size > 0) or shard.copy is None:
+        if shard.copy is None or shard.name in shares:
             continue
-        if shard.region.size == 0 and 0 not in shard.region.shape:
-            continue  # an empty piece of a tensor that others have
-        flat = flat_view(shard.tensor, shard.region)[first:last]
-        shares[shard.name] = RankShare(name=shard.name, region=shard.region.narrow(first, last), flat=flat)
+        interval = own_interval(shard.name, shard.region, shard.tensor.element_size(), shard.copy, shard.copies)
+        if interval is not None:
+            region, flat = shard.region.narrow(*interval), flat_view(shard.tensor, shard.region)[slice(*interval)]
+            shares[shard.name] = RankShare(name=shard.name, region=region, flat=flat)
     return list(shares.values())
 
 
-def _own_interval(shard: Shard) -> tuple[int, int]:
-    size, copy, copies = shard.region.size, shard.copy, shard.copies
-    if copy is None:
+def own_interval(name: str, region: Region, itemsize: int, copy: int, copies: int) -> tuple[int, int] | None:
+    """Returns which elements one of some ranks writes of a region that all of them hold; None: another has them."""
+    size = region.size
+    if 0 in region.shape:
         return 0, 0
-    if size * shard.tensor.element_size() < _SMALL_BYTES:
-        return (0, size) if zlib.crc32(shard.name.encode()) % copies == copy else (0, 0)
-    return copy * size // copies, (copy + 1) * size // copies
+    if size * itemsize < _SMALL_BYTES:
+        return (0, size) if size and zlib.crc32(name.encode()) % copies == copy else None
+    first, last = copy * size // copies, (copy + 1) * size // copies
+    return (first, last) if first < last else None
 
 
 def plain_state(state: State) -> State:
-    """Copies all of a state but its tensors, as JSON values, so that training may go on.
-
-    Raises CheckpointError for a value that cannot be saved.
-    """
+    """Copies all of a state but its tensors, as JSON values. Raises CheckpointError for what cannot be saved."""
     return replace(
         state,
         shards=(),
@@ -193,27 +187,13 @@ def missing_parts(target: Target) -> list[int]:
 
 
 def commit(target: Target, plain: State) -> Manifest:
-    """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it.
-
-    A checkpoint of the same step steps aside first, and is removed when the new one is there.
-    """
+    """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it."""
     storage = target.storage
     try:
         manifest = _merged(target, plain)
         storage.write(target.partial / MANIFEST, [manifest_text(manifest).encode()])
         storage.sync_folder(target.partial)
-        old = target.folder / f".{target.final.name}.old"
-        storage.remove(old)
-        if storage.names(target.final):
-            storage.rename(target.final, old)
-        try:
-            storage.rename(target.partial, target.final)
-        except OSError:
-            if storage.names(old):
-                storage.rename(old, target.final)
-            raise
-        storage.sync_folder(target.folder)
-        storage.remove(old)
+        put_in_place(storage, target.partial, target.final)
     except OSError as error:
         raise unwritten(target, error) from error
     return manifest
@@ -242,7 +222,7 @@ def _merged(target: Target, plain: State) -> Manifest:
         name = f"rank-{rank:05d}.json"
         text = storage.read(target.partial / name)
         part = json.loads(text)
-        files[name] = SavedFile.of(text)
+        files[name] = SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
         files |= parse_files(part["files"])
         for each, entry in part["tensors"].items():
             _add(tensors, each, parse_tensor(entry))

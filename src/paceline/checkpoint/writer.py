@@ -24,7 +24,7 @@ import torch
 from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import State, likely_line
 from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
-from paceline.checkpoint.storage import FileStore, LocalFiles, storage_of
+from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
 from paceline.checkpoint.write import (
     RankShare,
     Target,
@@ -171,16 +171,11 @@ def copy_checkpoint(path: Path, name: str) -> Path:
     The copy is made under a temporary name, so a kill while it is made leaves the older one. A kill between the two
     renames leaves the older one under the name ``.<name>.old``. Files are shared with the original where they can be.
     """
-    final, partial, old = path.parent / name, path.parent / f".{name}.new", path.parent / f".{name}.old"
-    files = LocalFiles()
+    final, partial, files = path.parent / name, path.parent / f".{name}.new", LocalFiles()
     try:
         files.remove(partial)
         shutil.copytree(path, partial, copy_function=_link)
-        files.remove(old)
-        if final.exists():
-            files.rename(final, old)
-        files.rename(partial, final)
-        files.remove(old)
+        put_in_place(files, partial, final)
     except OSError as error:  # shutil.Error is one
         shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"cannot copy {path} to {final}: {error}\n  {path} itself is complete") from error

@@ -24,8 +24,9 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, Self, get_args
+from typing import Self, get_args
 
+from paceline.config.sections import RecoveryConfig
 from paceline.health.exit_codes import FAILED, HUNG, NO_PROGRESS, REFUSED
 from paceline.health.failure import Cause, Failure, FailureKind
 
@@ -76,10 +77,7 @@ class TrainedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAttempt:
-    """One start of the ranks: its first step, and what ended it, on which rank and after which step.
-
-    ``message`` is the first line that tells of it.
-    """
+    """One start of the ranks: its first step, and what ended it: the rank, its last step, a line that tells of it."""
 
     first_step: int
     kind: FailureKind
@@ -106,16 +104,6 @@ class FailedAttempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RestartPolicy:
-    """How often ranks are started again, and after what."""
-
-    max_restarts: int = 3
-    max_stalled_restarts: int = 1
-    on_oom: Literal["stop", "restart", "halve"] = "stop"
-    on_hang: Literal["restart", "stop"] = "restart"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Restart:
     """The ranks are started again; ``halves_microbatch`` with half as many samples at a time."""
 
@@ -135,7 +123,7 @@ class Stop:
         return NO_PROGRESS if self.gives_up and code != HUNG else code
 
 
-def after_failure(policy: RestartPolicy, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
+def after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
     """Decides about a run whose attempts have all failed, the last one just now."""
     last, number = attempts[-1], len(attempts)
     if last.kind == "refused" or policy.max_restarts == 0:

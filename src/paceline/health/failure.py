@@ -101,7 +101,8 @@ def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False)
     disk = next((hints[number] for number in map(_error_number, _chain(error)) if number in hints), "")
     return Failure(
         rank=rank,
-        cause=_cause(error),
+        # The children of CommunicationError name their own cause: a mismatch, a verdict.
+        cause="lost" if _is_lost(error) else "stuck" if type(error) is CommunicationError else "raised",
         message=text.removeprefix(f"rank {rank}: ") + (f"\n  {disk}" if disk else ""),
         traceback="" if disk and not _has_user_code(error) else user_traceback(error),
         time=time.time(),
@@ -210,13 +211,6 @@ def _is_users(filename: str) -> bool:
     return "-packages" + os.sep in filename or not filename.startswith(_STANDARD_LIBRARY + os.sep)
 
 
-def _cause(error: BaseException) -> Cause:
-    if _is_lost(error):
-        return "lost"
-    # Its children name their own cause: a mismatch, a verdict.
-    return "stuck" if type(error) is CommunicationError else "raised"
-
-
 def _kind(error: BaseException) -> FailureKind:
     """Says what sort of error it is, by what it came from."""
     if _is_lost(error):
@@ -224,11 +218,10 @@ def _kind(error: BaseException) -> FailureKind:
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    if any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes) or any(
-        type(each).__name__ == "OutOfMemoryError" for each in causes
-    ):
+    names = {type(each).__name__ for each in causes}
+    if "OutOfMemoryError" in names or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
         return "out_of_memory"
-    return "mistake" if any(type(each).__name__ in MISTAKES for each in causes) else "error"
+    return "mistake" if names & MISTAKES else "error"
 
 
 def _is_lost(error: BaseException) -> bool:

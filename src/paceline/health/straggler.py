@@ -99,12 +99,8 @@ def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPo
 
 
 def _phases(record: TimedStep) -> dict[str, float]:
-    return {
-        DATA: record.data_s,
-        FORWARD: record.forward_s,
-        BACKWARD: record.backward_s,
-        OPTIMIZER: record.optimizer_s,
-    }
+    seconds = (record.data_s, record.forward_s, record.backward_s, record.optimizer_s)
+    return dict(zip((DATA, FORWARD, BACKWARD, OPTIMIZER), seconds, strict=True))
 
 
 def _slow_phase(rank: int, steps: Sequence[Mapping[int, TimedStep]]) -> str:
@@ -123,7 +119,6 @@ def _slow_phase(rank: int, steps: Sequence[Mapping[int, TimedStep]]) -> str:
 class LastArrival:
     """Who came last to an operation, how long after the median of the others, and in which phase it was."""
 
-    group: GroupName
     sequence: int
     rank: int
     late_s: float
@@ -148,10 +143,6 @@ def last_arrivals(ledgers: Sequence[LedgerView], offsets: Mapping[int, float] | 
             at = {rank: entry.issued_s - ahead.get(rank, 0.0) for rank, entry in entries.items()}
             last = max(at, key=lambda rank: (at[rank], -rank))
             late_s = at[last] - median(seconds for rank, seconds in at.items() if rank != last)
-            entry = entries[last]
-            found.append(
-                LastArrival(
-                    group=group, sequence=sequence, rank=last, late_s=late_s, phase=entry.phase, step=entry.step
-                )
-            )
+            phase, step = entries[last].phase, entries[last].step
+            found.append(LastArrival(sequence=sequence, rank=last, late_s=late_s, phase=phase, step=step))
     return found

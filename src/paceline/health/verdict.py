@@ -182,13 +182,9 @@ def _missing(
     lines = _lines([views[rank] for rank in victims], pending)
     verb = "are" if len(absent) > 1 else "is"
     states = {view.state for view in guilty}
-    return HangVerdict(
-        kind="dead" if "dead" in states else "left" if states == {"finished"} else "missing",
-        ranks=tuple(sorted(ranks)),
-        sentence=f"{_tell(absent)} {verb} missing from {_describe_place(entry)}: {doing}; {waits}{lines}",
-        group=entry.group.ranks,
-        sequence=entry.sequence,
-    )
+    kind: Kind = "dead" if "dead" in states else "left" if states == {"finished"} else "missing"
+    sentence = f"{_tell(absent)} {verb} missing from {_describe_place(entry)}: {doing}; {waits}{lines}"
+    return _verdict_at(entry, kind, ranks, sentence)
 
 
 def _dead(dead: list[LedgerView], running: list[LedgerView]) -> HangVerdict:
@@ -208,14 +204,8 @@ def _deadlock(
         f"rank {rank} waits for {_tell(waited[rank])} in {_describe_place(entry)}{_at(views[rank], entry)}"
         for rank, entry in pending.items()
     ]
-    first = next(iter(pending.values()))
-    return HangVerdict(
-        kind="deadlock",
-        ranks=tuple(pending),
-        sentence="ranks wait for one another, and none can go on: " + "; ".join(parts),
-        group=first.group.ranks,
-        sequence=first.sequence,
-    )
+    sentence = "ranks wait for one another, and none can go on: " + "; ".join(parts)
+    return _verdict_at(next(iter(pending.values())), "deadlock", pending, sentence)
 
 
 def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
@@ -227,7 +217,7 @@ def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
             f"all ranks are in {_describe_place(first)}, and it does not end: look at the network between them"
             f" (paceline doctor){_lines(running, entries)}"
         )
-        return HangVerdict(kind="silent", ranks=(), sentence=sentence, group=first.group.ranks, sequence=first.sequence)
+        return _verdict_at(first, "silent", (), sentence)
     told = [view for view in running if view.rank not in entries]
     sentence = "; ".join(_doing(view, now, is_named=True) for view in told)
     return HangVerdict(kind="silent", ranks=tuple(view.rank for view in told), sentence=sentence)
@@ -245,8 +235,12 @@ def _mismatch(
     blamed = parties[0] if is_clear else found
     parts = [f"{_tell(rank for rank, _ in party)} called {party[0][1].call} at {party[0][1].line}" for party in parties]
     sentence = f"{_what_differs(place, parties, places)} (operation {sequence} of group {group}): " + ", ".join(parts)
-    ranks = tuple(sorted(rank for rank, _ in blamed))
-    return HangVerdict(kind="mismatch", ranks=ranks, sentence=sentence, group=group.ranks, sequence=sequence)
+    return _verdict_at(found[0][1], "mismatch", (rank for rank, _ in blamed), sentence)
+
+
+def _verdict_at(entry: LedgerEntry, kind: Kind, ranks: Iterable[int], sentence: str) -> HangVerdict:
+    blamed, group = tuple(sorted(ranks)), entry.group.ranks
+    return HangVerdict(kind=kind, ranks=blamed, sentence=sentence, group=group, sequence=entry.sequence)
 
 
 def _what_differs(

@@ -142,11 +142,7 @@ def to_line(record: Record) -> str:
 
 
 def parse_line(line: str | bytes) -> Record:
-    """Reads one line back.
-
-    Raises:
-        ValueError: the line is no JSON object, of an unknown type or a newer schema, or lacks a field.
-    """
+    """Reads one line back. Raises ValueError for another JSON value, type or schema, and where a field is missing."""
     payload = json.loads(line)
     if not isinstance(payload, dict):
         raise ValueError(f"a record is a JSON object, not {_excerpt(line)}")
@@ -164,11 +160,7 @@ def parse_line(line: str | bytes) -> Record:
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yields the complete records of a file.
-
-    Raises:
-        ValueError: a line other than an unterminated last one cannot be read; the message has file and line number.
-    """
+    """Yields the complete records of a file. Raises ValueError, with file and line, if one cannot be read."""
     for number, (line, _) in enumerate(_complete_lines(path, 0), start=1):
         try:
             yield parse_line(line)
@@ -240,7 +232,7 @@ class _Form:
         self.keys = ("type", "schema", *(field.name for field in declared))
         self.values: Callable[[Record], tuple[Any, ...]] = operator.attrgetter(*(field.name for field in declared))
         # Annotations are strings here (see the __future__ import), which is all that is needed to pick a reader.
-        self._readers = tuple((field.name, _READERS.get(str(field.type), _as_is)) for field in declared)
+        self._readers = tuple((field.name, _READERS.get(str(field.type), lambda value: value)) for field in declared)
         self._optional = {field.name for field in declared if field.default is not MISSING}
 
     def read(self, payload: dict[str, Any]) -> Record:
@@ -257,18 +249,10 @@ class _Form:
         return self.record_class(**values)
 
 
-def _as_is(value: Any) -> Any:
-    return value
-
-
-def _optional_float(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": operator.index,
     "float": float,
-    "float | None": _optional_float,
+    "float | None": lambda value: None if value is None else float(value),
     "str": str,
     "dict[str, Any]": dict,
 }

@@ -91,11 +91,7 @@ class RunSummary:
 
 
 def summarize(run_folder: Path) -> RunSummary:
-    """Reads the records of a run.
-
-    Raises:
-        RunFolderError: the folder holds no records, or a damaged one.
-    """
+    """Reads the records of a run. Raises RunFolderError for a folder without records, or with a damaged one."""
     attempts = read_run(run_folder)
     if not attempts:
         raise _no_run(run_folder)

@@ -86,11 +86,7 @@ def split_attempts(records: Sequence[Record]) -> list[RankAttempt]:
 
 
 def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
-    """Reads the attempts of each rank that has any, by rank in order.
-
-    Raises:
-        RunFolderError: a record is damaged.
-    """
+    """Reads the attempts of each rank that has any, by rank in order. Raises RunFolderError for a damaged record."""
     found = {}
     for path in (run_folder / "records").glob("rank-*.jsonl"):
         number = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)

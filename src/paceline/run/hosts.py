@@ -13,15 +13,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from paceline.config import Config, dump_yaml
+from paceline.config.sections import RecoveryConfig
 from paceline.errors import RunFolderError, UsageError
-from paceline.health.diagnosis import RestartPolicy, Stop, after_failure
+from paceline.health.diagnosis import Stop, after_failure
 from paceline.run.console import live_progress, say
 from paceline.run.folder import claim_folder
 from paceline.run.location import locate_run, run_folder
 from paceline.run.nodes import Nodes, is_in_use, parse_nodes
 from paceline.run.notes import HANGS, forget, hung_attempts
 from paceline.run.result import HostOptions, RunOptions, RunResult, explain_end, read_result
-from paceline.run.supervise import rank_command, restart_policy
+from paceline.run.supervise import rank_command
 from paceline.run.variables import rank_variables
 from paceline.run.warm import WarmRanks, warm_ranks_of
 
@@ -36,7 +37,7 @@ def train_on_hosts(asked: Config, options: RunOptions, hosts: HostOptions) -> Ru
             "  hosts that come and go start from the run's newest checkpoint\n  use --resume auto"
         )
     folder = run_folder(asked)
-    nodes = parse_nodes(hosts.counts, hosts.endpoint, run_id=asked.name, restarts=restart_policy(asked))
+    nodes = parse_nodes(hosts.counts, hosts.endpoint, run_id=asked.name, restarts=asked.recovery)
     is_guest = is_in_use(folder)
     if not is_guest:
         locate_run(asked, force=options.force, resume=options.resume)
@@ -91,7 +92,7 @@ def _ranks_here(config: Config, nodes: Nodes) -> int:
 
 
 @contextlib.contextmanager
-def telling_restarts(folder: Path, policy: RestartPolicy, tell: Callable[[str], None]) -> Iterator[None]:
+def telling_restarts(folder: Path, policy: RecoveryConfig, tell: Callable[[str], None]) -> Iterator[None]:
     """Tells each verdict after which ranks are started again; the last one is the launcher's error."""
     from paceline.run.watch import polling
 

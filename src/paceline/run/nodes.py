@@ -21,8 +21,8 @@ from pathlib import Path
 
 import psutil
 
+from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
-from paceline.health.diagnosis import RestartPolicy
 
 _ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
 _COUNTS = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
@@ -38,7 +38,7 @@ class Nodes:
     host: str
     port: int
     run_id: str
-    restarts: RestartPolicy
+    restarts: RecoveryConfig
 
     @property
     def endpoint(self) -> str:
@@ -46,7 +46,7 @@ class Nodes:
         return f"{self.host}:{self.port}"
 
 
-def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RestartPolicy) -> Nodes:
+def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RecoveryConfig) -> Nodes:
     """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
     found = _COUNTS.fullmatch(counts)
     least = int(found["least"]) if found else 0

@@ -23,7 +23,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from paceline.comm.ledger.file import LedgerReader, ledger_path
-from paceline.health.diagnosis import FailedAttempt, RestartPolicy, Stop, TrainedSteps, after_failure
+from paceline.config.sections import RecoveryConfig
+from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
 from paceline.health.failure import Failure, failure_of_verdict
 from paceline.health.verdict import HangVerdict
 
@@ -153,7 +154,7 @@ def hung_attempts(folder: Path) -> list[FailedAttempt]:
     return [FailedAttempt(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
 
 
-def is_over(folder: Path, policy: RestartPolicy) -> bool:
+def is_over(folder: Path, policy: RecoveryConfig) -> bool:
     """Says whether the run has hung and must not be started again. All hosts read the same notes, and decide alike."""
     attempts = hung_attempts(folder)
     return bool(attempts) and isinstance(after_failure(policy, attempts), Stop)

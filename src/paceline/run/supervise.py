@@ -10,17 +10,16 @@ from a process that has torch loaded, see ``warm_server.py``), and these load th
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import Config, check_ranks, dump_yaml, load_config
 from paceline.errors import CheckpointError, ConfigError
-from paceline.health.diagnosis import FailedAttempt, Restart, RestartPolicy, Stop, after_failure
+from paceline.health.diagnosis import FailedAttempt, Restart, Stop, after_failure
 from paceline.run.console import say
 from paceline.run.failure import RunFailedError
 from paceline.run.folder import change_config, config_of, read_plan
@@ -46,7 +45,7 @@ StartRanks = Callable[[Path | None, RestartNote | None], None]
 
 def supervise(start: StartRanks, config: Config, location: RunLocation) -> None:
     """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other."""
-    policy, folder = restart_policy(config), location.folder
+    policy, folder = config.recovery, location.folder
     own = _line(location.checkpoint)
     is_virtual, count = config.comm.backend == "virtual", config.parallel.ranks
     ranks = f"{count} {'virtual ' if is_virtual else ''}rank{'s' if count != 1 else ''}"
@@ -69,10 +68,6 @@ def supervise(start: StartRanks, config: Config, location: RunLocation) -> None:
         where = f"from step {step}" if checkpoint is not None else "from the beginning: there is no checkpoint"
         smaller = " with half the microbatch" if decision.halves_microbatch else ""
         say(f"{what}; restarting {ranks} {where}{smaller} (restart {decision.number} of {policy.max_restarts})")
-
-
-def restart_policy(config: Config) -> RestartPolicy:
-    return RestartPolicy(**{each.name: getattr(config.recovery, each.name) for each in fields(RestartPolicy)})
 
 
 def rank_command(
@@ -121,7 +116,7 @@ def _starting_point(
     config: Config, folder: Path, first: Path | None, own: Line | None = None
 ) -> tuple[Path | None, int]:
     """Finds the newest checkpoint of the run's line that is whole, and its step; tells of newer ones that are not."""
-    from paceline.checkpoint import list_checkpoints
+    from paceline.checkpoint.find import is_whole, list_checkpoints
     from paceline.checkpoint.storage import absolute_path
 
     passed: list[str] = []
@@ -129,7 +124,7 @@ def _starting_point(
     try:
         path = absolute_path(find_start(config, folder, "auto", passed.append, own))
     except CheckpointError as error:
-        path = first if first is not None and _is_whole(first, config) else None
+        path = first if first is not None and is_whole(first, config.checkpoint.verify) else None
         where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
         if list_checkpoints(where / "checkpoints") or list_checkpoints(where):
             passed.append(str(error))
@@ -137,12 +132,3 @@ def _starting_point(
         say("\n  ".join(passed))
     number = "" if path is None else path.name.rpartition("-")[2]
     return path, int(number) if number.isdecimal() else 0
-
-
-def _is_whole(checkpoint: Path, config: Config) -> bool:
-    from paceline.checkpoint import verify_checkpoint
-
-    with contextlib.suppress(CheckpointError):
-        verify_checkpoint(checkpoint, config.checkpoint.verify)
-        return True
-    return False

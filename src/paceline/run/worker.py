@@ -38,7 +38,6 @@ from paceline.run.rank_process import (
 )
 from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
-from paceline.run.supervise import restart_policy
 from paceline.run.warm_server import PARENT
 from paceline.run.watch import note_mismatch, watch_policy
 from paceline.search.make_plan import RunMachine, decided_config, make_plan
@@ -62,7 +61,7 @@ def main() -> None:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
         note_process(folder, rank, arguments.launcher)
-        if arguments.self_watch and is_over(folder, restart_policy(config)):
+        if arguments.self_watch and is_over(folder, config.recovery):
             leave_process(DONE)  # the attempt before has hung and was the last: see hosts.py
         forget(folder, f"logs/rank-{rank}.error.json")
         redirect_output(folder / "logs" / f"rank-{rank}.log")

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import COMPRESSION, MANIFEST, Manifest, SavedPiece, SavedTensor
+from paceline.checkpoint.manifest import COMPRESSION, MANIFEST, Manifest, SavedTensor
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import Progress, decode, dtype_of, ignore_progress, read_header
 from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, segments_of, skipped_of
@@ -45,10 +45,7 @@ _UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, Pace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AuditCheck:
-    """The result of one check: what was checked, what was found in words, and what is wrong.
-
-    ``is_done`` is False where there was nothing to check it by.
-    """
+    """The result of one check, in words. ``is_done`` is False where there was nothing to check it by."""
 
     what: str
     finding: str
@@ -124,9 +121,13 @@ def check_tensors(path: Path, manifest: Manifest, storage: FileStore, skip: set[
     for name, tensor in manifest.tensors.items():
         num_pieces += len(tensor.pieces)
         problems += [f"{name}: {each}" for each in coverage_problems(name, tensor)]
-        for piece in tensor.pieces:
-            if piece.file in headers and (found := _misplaced(name, tensor, piece, headers[piece.file])):
-                problems.append(found)
+        for piece in (piece for piece in tensor.pieces if piece.file in headers):
+            first, last = headers[piece.file].get(name, (0, 0))
+            wanted = piece.region.size * dtype_of(tensor.dtype).itemsize
+            if name not in headers[piece.file]:
+                problems.append(f"{piece.file} has no {name}")
+            elif last - first != wanted:
+                problems.append(f"{piece.file} has {last - first:,} bytes of {name}, not {wanted:,}")
     elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
     told = f"{len(manifest.tensors)} tensors, {elements:,} elements in {num_pieces} pieces: each element in exactly one"
     return AuditCheck(what="tensors", finding=told, problems=tuple(problems))
@@ -146,16 +147,6 @@ def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
         return problems
     shared = [int(common_runs(*pair).length.sum()) for pair in itertools.combinations(regions, 2)]
     return problems + [f"{both:,} elements are saved twice" for both in shared if both]
-
-
-def _misplaced(name: str, tensor: SavedTensor, piece: SavedPiece, header: Mapping[str, tuple[int, int]]) -> str | None:
-    place = header.get(name)
-    if place is None:
-        return f"{piece.file} has no {name}"
-    wanted = piece.region.size * dtype_of(tensor.dtype).itemsize
-    if place[1] - place[0] != wanted:
-        return f"{piece.file} has {place[1] - place[0]:,} bytes of {name}, not {wanted:,}"
-    return None
 
 
 # The samples
@@ -202,10 +193,7 @@ def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
 def follow(
     segments: Sequence[Segment], skipped: Sequence[tuple[int, int]], position: int
 ) -> tuple[list[str], list[str]]:
-    """Goes through the segments from 0 to the position that the run goes on from.
-
-    Returns what is wrong, and the gaps that have a reason.
-    """
+    """Follows the segments from 0 to the position that the run goes on from: what is wrong, gaps with a reason."""
     problems, gaps, unused, place = [], [], list(skipped), 0
     for segment in segments:
         if segment.last <= segment.first:

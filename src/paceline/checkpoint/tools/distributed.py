@@ -9,6 +9,7 @@ what it has written to a file until that is done. Memory: the largest tensor, or
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -92,20 +93,15 @@ class _Tensors:
 
     def _take(self, name: str) -> torch.Tensor:
         if name not in self._read:
-            names = list(self._shapes)
-            self._read = self._load_from(names[names.index(name) :])
+            wanted: dict[str, Any] = {}
+            num_bytes = 0
+            for each, entry in itertools.dropwhile(lambda item: item[0] != name, self._shapes.items()):
+                num_bytes += entry.size.numel() * entry.properties.dtype.itemsize
+                if wanted and num_bytes > _TOGETHER_BYTES:
+                    break
+                wanted[each] = torch.empty(entry.size, dtype=entry.properties.dtype)
+            self._read = _load(self._path, wanted)
         return self._read.pop(name)
-
-    def _load_from(self, names: list[str]) -> dict[str, torch.Tensor]:
-        wanted: dict[str, Any] = {}
-        num_bytes = 0
-        for name in names:
-            entry = self._shapes[name]
-            num_bytes += entry.size.numel() * entry.properties.dtype.itemsize
-            if wanted and num_bytes > _TOGETHER_BYTES:
-                break
-            wanted[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-        return _load(self._path, wanted)
 
 
 class _Planner(DefaultSavePlanner):

@@ -8,9 +8,8 @@ Other combinations have no counterpart there, and keep their own names.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -40,20 +39,11 @@ _LLAMA_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_BLOCK = re.compile(r"layers\.(\d+)\.(.+)\.weight")
 _GPT2_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
 _GPT2_MATRICES = {"attention.output": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
 _QKV = ("attention.query", "attention.key", "attention.value")
 
 Streams = Mapping[str, Stream]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Exported:
-    """A model for Hugging Face: its config.json, and its tensors."""
-
-    config: dict[str, Any]
-    streams: list[Stream]
 
 
 def shape_of(manifest: Manifest) -> GPTShape:
@@ -71,8 +61,8 @@ def shape_of(manifest: Manifest) -> GPTShape:
     return replace(shape, context=shape.context or (config.get("data") or {}).get("context"))
 
 
-def to_hugging_face(shape: GPTShape, streams: Streams) -> Exported:
-    """Returns a GPT in Hugging Face's names. Raises UsageError for one that has no counterpart."""
+def to_hugging_face(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
+    """Returns a GPT's config.json and tensors, as Hugging Face has them. Raises UsageError without a counterpart."""
     if (shape.norm, shape.mlp, shape.positions) == ("rms", "swiglu", "rotary"):
         return _to_llama(shape, streams)
     is_classic = (shape.norm, shape.mlp, shape.positions) == ("layer", "gelu", "learned")
@@ -87,10 +77,7 @@ def to_hugging_face(shape: GPTShape, streams: Streams) -> Exported:
 
 
 def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, Stream]:
-    """Returns the tensors of a Llama or GPT-2 under the names of the package's GPT.
-
-    Raises CheckpointError for another model, or one with tensors that this GPT has not.
-    """
+    """Returns a Llama's or GPT-2's tensors under the names of the package's GPT. Raises CheckpointError for others."""
     kind = config.get("model_type")
     if kind == "llama":
         return _from_llama(streams)
@@ -102,7 +89,7 @@ def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, 
     )
 
 
-def _to_llama(shape: GPTShape, streams: Streams) -> Exported:
+def _to_llama(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     vocabulary, width = streams["token_embedding.weight"].shape
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -125,37 +112,33 @@ def _to_llama(shape: GPTShape, streams: Streams) -> Exported:
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    return Exported(config=config, streams=[replace(each, name=_llama_name(name)) for name, each in streams.items()])
+    names = _llama_names(shape.layers)
+    if lacking := [name for name in streams if name not in names]:
+        raise UsageError(
+            f"--hf: {lacking[0]} has no counterpart in Llama\n  leave --hf out: tensors keep their own names"
+        )
+    return config, [replace(each, name=names[name]) for name, each in streams.items()]
 
 
-def _llama_name(name: str) -> str:
-    found = _BLOCK.fullmatch(name)
-    if found is not None and found[2] in _LLAMA_BLOCK:
-        return f"model.layers.{found[1]}.{_LLAMA_BLOCK[found[2]]}.weight"
-    if name in _LLAMA_ENDS:
-        return _LLAMA_ENDS[name]
-    raise UsageError(f"--hf: {name} has no counterpart in Llama\n  leave --hf out: tensors keep their own names")
+def _llama_names(layers: int) -> dict[str, str]:
+    """Returns Llama's name of each tensor of the package's GPT."""
+    blocks = {
+        f"layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
+        for layer in range(layers)
+        for ours, theirs in _LLAMA_BLOCK.items()
+    }
+    return _LLAMA_ENDS | blocks
 
 
 def _from_llama(streams: Streams) -> dict[str, Stream]:
-    back = {theirs: ours for ours, theirs in _LLAMA_ENDS.items()}
-    blocks = {theirs: ours for ours, theirs in _LLAMA_BLOCK.items()}
-    found: dict[str, Stream] = {}
-    for name, stream in streams.items():
-        match = re.fullmatch(r"model\.layers\.(\d+)\.(.+)\.weight", name)
-        if match is not None and match[2] in blocks:
-            ours = f"layers.{match[1]}.{blocks[match[2]]}.weight"
-        elif name in back:
-            ours = back[name]
-        elif name.endswith("rotary_emb.inv_freq"):
-            continue  # a constant, which older files have
-        else:
-            raise CheckpointError(f"{name} has no counterpart in the package's GPT, which has no biases")
-        found[ours] = replace(stream, name=ours)
-    return found
+    names = {theirs: ours for ours, theirs in _llama_names(len(streams)).items()}  # at most so many layers
+    kept = [name for name in streams if not name.endswith("rotary_emb.inv_freq")]  # a constant, which older files have
+    if lacking := [name for name in kept if name not in names]:
+        raise CheckpointError(f"{lacking[0]} has no counterpart in the package's GPT, which has no biases")
+    return {names[name]: replace(streams[name], name=names[name]) for name in kept}
 
 
-def _to_gpt2(shape: GPTShape, streams: Streams) -> Exported:
+def _to_gpt2(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     vocabulary, width = streams["token_embedding.weight"].shape
     hidden = streams["layers.0.mlp.up.weight"].shape[0]
     config = {
@@ -184,7 +167,7 @@ def _to_gpt2(shape: GPTShape, streams: Streams) -> Exported:
     ]
     for layer in range(shape.layers):
         found += _gpt2_block(f"transformer.h.{layer}", f"layers.{layer}", streams)
-    return Exported(config=config, streams=found)
+    return config, found
 
 
 def _gpt2_block(theirs: str, ours: str, streams: Streams) -> list[Stream]:

@@ -65,10 +65,7 @@ def format_of(path: Path) -> Format:
 
 
 def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
-    """Reads what a file or folder has, without its tensors. ``prefix`` is taken off the model's names.
-
-    Raises CheckpointError for something else, or a model without tensors.
-    """
+    """Reads what a file or folder has, but no tensor; takes ``prefix`` off names. Raises CheckpointError for others."""
     _check_there(path)
     if kind != "safetensors" and path.is_dir() != (kind == "dcp"):
         there = "folder" if path.is_dir() else "file"

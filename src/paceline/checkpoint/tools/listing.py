@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
 from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
-from paceline.checkpoint.retention import Retention, best_steps
+from paceline.checkpoint.retention import Retention, Saved, why_kept
 from paceline.checkpoint.storage import nothing_there, storage_of
 from paceline.checkpoint.tensors import Progress, decode, dtype_of, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
@@ -70,22 +70,18 @@ def kept_because(found: Sequence[tuple[Listed, Manifest]]) -> dict[Path, tuple[s
         return {}
     current = newest_line(manifest.spot for _, manifest in found)
     left = {each.path for each, manifest in found if not current.has(manifest.line, manifest.step)}
-    ordered = sorted(found, key=lambda pair: (pair[0].path not in left, pair[0].step))
-    whole, newest = [each for each, _ in ordered], ordered[-1][1]
+    newest = max((manifest for _, manifest in found), key=lambda each: (current.has(each.line, each.step), each.step))
     policy = retention_of((newest.about.get("config") or {}).get("checkpoint") or {})
-    reasons: dict[Path, list[str]] = {each.path: [] for each in whole}
-    for each in whole[-(policy.last or len(whole)) :]:
-        reasons[each.path].append("newest" if each is whole[-1] else "one of the last")
-    for path in left:
-        reasons[path].append("the run has gone back from it")
-    own = [each for each in whole if each.path not in left]
-    for each in own:
-        if policy.every is not None and each.step % policy.every == 0:
-            reasons[each.path].append(f"every {policy.every} steps")
-    best = best_steps({each.step: (each.metrics or {}).get(policy.metric) for each in own}, policy)
-    for each in (each for each in own if each.step in best):
-        reasons[each.path].append(f"best {policy.metric}")
-    return {path: tuple(why) or ("not by the policy: goes with the next save",) for path, why in reasons.items()}
+    saved = [
+        Saved(step=each.step, value=manifest.metrics.get(policy.metric), is_left=each.path in left)
+        for each, manifest in found
+    ]
+    reasons = why_kept(saved, newest.step, policy)
+    for each, _ in found:
+        reasons[each.step] += ["the run has gone back from it"] if each.path in left else []
+    return {
+        each.path: tuple(reasons[each.step]) or ("not by the policy: goes with the next save",) for each, _ in found
+    }
 
 
 def retention_of(settings: Mapping[str, Any]) -> Retention:
@@ -177,10 +173,7 @@ class Summary:
 
 
 def summarize(path: Path, pattern: str | None = None) -> Summary:
-    """Reads a manifest; ``pattern`` (with ``*`` and ``?``) picks tensors by name.
-
-    Raises UsageError for a pattern that fits none.
-    """
+    """Reads a manifest; ``pattern`` (with ``*`` and ``?``) picks tensors. Raises UsageError if it fits none."""
     manifest = read_manifest(path)
     kinds, dtypes, num_parameters = Counter[str](), Counter[str](), 0
     for name, tensor in manifest.tensors.items():

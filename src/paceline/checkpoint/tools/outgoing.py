@@ -57,7 +57,8 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
     """Writes a checkpoint in another format; returns where. Raises CheckpointError if it cannot be written."""
     if out.exists() and not options.may_replace:
         raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
-    streams = model_streams(checkpoint)
+    names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
+    streams = {name.removeprefix(MODEL): stream_saved(checkpoint, name, name.removeprefix(MODEL)) for name in names}
     if not streams:
         raise CheckpointError(
             f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
@@ -69,12 +70,6 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
         write = _plain_writer(checkpoint, streams, options, progress)
     _write_atomically(out, write)
     return out
-
-
-def model_streams(checkpoint: Checkpoint) -> dict[str, Stream]:
-    """Returns the model's tensors by their names in a state dict."""
-    names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
-    return {name.removeprefix(MODEL): stream_saved(checkpoint, name, name.removeprefix(MODEL)) for name in names}
 
 
 def optimizer_content(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -105,12 +100,12 @@ def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
 def _hugging_face_writer(
     checkpoint: Checkpoint, streams: dict[str, Stream], progress: Progress
 ) -> Callable[[Path], object]:
-    made = to_hugging_face(shape_of(checkpoint.manifest), streams)
+    config, made = to_hugging_face(shape_of(checkpoint.manifest), streams)
 
     def write(path: Path) -> None:
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(made.config, indent=2) + "\n")
-        write_safetensors(path / "model.safetensors", made.streams, {"format": "pt"}, progress)
+        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_safetensors(path / "model.safetensors", made, {"format": "pt"}, progress)
 
     return write
 

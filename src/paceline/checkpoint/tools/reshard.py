@@ -21,16 +21,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-import torch
-
 from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor, State
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import Progress, dtype_of, encode, host_bytes, ignore_progress
 from paceline.checkpoint.tools.stream import stream_region, write_checkpoint
-from paceline.checkpoint.write import StreamedPiece, own_shares
+from paceline.checkpoint.write import StreamedPiece, own_interval
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
-from paceline.shards import Region, Shard, flat_layout, whole_region
+from paceline.shards import Region, flat_layout, whole_region
 
 Strategy = Literal["ddp", "zero1", "zero2", "fsdp", "hybrid"]
 
@@ -131,17 +129,12 @@ def _shared(
     held: Mapping[str, Region], tensors: Mapping[str, SavedTensor], rank: int, ranks: int
 ) -> list[tuple[str, Region]]:
     """Returns a rank's part of what all data ranks hold, in the way in which they share the writing."""
-    shards = [
-        Shard(
-            name=name,
-            region=region,
-            tensor=torch.empty(region.size, dtype=dtype_of(tensors[name].dtype), device="meta"),
-            copy=rank,
-            copies=ranks,
-        )
-        for name, region in held.items()
-    ]
-    return [(share.name, share.region) for share in own_shares(shards)]
+    found = []
+    for name, region in held.items():
+        interval = own_interval(name, region, dtype_of(tensors[name].dtype).itemsize, rank, ranks)
+        if interval is not None:
+            found.append((name, region.narrow(*interval)))
+    return found
 
 
 def _flat_pieces(

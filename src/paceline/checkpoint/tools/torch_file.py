@@ -7,6 +7,7 @@ the bytes that follow under ``data/<n>``. torch itself needs all tensors in memo
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -26,69 +27,55 @@ from paceline.shards import row_major
 _ALIGN_BYTES = 64  # as torch does: a file that is mapped has its tensors where processors want them
 _HEADER_BYTES = 30  # of an entry, before its name and what is added to fill up
 _NAME = "archive"
-_STORAGES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-    torch.complex64: "ComplexFloatStorage",
-}
+_STORAGES: Mapping[torch.dtype, str] = torch.storage._dtype_to_storage_type_map()  # such as "FloatStorage"
 
 
 def write_torch_file(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
     """Writes nested dicts and lists of plain values, tensors and streams. Raises UsageError for a dtype it has not."""
-    streams: list[Stream] = []
     structure = io.BytesIO()
-    _Pickler(structure, protocol=2).dump(_referring(content, streams))
+    pickler = _Pickler(structure, protocol=2)
+    pickler.dump(_referring(content))
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, "data.pkl", [structure.getvalue()])
         _add(archive, "byteorder", [b"little"])
-        for number, stream in enumerate(streams):
+        for number, stream in enumerate(pickler.streams):
             _add(archive, f"data/{number}", stream.read(), progress, num_bytes=stream.num_bytes)
         _add(archive, "version", [b"3\n"])
 
 
 @dataclass(frozen=True, slots=True)
-class _TensorBytes:
-    """Stands for the bytes of a tensor."""
+class _Tensor:
+    """Is pickled as a tensor; its bytes, as a reference."""
 
-    number: int
     stream: Stream
 
-
-@dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Stands for a tensor, and is pickled as one."""
-
-    storage: _TensorBytes
-
     def __reduce__(self) -> tuple[Any, ...]:
-        stream = self.storage.stream
-        arguments: tuple[Any, ...] = (self.storage, 0, stream.shape, row_major(stream.shape), False, OrderedDict())
+        shape = self.stream.shape
+        arguments: tuple[Any, ...] = (self.stream, 0, shape, row_major(shape), False, OrderedDict())
         return torch._utils._rebuild_tensor_v2, arguments
 
 
 class _Pickler(pickle.Pickler):
+    """Numbers the streams that it refers to, in their order."""
+
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol)
+        self.streams: list[Stream] = []
+
     def persistent_id(self, value: object) -> tuple[Any, ...] | None:
-        if not isinstance(value, _TensorBytes):
+        if not isinstance(value, Stream):
             return None
-        kind = getattr(torch, _STORAGES[value.stream.dtype])
-        elements = value.stream.num_bytes // value.stream.dtype.itemsize
-        return "storage", kind, str(value.number), "cpu", elements
+        self.streams.append(value)
+        kind, elements = getattr(torch, _STORAGES[value.dtype]), math.prod(value.shape)
+        return "storage", kind, str(len(self.streams) - 1), "cpu", elements
 
 
-def _referring(value: Any, streams: list[Stream]) -> Any:
-    """Returns a structure in which tensors and streams are references; lists the streams."""
+def _referring(value: Any) -> Any:
+    """Returns a structure in which tensors and streams are references."""
     if isinstance(value, Mapping):
-        return {key: _referring(each, streams) for key, each in value.items()}
+        return {key: _referring(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_referring(each, streams) for each in value)
+        return type(value)(_referring(each) for each in value)
     if isinstance(value, torch.Tensor):
         value = stream_made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
     if not isinstance(value, Stream):
@@ -97,8 +84,7 @@ def _referring(value: Any, streams: list[Stream]) -> Any:
         raise UsageError(
             f"{value.name} is of {value.dtype}, which a torch file of this kind has not\n  export it as safetensors"
         )
-    streams.append(value)
-    return _Tensor(_TensorBytes(len(streams) - 1, value))
+    return _Tensor(value)
 
 
 def _add(
