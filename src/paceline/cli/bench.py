@@ -14,7 +14,6 @@ from paceline.cli.bench_options import (
     Models,
     Output,
     Rounds,
-    Rows,
     announced,
     check_device,
     chosen_of,
@@ -23,6 +22,7 @@ from paceline.cli.bench_options import (
     tell,
     words_of,
 )
+from paceline.cli.bench_tables import Rows
 from paceline.cli.destination import check_scratch
 from paceline.cli.options import ConfigPath, Overrides
 

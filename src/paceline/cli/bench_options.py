@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.cli.bench_tables import Rows, show_table
 from paceline.cli.destination import check_record
 from paceline.errors import UsageError
 
-Rows = list[dict[str, Any]]
 Output = Annotated[
     Path | None, typer.Option(callback=check_record, help="Also write the record to this file, row after row.")
 ]
@@ -57,7 +57,6 @@ def show_record(
     A file is written after each batch of rows, so that a run that is cut short leaves what it has.
     """
     from paceline.bench.record import BenchRecord
-    from paceline.cli.bench_tables import show_table
 
     rows: Rows = []
     for batch in batches:

@@ -17,8 +17,9 @@ import contextlib
 from string import Formatter
 from typing import Any
 
-from paceline.cli.bench_options import Rows
 from paceline.units import format_bytes, format_count
+
+Rows = list[dict[str, Any]]
 
 _RATIO = ("ratio: {ratio:.3f}", "quartiles: {ratio_low:.3f}-{ratio_high:.3f}")
 _STEPS = (
