@@ -112,8 +112,8 @@ def test_what_is_asked_for_is_kept() -> None:
 
 
 def test_a_microbatch_to_be_found_counts_as_one_sample() -> None:
-    assert choose(room(80), microbatch="auto", global_batch=64).microbatch == 1
-    assert choose(room(80), microbatch=None, global_batch=64).microbatch == 8
+    assert choose(room(80), microbatch="auto", global_batch=64).chosen.layout.microbatch == 1
+    assert choose(room(80), microbatch=None, global_batch=64).chosen.layout.microbatch == 8
     assert choose(room(40), microbatch=None, global_batch=64).chosen.layout.strategy != "ddp"
     assert choose(room(40), microbatch="auto", global_batch=64).chosen.layout.strategy == "ddp"
 
