@@ -35,7 +35,6 @@ from torch import nn
 
 from paceline.comm.base import BucketReduction, BucketShape, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
-from paceline.engines.batchnorm import standing_in
 from paceline.engines.flat.flat import FlatGroup, gradient_scale
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
@@ -153,12 +152,6 @@ class FullySharded(ShardedEngine):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self._groups.shards, max_norm, norm_type, norms=norms)
-
-    def sit_out(self) -> None:
-        with standing_in(self.module):
-            self.sit_out_forward()
-            if torch.is_grad_enabled():
-                self.sit_out_backward()
 
     def sit_out_forward(self) -> None:
         """Takes part in the gathers of a forward."""

@@ -36,7 +36,6 @@ from torch import nn
 
 from paceline.comm.base import DONE, Communicator, Work, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
@@ -132,14 +131,9 @@ class ZeroParallel(ShardedEngine):
 
         Called after a pass that failed on this rank, it completes that one for the others.
         """
-        if self._is_plain:
-            return
         if self._arrivals.is_open and not self._is_reducing:
             self._drop_failed()  # the others wait for nothing of it
-        with standing_in(self.module):
-            self.sit_out_forward()
-            if torch.is_grad_enabled():
-                self.sit_out_backward()
+        super().sit_out()
 
     def sit_out_forward(self) -> None:
         if self._is_plain:

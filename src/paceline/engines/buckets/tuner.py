@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,16 +44,16 @@ _NUM_PROBES = 4  # of each size; the first warms up
 _Time = Mark | float
 
 
+@dataclass(slots=True)
 class _TimedPass:
     """The marks of one backward pass: its begin, gradients as they arrived, its end, and when all was reduced."""
 
-    def __init__(self, policy: BucketPolicy) -> None:
-        self.policy = policy
-        self.num_buckets = 0
-        self.begin: _Time | None = None  # a rank that sits a pass out has none
-        self.arrived: dict[int, _Time] = {}
-        self.end: _Time | None = None
-        self.reduced: _Time | None = None
+    policy: BucketPolicy
+    num_buckets: int = 0
+    begin: _Time | None = None  # a rank that sits a pass out has none
+    arrived: dict[int, _Time] = field(default_factory=dict)
+    end: _Time | None = None
+    reduced: _Time | None = None
 
 
 class BucketTuner:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.matrixwise import check_elementwise
@@ -24,6 +25,12 @@ class ShardedEngine(ModuleEngine):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._updated.items())
+
+    def sit_out(self) -> None:
+        with standing_in(self.module):
+            self.sit_out_forward()
+            if torch.is_grad_enabled():
+                self.sit_out_backward()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         super().check_optimizer(optimizer)

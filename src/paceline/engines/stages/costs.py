@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.clock import DeviceClock, seconds_between
 from paceline.engines.stages.bounds import LayerCost
+from paceline.engines.stages.stages import meta_parameter
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.measured import measure_activations
@@ -188,7 +189,7 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         for module, parameters, buffers in before:
             for name, parameter in parameters.items():
                 if parameter is not None:
-                    fake = shown.setdefault(id(parameter), _meta_parameter(parameter))
+                    fake = shown.setdefault(id(parameter), meta_parameter(parameter))
                     module._parameters[name] = fake  # type: ignore[assignment]
             for name, buffer in buffers.items():
                 if buffer is not None:
@@ -198,10 +199,6 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         for module, parameters, buffers in before:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def _meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def _without_values(value: Any) -> Any:

@@ -285,13 +285,15 @@ def _free_others(model: nn.Module, stages: Collection[Stage]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in used and not parameter.is_meta:
                 before.append(parameter)
-                if id(parameter) not in empty:
-                    shape = torch.empty_like(parameter, device="meta")
-                    empty[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
-                module._parameters[name] = empty[id(parameter)]
+                module._parameters[name] = empty.setdefault(id(parameter), meta_parameter(parameter))
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in used:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
+
+
+def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """Returns a parameter of the same shape without values."""
+    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def _check_bounds(layers: Sequence[PipelineLayer], bounds: Sequence[int]) -> None:
