@@ -55,15 +55,15 @@ class CrossEntropy:
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
         inputs, targets = batch
-        return self._value(model(inputs), targets)
+        return self._sum_and_count(model(inputs), targets)
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """Returns the summed cross entropy and the number of right answers."""
         inputs, targets = batch
         logits = model(inputs)
-        return replace(self._value(logits, targets), correct=(logits.argmax(-1) == targets).sum())
+        return replace(self._sum_and_count(logits, targets), correct=(logits.argmax(-1) == targets).sum())
 
-    def _value(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> LossValue:
+    def _sum_and_count(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> LossValue:
         is_known = self.elements_per_sample is not None
         count = float(targets.numel()) if is_known else (targets != IGNORED).sum()
         return LossValue(self._total(logits, targets), count)
