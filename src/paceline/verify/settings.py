@@ -109,7 +109,7 @@ def _numbers_and_rules(settings: Settings, tolerance: float | None, batch: int |
     counts = {"ranks": settings.ranks, "steps": settings.steps, "accumulate": layout.accumulate, "batch": batch}
     for name, value in {**counts, "pipeline": layout.pipeline, "tensor": layout.tensor}.items():
         if value < 1:
-            yield Problem(what=f"{name} = {value}", rule="there is at least one", fix="give 1 or more")
+            yield Problem(what=f"{name} = {value}", rule="there is at least one", fix=f"give {name} = 1 or more")
     if settings.clip is not None and not settings.clip > 0:
         rule = "a largest norm is above 0"
         yield Problem(what=f"clip = {settings.clip}", rule=rule, fix="give a number above 0, or none")
