@@ -12,7 +12,7 @@ import torch
 from paceline.engines.apply import STRATEGY_NAMES
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
-from paceline.plan.field_types import unknown_word
+from paceline.plan.field_types import unknown_schedule, unknown_word
 from paceline.plan.layout import CHECKPOINTS, Layout
 from paceline.plan.rules import rules
 
@@ -102,14 +102,17 @@ def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
     yield from unknown_word("precision", layout.precision, tuple(PRECISIONS))
     yield from unknown_word("checkpoint_activations", layout.checkpoint_activations, CHECKPOINTS)
     yield from unknown_word("backend", backend, BACKENDS)
+    yield from unknown_schedule(layout.schedule)
 
 
 def _numbers_and_rules(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
     layout, batch = settings.layout, 1 if batch is None else batch
     counts = {"ranks": settings.ranks, "steps": settings.steps, "accumulate": layout.accumulate, "batch": batch}
-    for name, value in {**counts, "pipeline": layout.pipeline, "tensor": layout.tensor}.items():
+    degrees = {"pipeline": layout.pipeline, "tensor": layout.tensor}
+    for name, value in {**counts, **degrees}.items():
         if value < 1:
-            yield Problem(what=f"{name} = {value}", rule="there is at least one", fix="give 1 or more")
+            fix = "give 1 or more" if name in degrees else f"give {name} = 1 or more"
+            yield Problem(what=f"{name} = {value}", rule="there is at least one", fix=fix)
     if settings.clip is not None and not settings.clip > 0:
         rule = "a largest norm is above 0"
         yield Problem(what=f"clip = {settings.clip}", rule=rule, fix="give a number above 0, or none")
