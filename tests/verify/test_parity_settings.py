@@ -38,6 +38,8 @@ def make_batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
         ({"strategy": "auto"}, "strategy = 'auto'\n  a run decides by its memory"),
         ({"precision": "bf61"}, "precision = 'bf61' is unknown\n  it is one of fp32, bf16"),
         ({"checkpoint_activations": "ful"}, "did you mean full?"),
+        ({"pipeline": 2, "schedule": "1f1bb"}, "there is no schedule '1f1bb'"),
+        ({"schedule": "1f1bb"}, "did you mean 1f1b?"),
         ({"shard_ranks": 2}, "shard_ranks = 2 has no effect with strategy = ddp"),
         (
             {"strategy": "fsdp", "shard_ranks": 2},

@@ -29,7 +29,7 @@ def schedule_fits(case: RuleCase) -> Iterator[Problem]:
     if layout.pipeline == 1:
         return
     if isinstance(layout.schedule, str):
-        least, most = CHUNKS[layout.schedule]
+        least, most = CHUNKS.get(layout.schedule, (1, None))  # names are checked before
         chunks = layout.chunks or least
         if chunks < least or (most is not None and chunks > most):
             yield Problem(

@@ -12,7 +12,7 @@ import torch
 from paceline.engines.apply import STRATEGY_NAMES
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
-from paceline.plan.field_types import unknown_word
+from paceline.plan.field_types import unknown_schedule, unknown_word
 from paceline.plan.layout import CHECKPOINTS, Layout
 from paceline.plan.rules import rules
 
@@ -102,6 +102,7 @@ def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
     yield from unknown_word("precision", layout.precision, tuple(PRECISIONS))
     yield from unknown_word("checkpoint_activations", layout.checkpoint_activations, CHECKPOINTS)
     yield from unknown_word("backend", backend, BACKENDS)
+    yield from unknown_schedule(layout.schedule)
 
 
 def _numbers_and_rules(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
