@@ -124,7 +124,7 @@ def test_a_mismatch_ends_with_code_1_and_names_the_place(call: Call, config: Pat
     ("arguments", "messages"),
     [
         (["--strategy", "fsdb", "--ranks", "0"], ["strategy = 'fsdb' is unknown", "did you mean fsdp?", "ranks = 0"]),
-        (["--pipeline", "0"], ["pipeline = 0", "give 1 or more"]),
+        (["--pipeline", "0"], ["pipeline = 0", "give pipeline = 1 or more"]),
         (["--strategy", "hybrid", "--ranks", "3"], ["strategy = hybrid on 3 ranks of one host, without shard_ranks"]),
         (["--strategy", "fsdp", "--shard-ranks", "2"], ["shard_ranks = 2 has no effect with strategy = fsdp"]),
         (["--shard-ranks", "-1"], ["shard_ranks = -1"]),

@@ -225,7 +225,7 @@ def stay_away(comm: Communicator) -> None:
         store.set("rank 1 knows", "")
         return
     try:
-        connect("gloo", device="cpu", timeout_s=2)
+        connect("gloo", device="cpu", timeout_s=6)  # a busy machine takes seconds to reach the store
     finally:
         store.set("rank 0 gave up", "")
         store.wait(["rank 1 knows"], datetime.timedelta(seconds=100))  # the store ends with rank 0

@@ -230,7 +230,7 @@ class Recipe:
     """How a model is trained."""
 
     shares: Sequence[Sequence[int]]
-    steps: int = 5
+    steps: int = 3
     clip: float | None = 0.5
     optimizer: str = "adamw"
 

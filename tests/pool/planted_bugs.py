@@ -29,7 +29,7 @@ from paceline.verify.reference import Reference, run_reference
 from paceline.verify.settings import Settings
 
 CLIP = 0.05  # far below the norms here, so that clipping bites
-SETTINGS = Settings.of(ranks=3, steps=3, accumulate=2, clip=CLIP)
+SETTINGS = Settings.of(ranks=3, steps=2, accumulate=2, clip=CLIP)
 
 
 def current_rank() -> int | None:

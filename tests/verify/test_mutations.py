@@ -405,6 +405,7 @@ def one_missing(_: Any) -> Any:
 
 PLAIN, KNOWN = case(Plain), known(Plain)
 
+THREE_STEPS = dataclasses.replace(SETTINGS, steps=3)  # the first two would hide what the second leaves behind
 BUGS: dict[str, Bug] = {
     "mean of means, count known": Bug(plant=accumulating(mean_of_means), case=KNOWN, shows="gradient"),
     "mean of means, count exchanged": Bug(
@@ -470,13 +471,21 @@ BUGS: dict[str, Bug] = {
         step=1,
     ),
     "stale slot of a missing gradient": Bug(
-        plant=replacing(ReplicaBucket, "fill", stale_slots), case=known(Branches), shows="gradient", step=2
+        plant=replacing(ReplicaBucket, "fill", stale_slots),
+        case=known(Branches),
+        shows="gradient",
+        step=2,
+        settings=THREE_STEPS,
     ),
     "gradient is not the bucket's view": Bug(
         plant=replacing(ReplicaBucket, "fill", stale_gradients), case=KNOWN, shows="gradient"
     ),
     "bucket never cleared": Bug(
-        plant=replacing(ReplicaBucket, "fill", not_cleared), case=KNOWN, shows="gradient", step=2
+        plant=replacing(ReplicaBucket, "fill", not_cleared),
+        case=KNOWN,
+        shows="gradient",
+        step=2,
+        settings=THREE_STEPS,
     ),
     "slots overlap": Bug(
         plant=lambda m: m.setattr("paceline.engines.buckets.gradients.flat_layout", misplaced(flat_layout)),

@@ -184,17 +184,20 @@ def _wait_until_all_joined(store: Any, size: int, timeout: datetime.timedelta) -
     """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
 
     Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
-    this one leaves. So each says in the store that it has joined, and waits until all have.
+    this one leaves. So each says in the store that it has joined, and waits until all have. Ranks may meet again in the
+    store of a launcher, so meetings are numbered.
     """
     rank = dist.get_rank()
     store.set(f"paceline joined {rank}", "")
-    if store.add("paceline joined", 1) == size:
-        store.set("paceline all joined", "")
-    store.wait(["paceline all joined"], timeout)
+    joined = store.add("paceline joined", 1)
+    meeting = (joined - 1) // size
+    if joined == (meeting + 1) * size:
+        store.set(f"paceline all joined {meeting}", "")
+    store.wait([f"paceline all joined {meeting}"], timeout)
     if rank == 0 and size > 1:
-        store.wait(["paceline all told"], timeout)
-    elif store.add("paceline told", 1) == size - 1:
-        store.set("paceline all told", "")
+        store.wait([f"paceline all told {meeting}"], timeout)
+    elif store.add("paceline told", 1) == (meeting + 1) * (size - 1):
+        store.set(f"paceline all told {meeting}", "")
 
 
 @contextlib.contextmanager

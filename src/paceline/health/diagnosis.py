@@ -24,11 +24,13 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, get_args
+from typing import TYPE_CHECKING, Self, get_args
 
-from paceline.config.sections import RecoveryConfig
 from paceline.health.exit_codes import FAILED, HUNG, NO_PROGRESS, REFUSED
 from paceline.health.failure import Cause, Failure, FailureKind
+
+if TYPE_CHECKING:
+    from paceline.config.sections import RecoveryConfig  # with pydantic, which a command's help must not wait for
 
 _DURATION = re.compile(r", for \d+\.\d s(?=\))")
 
