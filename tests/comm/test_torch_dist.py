@@ -225,7 +225,7 @@ def stay_away(comm: Communicator) -> None:
         store.set("rank 1 knows", "")
         return
     try:
-        connect("gloo", device="cpu", timeout_s=6)  # a busy machine takes seconds to reach the store
+        connect("gloo", device="cpu", timeout_s=8)  # a store may take 5 s to answer a new client
     finally:
         store.set("rank 0 gave up", "")
         store.wait(["rank 1 knows"], datetime.timedelta(seconds=100))  # the store ends with rank 0
