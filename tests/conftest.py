@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,9 @@ settings.register_profile("paceline", deadline=None, max_examples=25, derandomiz
 settings.register_profile("all", deadline=None, max_examples=100, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile("paceline")
+
+# torch asks for the name of every client of a store, and a name server that loses a packet costs 5 s: here 1 s.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and with them all processes that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
