@@ -42,7 +42,6 @@ def train(engine: Engine, steps: int = 2) -> None:
 
 
 @covering(
-    always={"ranks": [2]},
     strategy=["ddp", "zero1", "zero2", "fsdp"],
     precision=["fp32", "bf16_master"],
     ranks=[2, 1],

@@ -111,11 +111,17 @@ def test_a_smaller_group_may_keep_what_backward_needs(case: str, reshard: int) -
         assert_same(result, single(case, recipe))
 
 
-# Full sharding has all models above: here those whose gradients come in an order of their own.
-@covering(
-    always={"case": ["tied", "branches", "reentrant", "odd shapes"]},
-    case=[case for case in MODELS if case != "borrowed"],
-    clip=[0.5, None],
+# Full sharding has all models above: here those whose gradients come in an order of their own, and one of odd shapes.
+ORDERS = ("tied", "branches", "reentrant", "unused", "odd shapes")
+
+
+@pytest.mark.parametrize("clip", [0.5, pytest.param(None, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *ORDERS,
+        *(pytest.param(case, marks=pytest.mark.exhaustive) for case in MODELS if case not in ("borrowed", *ORDERS)),
+    ],
 )
 def test_hybrid_trains_as_one_process(case: str, clip: float | None) -> None:
     recipe = Recipe(shares=SHARES["ragged"], clip=clip)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from gloo_pool import GlooPool
 from torch import nn
 
@@ -146,8 +147,7 @@ def test_ranks_without_samples_in_some_microbatches(strategy: str) -> None:
     check(settings_of(4, 4, strategy, pipeline=2), samples=3)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
-@pytest.mark.parametrize("samples", [3, 7])
+@covering(strategy=["ddp", "zero1", "zero2"], samples=[3, 7])
 def test_ranks_without_samples_where_two_stages_of_a_rank_share_a_weight(strategy: str, samples: int) -> None:
     check(settings_of(4, 4, strategy, pipeline=2, schedule="zb-v"), samples=samples)
 

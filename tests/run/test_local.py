@@ -139,7 +139,10 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
             *(("wait", "kill:SIGTERM"), "rank 1 was ended by SIGTERM, which did not come from here"),
             marks=pytest.mark.exhaustive,
         ),
-        (("lose", "kill:SIGTERM"), "rank 1 was ended by SIGTERM, which did not come from here"),
+        pytest.param(
+            *(("lose", "kill:SIGTERM"), "rank 1 was ended by SIGTERM, which did not come from here"),
+            marks=pytest.mark.exhaustive,
+        ),
         (("lose", "leave:7"), "rank 1 left with exit code 7 and no error\n\nso long\n"),
     ],
 )

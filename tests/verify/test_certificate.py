@@ -71,13 +71,13 @@ def built_in(name: str) -> Config:
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks", "accumulate"),
     [
-        ("mlp", "ddp", 4, 1),
+        pytest.param("mlp", "ddp", 4, 1, marks=pytest.mark.exhaustive),
         ("mlp", "zero1", 2, 3),
         ("mlp", "hybrid", 4, 2),
-        ("gpt", "ddp", 2, 2),
+        pytest.param("gpt", "ddp", 2, 2, marks=pytest.mark.exhaustive),
         ("gpt", "zero2", 2, 1),
         ("gpt", "fsdp", 2, 1),
-        ("resnet", "ddp", 3, 1),
+        pytest.param("resnet", "ddp", 3, 1, marks=pytest.mark.exhaustive),
         ("resnet", "fsdp", 2, 2),
     ],
 )
