@@ -9,7 +9,8 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.stages.links import Links, TensorShape, describe, hand_over, map_tensors, shape_key, tensors_of
+from paceline.engines.agree import tensors_in
+from paceline.engines.stages.links import Links, TensorShape, describe, hand_over, map_tensors, shape_key
 from paceline.errors import RankFailedError
 
 TREE = {"a": (torch.arange(3.0, requires_grad=True), torch.arange(2)), "b": [1, "x", None], "c": 0.5}
@@ -33,7 +34,7 @@ def test_a_tree_arrives_as_it_was_sent() -> None:
     found = run_virtual(work, 2)[1]
     torch.testing.assert_close(found["a"][0].detach(), torch.arange(3.0) * 2)
     assert found["a"][0].is_leaf
-    assert [tensor.requires_grad for tensor in tensors_of(found)] == [True, False]
+    assert [tensor.requires_grad for tensor in tensors_in(found)] == [True, False]
     assert (found["b"], found["c"]) == ([1, "x", None], 0.5)
 
 

@@ -38,7 +38,6 @@ from paceline.comm.base import Communicator, Work
 from paceline.engines.checkpointing import Replay
 from paceline.errors import UsageError
 
-_Message = tuple[torch.Tensor, Work]  # what a collective brings, and the collective
 _HEAD = 2  # in front of the channels: how many values, and the number of the layer (0: this rank stands in)
 
 
@@ -62,19 +61,13 @@ def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
     return module
 
 
-@contextlib.contextmanager
-def standing_in(module: nn.Module) -> Iterator[None]:
+def standing_in(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Stands in for the layers of ``module`` in a pass of the other ranks: around what the engine itself does there.
 
     That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
     """
     exchange = next((layer.exchange for layer in module.modules() if isinstance(layer, SyncBatchNorm)), None)
-    if exchange is None:
-        yield
-        return
-    messages = exchange.stand_in()
-    yield
-    exchange.complete(messages)
+    return contextlib.nullcontext() if exchange is None else exchange.standing_in()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,34 +237,35 @@ class Exchange:
         self.comm.all_reduce(totals).wait()
         return totals[:, : sums[0].numel()]
 
-    def _begin(self) -> None:
-        """Starts a pass of this rank."""
-        self._remember()
-        self._kind = self._kind_now()
-
     # What a rank does that has no samples.
 
-    def stand_in(self) -> tuple[list[_Message], list[_Message]]:
-        """Sends messages of count zero for all of a pass's calls, and waits for none."""
+    @contextlib.contextmanager
+    def standing_in(self) -> Iterator[None]:
+        """Sends messages of count zero for all of a pass's calls, and waits for them at the end.
+
+        There the running statistics move as the other ranks have moved theirs.
+        """
         self._remember()
         kind = self._kind_now()
         guess = (sum(kind.looks_at_batch), kind.num_trained if kind.has_gradients else 0)
         num_forward, num_backward = self._num_calls.get(kind, guess)
         forward = [self._send_row(self._new(_HEAD + 2 * self._width)) for _ in range(num_forward)]
-        zeros = [self._new(2, self._width) for _ in range(num_backward)]
-        return forward, [(totals, self.comm.all_reduce(totals)) for totals in zeros]
-
-    def complete(self, messages: tuple[list[_Message], list[_Message]]) -> None:
-        """Waits for the messages, and moves the running statistics as the other ranks have moved theirs."""
-        forward, backward = messages
+        zeros = [self._new(2, self._width) for _ in range(num_backward)]  # alive until they are reduced
+        backward = [self.comm.all_reduce(totals) for totals in zeros]
+        yield
         for rows, work in forward:
             work.wait()
             number = int(rows[:, 1].max().item())  # sync point
             if number:  # else no rank has samples
                 layer = self.layers[number - 1]
                 layer.move_statistics(self._read(rows, layer.num_features))
-        for _, work in backward:
+        for work in backward:
             work.wait()
+
+    def _begin(self) -> None:
+        """Starts a pass of this rank."""
+        self._remember()
+        self._kind = self._kind_now()
 
     def _kind_now(self) -> _PassKind:
         num_trained, is_trained = 0, False
@@ -298,7 +292,8 @@ class Exchange:
     def _new(self, *shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.float64, device=self.comm.device)
 
-    def _send_row(self, row: torch.Tensor) -> _Message:
+    def _send_row(self, row: torch.Tensor) -> tuple[torch.Tensor, Work]:
+        """Returns where all ranks' rows will be, and what to wait for."""
         rows = self._new(self.comm.size, row.numel())
         return rows, self.comm.all_gather(rows, row)
 

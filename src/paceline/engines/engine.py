@@ -21,7 +21,7 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
-from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape
+from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.schedule.grid import Action
@@ -332,7 +332,7 @@ class ModuleEngine(Engine):
     def shards(self) -> Iterator[Shard]:
         """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
         named = dict(self.named_parameters())
-        places = {id(piece): (group, place) for group in self.flat_groups for place, piece in enumerate(group.pieces)}
+        places = piece_places(self.flat_groups)
         for name, parameter in named.items():
             if id(parameter) in places:
                 region, (copy, copies) = piece_region(*places[id(parameter)]), self.piece_copies

@@ -31,9 +31,10 @@ from torch import nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
+from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
 from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, ModuleEngine, OnPhase, as_loss_sum
-from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key, tensors_of
+from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError
@@ -457,7 +458,7 @@ def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequenc
 
 def _roots(output: Any) -> list[torch.Tensor]:
     """Returns the tensors that have gradients: of a stage's output, backward starts from them."""
-    return [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+    return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
 
 def _wait(works: Sequence[Work]) -> None:

@@ -425,6 +425,11 @@ class FlatGroup:
         return parameter
 
 
+def piece_places(groups: Iterable[FlatGroup]) -> dict[int, tuple[FlatGroup, int]]:
+    """Returns the group of each piece, by its id, and its place there."""
+    return {id(piece): (group, place) for group in groups for place, piece in enumerate(group.pieces)}
+
+
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape of the whole parameter of which this may be a piece."""
     return tuple(getattr(parameter, "full_shape", parameter.shape))

@@ -13,7 +13,8 @@ would, and get the same values.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ from paceline.plan.layout import Offload
 from paceline.units import MIB
 
 Named = tuple[str, nn.Module]
+Tensors = dict[str, Any]  # a module's own, by attribute; None where it has none of that name
 
 
 def choose_units(
@@ -128,65 +130,34 @@ def build_units(
     owned = owned_parameters(model, units)
     places = _places(model)
     names = [*(name for name, _ in units), ""]
-    builder = _Builder(names, owned, places, comm, shards, precision, offload)
+    kept = frozenset(name for name, found in places.items() if any(keeps_dtype(place.module) for place in found))
+
+    def make(index: int) -> Unit:
+        """Makes a unit with memory for its whole parameters."""
+        return Unit(index, names[index], owned[index], shards, precision, offload, kept)
+
+    def cut(unit: Unit) -> None:
+        """Ends a unit: rank 0's values for all, of which each rank keeps its slice."""
+        for group in unit.groups:
+            if comm.size > 1:
+                comm.broadcast(group.full.data).wait()
+        unit.keep_slices(places)
+
+    made: dict[int, Unit] = {}
     # A device without values needs none.
     if comm.device.type != "meta" and any(parameter.is_meta for parameter in model.parameters()):
-        check_can_reset(model)
-        _initialise(model, builder)
-    return builder.finish(model)
-
-
-class _Builder:
-    """Makes each unit when it is first asked for, and cuts it when it is complete."""
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        owned: list[list[tuple[str, nn.Parameter]]],
-        places: dict[str, list[Attribute]],
-        comm: Communicator,
-        shards: Communicator,
-        precision: Precision,
-        offload: Offload,
-    ) -> None:
-        self.owned = owned
-        self.places = places
-        self.name_at = {place: name for name, found in places.items() for place in found}
-        self.unit_of = {name: index for index, named in enumerate(owned) for name, _ in named}
-        self._comm = comm
-        self._args = (shards, precision, offload)
-        self._kept = frozenset(name for name, found in places.items() if any(keeps_dtype(p.module) for p in found))
-        self._names = names
-        self._units: dict[int, Unit] = {}
-        self._done: set[int] = set()
-
-    def unit(self, index: int) -> Unit:
-        """Returns a unit with memory for its whole parameters."""
-        if index not in self._units:
-            self._units[index] = Unit(index, self._names[index], self.owned[index], *self._args, self._kept)
-        return self._units[index]
-
-    def cut(self, index: int) -> None:
-        """Ends a unit: rank 0's values for all, of which each rank keeps its slice."""
-        unit = self.unit(index)
-        self._done.add(index)
-        for group in unit.groups:
-            if self._comm.size > 1:
-                self._comm.broadcast(group.full.data).wait()
-        unit.keep_slices(self.places)
-
-    def finish(self, model: nn.Module) -> list[Unit]:
-        """Cuts what is left, and moves the buffers, whose values are those of rank 0 too."""
-        for index in range(len(self.owned)):
-            if index not in self._done:
-                self.cut(index)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self._comm.device)
-        broadcast_tensors(self._comm, list(model.buffers()))
-        self._args[1].cast_buffers(model)
-        return [self._units[index] for index in range(len(self.owned))]
+        made = _initialise(model, owned, make, cut)
+    for index in range(len(owned)):
+        if index not in made:
+            made[index] = make(index)
+            cut(made[index])
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(comm.device)
+    broadcast_tensors(comm, list(model.buffers()))
+    precision.cast_buffers(model)
+    return [made[index] for index in range(len(owned))]
 
 
 def _places(model: nn.Module) -> dict[str, list[Attribute]]:
@@ -201,43 +172,56 @@ def _places(model: nn.Module) -> dict[str, list[Attribute]]:
     return places
 
 
-def check_can_reset(model: nn.Module) -> None:
-    """Raises UsageError for a model with modules that cannot draw the values of their tensors."""
-    stuck = [
-        name or type(module).__name__
+@torch.no_grad()
+def _initialise(
+    model: nn.Module,
+    owned: Sequence[Sequence[tuple[str, nn.Parameter]]],
+    make: Callable[[int], Unit],
+    cut: Callable[[Unit], None],
+) -> dict[int, Unit]:
+    """Initialises module by module; a unit is made with its first values, and cut when its last module is done."""
+    owner = {id(parameter): (index, name) for index, named in enumerate(owned) for name, parameter in named}
+    last = {owner[id(p)][0]: module for module in model.modules() for p in module._parameters.values() if p is not None}
+    units: dict[int, Unit] = {}
+    filled: set[str] = set()
+    for module, before, _ in reset_modules(model):
+        own = {attribute: owner[id(parameter)] for attribute, parameter in before.items() if parameter is not None}
+        for attribute, (index, name) in own.items():
+            if index not in units:
+                units[index] = make(index)
+            # The second place of a tied parameter draws its numbers too, as it would in one process, and drops them.
+            if name not in filled:
+                filled.add(name)
+                group = next(group for group in units[index].groups if name in group.names)
+                group.parameters[group.names.index(name)].data.copy_(module.get_parameter(attribute))
+            module._parameters[attribute] = None  # the unit puts it back
+        for index in {index for index, _ in own.values()}:
+            if last[index] is module:
+                cut(units[index])
+    return units
+
+
+def reset_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Tensors, Tensors]]:
+    """Gives the modules of a model on the meta device values, one by one, as they draw them in one process.
+
+    Yields each module that has tensors, filled, with the parameters and buffers that it had before. The caller takes
+    the values away before the next module gets its own, so that only one module is whole. Raises UsageError, before
+    any change, for a model with modules that cannot draw the values of their tensors.
+    """
+    filled = {
+        module: name or type(module).__name__
         for name, module in model.named_modules()
         if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values()))
-        and not callable(getattr(module, "reset_parameters", None))
-    ]
+    }
+    stuck = [name for module, name in filled.items() if not callable(getattr(module, "reset_parameters", None))]
     if stuck:
         raise UsageError(
             f"the model is on the meta device, and {', '.join(stuck[:5])} cannot be initialised\n"
             "  a module with parameters or buffers needs a method reset_parameters() that gives them values\n"
             "  add it, or build the model on the CPU"
         )
-
-
-@torch.no_grad()
-def _initialise(model: nn.Module, builder: _Builder) -> None:
-    """Initialises module by module; a unit is cut when its last module is done."""
-    modules = list(model.modules())
-    # Of each module's own parameters the attribute, and the name that it is known by.
-    direct = [
-        [(a, builder.name_at[Attribute(module, a)]) for a, p in module._parameters.items() if p is not None]
-        for module in modules
-    ]
-    last = {builder.unit_of[name]: place for place, owned in enumerate(direct) for _, name in owned}
-    for place, (module, owned) in enumerate(zip(modules, direct, strict=True)):
-        if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
-            module.to_empty(device=torch.device("cpu"), recurse=False)
-            module.reset_parameters()  # type: ignore[operator]
-        for attribute, name in owned:
-            # The second place of a tied parameter draws its numbers too, as it would in one process, and drops them.
-            if builder.places[name][0] == Attribute(module, attribute):
-                groups = builder.unit(builder.unit_of[name]).groups
-                group = next(group for group in groups if name in group.names)
-                group.parameters[group.names.index(name)].data.copy_(module.get_parameter(attribute))
-            module._parameters[attribute] = None  # the unit puts it back
-        for index in {builder.unit_of[name] for _, name in owned}:
-            if last[index] == place:
-                builder.cut(index)
+    for module in filled:
+        before = {**module._parameters}, {**module._buffers}
+        module.to_empty(device=torch.device("cpu"), recurse=False)
+        module.reset_parameters()
+        yield module, *before

@@ -11,8 +11,8 @@ same on all ranks and stays as it is. Gathering needs memory for the result and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.errors import UsageError
 
 _States = Mapping[int, Mapping[str, Any]]  # by the parameter's number in the optimizer, then by the state's name
@@ -33,17 +33,20 @@ class _StateRow:
     """What one rank holds for one parameter."""
 
     name: str
-    is_empty: bool = False  # its piece has no elements
-    dtypes: dict[str, torch.dtype | None] | None = None  # of the states that are pieces, None for whole ones
-    refused: str | None = None  # a state of which it cannot be told what it is
+    is_empty: bool  # its piece has no elements
+    dtypes: dict[str, torch.dtype | None] | None  # of the states that are pieces, None for whole ones; None: no state
+    refused: str | None  # a state of which it cannot be told what it is
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _StateKind:
     """What all ranks together hold as one state of one parameter: pieces of ``dtype``, or a whole value (None)."""
 
     dtype: torch.dtype | None
-    holders: list[int] = field(default_factory=list)
+    holders: list[int]
+
+
+_Kinds = dict[int, dict[str, _StateKind]]  # by the parameter's number, then by the state's name
 
 
 def gather_optimizer_state(
@@ -58,18 +61,25 @@ def gather_optimizer_state(
     Raises UsageError on all ranks for state that is neither a piece nor whole, or that is missing on some rank.
     """
     packed = optimizer.state_dict()
+    states: _States = packed["state"]
     parameters = numbered_parameters(optimizer, packed)
-    kinds = _agree(comm, _rows(parameters, groups, packed["state"]))
+    kinds = _agree(comm, _rows(parameters, groups, states))
     keeps = comm.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {index: dict.fromkeys(kinds[index]) for index in kinds}
-    _share_whole_values(comm, packed["state"], kinds, whole)
+    for index, by_key in kinds.items():
+        for key, kind in by_key.items():
+            if kind.dtype is None:  # a rank's own where all have one, else that of the first that does
+                value = on_cpu(states[index][key]) if comm.rank in kind.holders else None
+                is_everywhere = len(kind.holders) == comm.size
+                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, kind.holders[0])
     numbers = {id(parameter): index for index, parameter in parameters.items()}
     for group in groups:
-        members = [numbers.get(id(piece)) for piece in group.pieces]
-        _gather_group(group, members, packed["state"], kinds, whole if keeps else None)
+        for index, key, tensor in _gather_group(group, [numbers.get(id(p), -1) for p in group.pieces], states, kinds):
+            if keeps:
+                whole[index][key] = tensor.to("cpu", copy=True)
     if not keeps:
         return {}
-    others = {key: value for key, value in packed["state"].items() if key not in parameters}
+    others = {key: value for key, value in states.items() if key not in parameters}
     result: dict[str, Any] = on_cpu({**packed, "state": others})
     result["state"] = {**whole, **result["state"]}
     return result
@@ -83,7 +93,7 @@ def load_optimizer_state(
     As strict as ``optimizer.load_state_dict``, and about shapes too: raises ValueError before anything is changed. The
     optimizer keeps nothing of ``state`` itself, so ranks that share a process may load the same one.
     """
-    places = _places(groups)
+    places = piece_places(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     saved = [index for group in state["param_groups"] for index in group["params"]]
     mine = dict(state)
@@ -109,117 +119,73 @@ def numbered_parameters(optimizer: torch.optim.Optimizer, packed: Mapping[str, A
     }
 
 
-def _places(groups: Sequence[FlatGroup]) -> dict[int, tuple[FlatGroup, int]]:
-    """Returns where each piece belongs, by its id."""
-    return {id(piece): (group, place) for group in groups for place, piece in enumerate(group.pieces)}
-
-
 def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], states: _States) -> dict[int, _StateRow]:
     """Describes this rank's state."""
-    places = _places(groups)
+    names = {id(piece): name for group in groups for name, piece in zip(group.names, group.pieces, strict=True)}
     rows = {}
     for index, parameter in parameters.items():
-        if id(parameter) in places:
-            group, place = places[id(parameter)]
-            rows[index] = _piece_row(group.names[place], parameter, states.get(index))
-        else:
-            values = states.get(index)
-            rows[index] = _StateRow(name=f"parameter {index}", dtypes=None if values is None else dict.fromkeys(values))
+        values, is_piece, refused = states.get(index), id(parameter) in names, None
+        dtypes: dict[str, torch.dtype | None] = dict.fromkeys(values or {})
+        for key, value in (values or {}).items() if is_piece else ():
+            if isinstance(value, torch.Tensor):
+                dtypes[key] = value.dtype if value.shape == parameter.shape else None
+            elif any(isinstance(leaf, torch.Tensor) and leaf.shape == parameter.shape for leaf in tree_leaves(value)):
+                refused = f"{key} (a {type(value).__name__} of tensors)"
+        rows[index] = _StateRow(
+            name=names.get(id(parameter), f"parameter {index}"),
+            is_empty=is_piece and parameter.numel() == 0,
+            dtypes=None if values is None else dtypes,
+            refused=refused,
+        )
     return rows
 
 
-def _piece_row(name: str, piece: nn.Parameter, values: Mapping[str, Any] | None) -> _StateRow:
-    is_empty = piece.numel() == 0
-    if values is None:
-        return _StateRow(name=name, is_empty=is_empty)
-    dtypes: dict[str, torch.dtype | None] = {}
-    for key, value in values.items():
-        dtypes[key] = None
-        if isinstance(value, torch.Tensor):
-            if value.shape == piece.shape:
-                dtypes[key] = value.dtype
-        elif any(isinstance(leaf, torch.Tensor) and leaf.shape == piece.shape for leaf in tree_leaves(value)):
-            return _StateRow(name=name, refused=f"{key} (a {type(value).__name__} of tensors)")
-    return _StateRow(name=name, is_empty=is_empty, dtypes=dtypes)
-
-
-def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> dict[int, dict[str, _StateKind]]:
+def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> _Kinds:
     """Returns what the ranks hold together, so that all of them issue the same collectives."""
     everyone = gather_objects(comm, rows)
-    agreed: dict[int, dict[str, _StateKind]] = {}
-    for rank, theirs in enumerate(everyone):
-        for index, row in theirs.items():
-            if row.refused is not None:
+    for row in (row for theirs in everyone for row in theirs.values() if row.refused is not None):
+        raise UsageError(
+            f"the optimizer's state of {row.name} has {row.refused}\n"
+            "  a sharded state is one tensor of the parameter's shape, or one value for the whole parameter\n"
+            "  keep each tensor under a name of its own, or train with strategy = 'ddp'"
+        )
+    kinds: _Kinds = {}
+    for index in sorted({index for theirs in everyone for index, row in theirs.items() if row.dtypes is not None}):
+        held = [theirs[index].dtypes or {} for theirs in everyone]
+        kinds[index] = {}
+        for key in dict.fromkeys(key for dtypes in held for key in dtypes):
+            holders = [rank for rank, dtypes in enumerate(held) if key in dtypes]
+            found = [held[rank][key] for rank in holders]
+            kinds[index][key] = _StateKind(dtype=None if None in found else found[0], holders=holders)
+            missing = [r for r, theirs in enumerate(everyone) if r not in holders and not theirs[index].is_empty]
+            if missing and None not in found:
                 raise UsageError(
-                    f"the optimizer's state of {row.name} has {row.refused}\n"
-                    "  a sharded state is one tensor of the parameter's shape, or one value for the whole parameter\n"
-                    "  keep each tensor under a name of its own, or train with strategy = 'ddp'"
+                    f"the optimizer's state {key} of {everyone[0][index].name} exists on rank {holders[0]}, "
+                    f"but not on rank {missing[0]}, which holds a part of the parameter\n"
+                    "  the whole state is made of every rank's part\n"
+                    "  give the optimizer's step() gradients of the same parameters on every rank"
                 )
-            for key, dtype in (row.dtypes or {}).items():
-                kind = agreed.setdefault(index, {}).setdefault(key, _StateKind(dtype=dtype))
-                kind.dtype = None if dtype is None else kind.dtype
-                kind.holders.append(rank)
-            if row.dtypes is not None:
-                agreed.setdefault(index, {})
-    for index in agreed:
-        _check_complete(index, agreed[index], everyone)
-    return dict(sorted(agreed.items()))
-
-
-def _check_complete(index: int, kinds: dict[str, _StateKind], everyone: list[dict[int, _StateRow]]) -> None:
-    for key, kind in kinds.items():
-        if kind.dtype is None or len(kind.holders) == len(everyone):
-            continue
-        missing = [r for r in range(len(everyone)) if r not in kind.holders and not everyone[r][index].is_empty]
-        if missing:
-            raise UsageError(
-                f"the optimizer's state {key} of {everyone[0][index].name} exists on rank {kind.holders[0]}, "
-                f"but not on rank {missing[0]}, which holds a part of the parameter\n"
-                "  the whole state is made of every rank's part\n"
-                "  give the optimizer's step() gradients of the same parameters on every rank"
-            )
-
-
-# Gathering.
-
-
-def _share_whole_values(
-    comm: Communicator, states: _States, kinds: dict[int, dict[str, _StateKind]], whole: dict[int, dict[str, Any]]
-) -> None:
-    """Fills in the values that are whole: a rank's own where all have one, else those of the first that does."""
-    for index, by_key in kinds.items():
-        for key, kind in by_key.items():
-            if kind.dtype is not None:
-                continue
-            value = on_cpu(states[index][key]) if comm.rank in kind.holders else None
-            whole[index][key] = (
-                value if len(kind.holders) == comm.size else broadcast_object(comm, value, kind.holders[0])
-            )
+    return kinds
 
 
 def _gather_group(
-    group: FlatGroup,
-    members: list[int | None],
-    states: _States,
-    kinds: dict[int, dict[str, _StateKind]],
-    whole: dict[int, dict[str, Any]] | None,
-) -> None:
-    """Gathers one group's states, one kind at a time, and copies them into ``whole`` where it is given.
+    group: FlatGroup, members: Sequence[int], states: _States, kinds: _Kinds
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Gathers one group's states, one kind at a time; yields each with its parameter's number and its name.
 
-    ``members`` are the numbers of the group's parameters, None for one that the optimizer does not update.
+    ``members`` are the numbers of the group's parameters, -1 for one that the optimizer does not update.
     """
-    by_place = [kinds.get(index, {}) if index is not None else {} for index in members]
+    by_place = [kinds.get(index, {}) for index in members]
     found = {(key, kind.dtype): None for by_key in by_place for key, kind in by_key.items() if kind.dtype is not None}
     for key, dtype in found:
-        is_held = [key in by_key and by_key[key].dtype == dtype for by_key in by_place]
-        pieces = []
-        for place, index in enumerate(members):
-            value = states.get(index, {}).get(key) if index is not None and is_held[place] else None
-            pieces.append(group.pieces[place].new_zeros(()) if value is None else value)
+        held = [key in by_key and by_key[key].dtype == dtype for by_key in by_place]
+        nothing = group.master.new_zeros(())
+        pieces = [
+            states.get(index, {}).get(key, nothing) if is_held else nothing
+            for index, is_held in zip(members, held, strict=True)
+        ]
         tensors = group.gather_whole([piece.to(dtype) for piece in pieces])
-        for index, tensor, held in zip(members, tensors, is_held, strict=True):
-            if whole is not None and held and index is not None:
-                whole[index][key] = tensor.to("cpu", copy=True)
+        yield from ((index, key, tensors[i]) for i, index in enumerate(members) if held[i])
         del tensors
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import ModuleEngine
-from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, on_cpu
 
@@ -68,10 +68,9 @@ class ShardedEngine(ModuleEngine):
         expected, other shapes.
         """
         mine = self.module.state_dict(keep_vars=True)
-        places: dict[int, tuple[FlatGroup, int]] = {}
+        places = piece_places(self.flat_groups)
         for group in self.flat_groups:
-            for place, (parameter, piece) in enumerate(zip(group.parameters, group.pieces, strict=True)):
-                places[id(parameter)] = places[id(piece)] = (group, place)
+            places |= {id(p): (group, place) for place, p in enumerate(group.parameters)}
         problems = name_problems(mine, state)
         for name, value in mine.items():
             if name in state:

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.clock import DeviceClock, seconds_between
 from paceline.engines.stages.bounds import LayerCost
-from paceline.engines.stages.stages import meta_parameter
+from paceline.engines.stages.stages import drop_values
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.measured import measure_activations
@@ -184,16 +184,8 @@ def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> t
 def _on_meta(model: nn.Module) -> Iterator[None]:
     """Shows meta tensors in place of the model's own, tied ones as tied ones, for as long as it is open."""
     before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
-    shown: dict[int, torch.Tensor] = {}
     try:
-        for module, parameters, buffers in before:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    fake = shown.setdefault(id(parameter), meta_parameter(parameter))
-                    module._parameters[name] = fake  # type: ignore[assignment]
-            for name, buffer in buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = torch.empty_like(buffer, device="meta")
+        drop_values(model)
         yield
     finally:
         for module, parameters, buffers in before:

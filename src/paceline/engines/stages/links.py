@@ -11,7 +11,7 @@ them. Gradients need no description: they look as the outputs did.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,11 +53,11 @@ class Channel:
         for work in self.send(number) if is_sender else self.receive(number):
             work.wait()
 
-    def send(self, tensors: Sequence[torch.Tensor]) -> list[Work]:
+    def send(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
         """Sends tensors, in order."""
         return [self.comm.send(tensor.detach().contiguous(), self.peer, self.tag) for tensor in tensors]
 
-    def receive(self, tensors: Sequence[torch.Tensor]) -> list[Work]:
+    def receive(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
         """Posts the receives of tensors, in order."""
         return [self.comm.recv(tensor.detach(), self.peer, self.tag) for tensor in tensors]
 
@@ -117,7 +117,7 @@ class Links:
                 "  for microbatches of one shape a stage returns tensors of one shape: the next stage waits for those\n"
                 "  cut the model elsewhere (parallel.stages), or pad what differs"
             )
-        return works + channel.send(tensors_of(tree))
+        return works + channel.send(tensors_in(tree))
 
     def post_inputs(self, stage: int, key: Hashable) -> Arrival:
         """Makes ready for the inputs of a stage; the first of their kind are waited for until they are described."""
@@ -129,7 +129,7 @@ class Links:
             self._described[stage, key],
             is_leaf=lambda leaf: isinstance(leaf, TensorShape),
         )
-        return Arrival(tree, channel.receive(tensors_of(tree)))
+        return Arrival(tree, channel.receive(tensors_in(tree)))
 
     def send_gradients(self, stage: int, gradients: Sequence[torch.Tensor]) -> list[Work]:
         """Sends the gradients of a stage's inputs to the stage before."""
@@ -151,11 +151,6 @@ def describe(tree: Any, stage: int) -> Any:
                 "  return its tensors, or cut the model at another layer"
             )
     return tree_map(_shape_of, tree)
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Returns the tensors of a tree, in order; those of dataclasses in it too."""
-    return list(tensors_in(tree))
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from paceline.engines.flat.materialize import check_can_reset
+from paceline.engines.flat.materialize import reset_modules
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_apart, model_blocks, model_ends
@@ -164,7 +164,7 @@ def split_model(
         stage._borrowed = [place for place in _places(own) if id(place[0]._parameters[place[1]]) in owned]
         owned |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         stages[index] = stage
-    _free_others(model, stages.values())
+    drop_values(model, {module for stage in stages.values() for module in _modules_of(stage.layers)})
     for stage in stages.values():
         stage.train(model.training)
     return stages
@@ -195,22 +195,16 @@ def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
     Every rank draws the whole model's numbers in order, and keeps those of its stages: at no moment is more than one
     module beside them in memory. Raises UsageError for a module with tensors but without ``reset_parameters()``.
     """
-    check_can_reset(model)
     kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     real: dict[int, nn.Parameter] = {}  # by what stood in its place
     alive = [*model.parameters(), *model.buffers()]  # to the end: the id of what is gone is used again
-    for module in model.modules():
-        before = {**module._parameters}, {**module._buffers}
-        if not any(tensor is not None for tensors in before for tensor in tensors.values()):
-            continue
-        module.to_empty(device=torch.device("cpu"), recurse=False)
-        module.reset_parameters()  # type: ignore[operator]
-        for attribute, old in before[0].items():
+    for module, parameters, buffers in reset_modules(model):
+        for attribute, old in parameters.items():
             if old is not None:  # the second place of a tied parameter draws its numbers too, and drops them
                 is_kept, new = id(old) in kept, module._parameters[attribute]
                 assert new is not None
                 module._parameters[attribute] = real.setdefault(id(old), new) if is_kept else old
-        for attribute, buffer in before[1].items():
+        for attribute, buffer in buffers.items():
             if id(buffer) not in kept:
                 module._buffers[attribute] = buffer
     for stage in stages:
@@ -274,10 +268,9 @@ def _held(
             yield path, module
 
 
-def _free_others(model: nn.Module, stages: Collection[Stage]) -> None:
-    """Replaces the tensors that no stage uses by meta tensors; tied ones stay tied."""
-    kept = {id(module) for stage in stages for module in _modules_of(stage.layers)}
-    tensors = [t for m in model.modules() if id(m) in kept for t in (*m._parameters.values(), *m._buffers.values())]
+def drop_values(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
+    """Replaces tensors by meta tensors, tied ones by tied ones, except those that a module in ``kept`` has itself."""
+    tensors = [t for module in kept for t in (*module._parameters.values(), *module._buffers.values())]
     used = {id(tensor) for tensor in tensors if tensor is not None}
     empty: dict[int, nn.Parameter] = {}
     before: list[nn.Parameter] = []  # alive until all are replaced: an id is used again after that
@@ -285,15 +278,13 @@ def _free_others(model: nn.Module, stages: Collection[Stage]) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and id(parameter) not in used and not parameter.is_meta:
                 before.append(parameter)
-                module._parameters[name] = empty.setdefault(id(parameter), meta_parameter(parameter))
+                if id(parameter) not in empty:
+                    values = torch.empty_like(parameter, device="meta")
+                    empty[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                module._parameters[name] = empty[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in used:
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
-
-
-def meta_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """Returns a parameter of the same shape without values."""
-    return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
 
 
 def _check_bounds(layers: Sequence[PipelineLayer], bounds: Sequence[int]) -> None:

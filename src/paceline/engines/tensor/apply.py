@@ -66,7 +66,7 @@ def apply_tensor_parallel(
         )
     whole = {name: tuple(t.shape) for name, t in _tensors(model)}
     region = TensorRegion(comm, is_sequence=sequence)
-    ends = TensorRegion(comm, is_sequence=sequence and not plan.has("begin"))
+    ends = TensorRegion(comm, is_sequence=sequence and all(rule.role != "begin" for rule in plan.rules))
     cut: dict[int, Split] = {}
     for change in changes:
         _cut(change, comm, cut)
@@ -90,7 +90,7 @@ class _LayerChange:
 
 def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterator[_LayerChange]:
     """Finds what a plan changes. Without sequence parallelism, what lies between stays as it is."""
-    for name, module, rule in plan.layers(model):
+    for name, module, rule in plan.fitting(model, *_KINDS):
         if rule.role in ("between", "positions") and not is_sequence:
             continue
         above = model.get_submodule(name.rpartition(".")[0])
@@ -127,9 +127,9 @@ def _plan_problems(
     for pattern in plan.missing(model):
         yield f"  {pattern} fits no module: correct the pattern, or make its rule optional"
     changed = {id(change.module) for change in changes}
-    inside = [module for _, module, _ in plan.places(model, "input")]
+    inside = [module for _, module, _ in plan.fitting(model, "input")]
     if is_sequence:
-        begins = [name.rpartition(".")[0] for name, _, _ in plan.places(model, "begin")]
+        begins = [name.rpartition(".")[0] for name, _, _ in plan.fitting(model, "begin")]
         inside += [model.get_submodule(name) for name in begins] or [model]
     partial = {id(module) for each in inside for module in each.modules()}
     split = {id(p) for c in changes for n, p in c.module._parameters.items() if n in c.splits and c.splits[n].dim == 0}
@@ -232,16 +232,16 @@ def _resize(change: _LayerChange) -> None:
 
 def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> None:
     """Lets the stream enter the split parts, and under sequence parallelism be split and joined where the plan says."""
-    for _, module, rule in plan.places(model, "input"):
+    for _, module, rule in plan.fitting(model, "input"):
         readers = tuple(inner for inner in module.modules() if isinstance(inner, ColumnLinear))
         enter = functools.partial(_enter, region, readers)
         module.register_forward_pre_hook(functools.partial(_before, enter), with_kwargs=True)
         for name in rule.resized:
             setattr(module, name, getattr(module, name) // region.comm.size)
     if region.is_sequence:
-        for _, module, _ in plan.places(model, "begin"):
+        for _, module, _ in plan.fitting(model, "begin"):
             module.register_forward_pre_hook(functools.partial(_before, region.take), with_kwargs=True)
-        for _, module, _ in plan.places(model, "end"):
+        for _, module, _ in plan.fitting(model, "end"):
             module.register_forward_hook(lambda _module, _args, output: region.join(output))
 
 

@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.nodes import moved, same
-from paceline.engines.tensor.late import LateWeight, may_split_backward
+from paceline.engines.tensor.late import Product, may_split_backward, record_late
 from paceline.engines.tensor.layout import Split, split_range
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
@@ -57,7 +57,7 @@ class TensorRegion:
     def __init__(self, comm: Communicator, *, is_sequence: bool) -> None:
         self.comm = comm
         self.is_sequence = is_sequence
-        self.late: dict[nn.Module, LateWeight] = {}  # of layers that the stream has come to and not yet passed
+        self.late: dict[nn.Module, Product] = {}  # of layers that the stream has come to and not yet passed
         # No compiler follows a conversation between ranks. Said here, as a decorator would load it with this file.
         for name in ("enter", "leave", "take", "join", "share"):
             setattr(self, name, cast("Any", torch.compiler).disable(getattr(self, name)))
@@ -73,12 +73,12 @@ class TensorRegion:
         for layer in layers:
             self.late.pop(layer, None)  # of a pass that did not come to the layer
         if not (torch.is_grad_enabled() and x.requires_grad):
-            return gather_sequence(x, self.comm) if self.is_sequence else x
+            return self._gather(x) if self.is_sequence else x
         total = _TensorSum(self.comm)
         x = moved(x, same, total.wait)
         for layer in layers if may_split_backward() else ():
             if cast("Tensor", layer.weight).requires_grad:
-                self.late[layer] = LateWeight.record(layer.matrix)
+                self.late[layer] = record_late(layer.matrix)
         return moved(x, self._gather, total.start_scatter) if self.is_sequence else moved(x, same, total.start)
 
     def leave(self, x: Tensor) -> Tensor:
@@ -116,7 +116,10 @@ class TensorRegion:
         return part
 
     def _gather(self, x: Tensor) -> Tensor:
-        return gather_sequence(x, self.comm)
+        parts, part = x.new_empty(self.comm.size, *x.shape), x.detach().contiguous()
+        with unwatched():
+            self.comm.all_gather(parts, part).wait()
+        return torch.cat(parts.unbind(0), _LENGTH)
 
     def _part(self, x: Tensor) -> Tensor:
         return x.chunk(self.comm.size, _check_length(x, self.comm))[self.comm.rank].contiguous()
@@ -162,14 +165,6 @@ class _Share(torch.autograd.Function):
         ctx.comm.all_reduce(flat).wait()
         pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
         return None, *(p.view_as(g).to(g.dtype) for p, g in zip(pieces, gradients, strict=True))
-
-
-def gather_sequence(x: Tensor, comm: Communicator) -> Tensor:
-    """Returns the whole sequence from the ranks' equal parts; autograd does not see it."""
-    parts, part = x.new_empty(comm.size, *x.shape), x.detach().contiguous()
-    with unwatched():
-        comm.all_gather(parts, part).wait()
-    return torch.cat(parts.unbind(0), _LENGTH)
 
 
 def _start_scatter(x: Tensor, comm: Communicator) -> tuple[Tensor, Work]:
@@ -240,7 +235,7 @@ class SplitLayer(nn.Module):
 
     def _product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
-        return F.linear(x, self.matrix, bias) if late is None else late.product(x, bias)
+        return F.linear(x, self.matrix, bias) if late is None else late(x, bias)
 
 
 class ColumnLinear(SplitLayer):

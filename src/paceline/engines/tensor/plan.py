@@ -27,7 +27,6 @@ from torch import nn
 from paceline.errors import UsageError
 
 Role = Literal["input", "column", "row", "shared", "embedding", "head", "between", "positions", "begin", "end"]
-LAYER_ROLES: tuple[Role, ...] = ("column", "row", "shared", "embedding", "head", "between", "positions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,19 +55,8 @@ class TensorPlan:
     name: str
     rules: tuple[SplitRule, ...]
 
-    def has(self, role: Role) -> bool:
-        """Whether a rule has this role."""
-        return any(rule.role == role for rule in self.rules)
-
-    def layers(self, model: nn.Module) -> Iterator[tuple[str, nn.Module, SplitRule]]:
-        """Iterates over the layers that are changed, with their names and rules."""
-        return self._fitting(model, LAYER_ROLES)
-
-    def places(self, model: nn.Module, role: Role) -> Iterator[tuple[str, nn.Module, SplitRule]]:
-        """Iterates over the modules of one of the other roles."""
-        return self._fitting(model, (role,))
-
-    def _fitting(self, model: nn.Module, roles: tuple[Role, ...]) -> Iterator[tuple[str, nn.Module, SplitRule]]:
+    def fitting(self, model: nn.Module, *roles: Role) -> Iterator[tuple[str, nn.Module, SplitRule]]:
+        """Iterates over the modules of these roles, with their names and rules."""
         rules = [rule for rule in self.rules if rule.role in roles]
         for name, module in model.named_modules():
             found = next((rule for rule in rules if rule.fits(name)), None)
