@@ -17,7 +17,7 @@ from paceline.config import (
     load_config,
     run_checks,
 )
-from paceline.config.checks import CHECKS, ConfigCheck, check_gpt_heads
+from paceline.config.checks import check_gpt_heads
 from paceline.config.layout import layout_problems
 from paceline.config.sections import GPT_SIZES
 from paceline.errors import ConfigError
@@ -261,24 +261,6 @@ def test_suggested_widths_fit(heads: int, width: int, positions: str) -> None:
         numbers = problem.fix.partition("model.width = ")[2].partition(",")[0].split(" or ")
         assert numbers
         assert all(problems(int(number)) == [] for number in numbers)
-
-
-class OnlySections:
-    """A config that shows some of its sections."""
-
-    def __init__(self, config: Config, sections: tuple[str, ...]) -> None:
-        self._config, self._sections = config, sections
-
-    def __getattr__(self, name: str) -> Any:
-        assert name in self._sections, f"reads {name}, which it does not name"
-        return getattr(self._config, name)
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.run.__name__)
-@pytest.mark.parametrize("base", [GPT, MLP, RESNET], ids=["gpt", "mlp", "resnet"])
-def test_a_rule_reads_only_the_sections_that_it_names(check: ConfigCheck, base: list[str]) -> None:
-    config = load_config(None, base)
-    list(check.run(OnlySections(config, check.needs)))  # type: ignore[arg-type]
 
 
 def test_rules_of_a_broken_section_are_skipped_and_others_run() -> None:

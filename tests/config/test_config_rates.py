@@ -7,20 +7,24 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.config import OptimConfig, peak_learning_rate
-from paceline.config.batch import scaled_learning_rate
+
+
+def scaled(lr: float, rule: str, *, batch: int, reference: int) -> float:
+    values = {"lr": lr, "lr_scaling": rule, "lr_batch": reference}
+    return peak_learning_rate(OptimConfig.model_validate(values), batch)
 
 
 @pytest.mark.parametrize(("rule", "expected"), [("none", 0.1), ("linear", 0.4), ("sqrt", 0.2)])
 def test_rules(rule: str, expected: float) -> None:
-    assert scaled_learning_rate(0.1, rule=rule, batch=256, reference=64) == pytest.approx(expected)
-    assert scaled_learning_rate(0.1, rule=rule, batch=64, reference=64) == 0.1
+    assert scaled(0.1, rule, batch=256, reference=64) == pytest.approx(expected)
+    assert scaled(0.1, rule, batch=64, reference=64) == 0.1
 
 
 @given(first=st.integers(1, 10**6), second=st.integers(1, 10**6), rule=st.sampled_from(["linear", "sqrt"]))
 def test_scaling_in_two_steps_is_scaling_at_once(first: int, second: int, rule: str) -> None:
-    halfway = scaled_learning_rate(1e-3, rule=rule, batch=first, reference=32)
-    there = scaled_learning_rate(halfway, rule=rule, batch=second, reference=first)
-    assert there == pytest.approx(scaled_learning_rate(1e-3, rule=rule, batch=second, reference=32))
+    halfway = scaled(1e-3, rule, batch=first, reference=32)
+    there = scaled(halfway, rule, batch=second, reference=first)
+    assert there == pytest.approx(scaled(1e-3, rule, batch=second, reference=32))
 
 
 def test_the_peak_of_a_config() -> None:

@@ -16,7 +16,7 @@ from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
 from paceline.predict.memory.planned import EngineMemory
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
-from paceline.rehearse.dryrun.record import record
+from paceline.rehearse.dryrun.record import record_stages
 from paceline.search.from_config import task_of, workload_as_written
 from paceline.search.search import rank_one
 
@@ -65,7 +65,7 @@ class Case:
 @cache
 def recorded(case: Case) -> Program:
     ranks = load_cluster(case.cluster).devices
-    return record(case.config, ranks=ranks, node_ranks=ranks)
+    return record_stages(case.config, ranks=ranks, node_ranks=ranks)[0]
 
 
 def planned(case: Case) -> float:

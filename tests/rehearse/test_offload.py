@@ -22,10 +22,16 @@ from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnH
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.hosted import told_apart
-from paceline.rehearse.dryrun.record import record
+from paceline.rehearse.dryrun.record import record_stages
 
 MICROBATCHES = 4
 ALL = ("optimizer", "gradients", "parameters")
+
+
+def record(config: Config, **options: Any) -> Program:
+    """Records the one rank that a model without stages has to run."""
+    (program,) = record_stages(config, **options)
+    return program
 
 
 def make_config(strategy: str, offload: tuple[str, ...], ranks: int = 4, **parallel: Any) -> Config:

@@ -23,7 +23,13 @@ from paceline.errors import UsageError
 from paceline.predict.replay.events import Issue, Wait
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
-from paceline.rehearse.dryrun.record import record, record_stages
+from paceline.rehearse.dryrun.record import record_stages
+
+
+def record(config: Config, **options: Any) -> Program:
+    """Records the one rank that a model without stages has to run."""
+    (program,) = record_stages(config, **options)
+    return program
 
 
 def make_config(ranks: int, comm: dict[str, Any], **parallel: Any) -> Config:

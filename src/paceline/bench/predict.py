@@ -44,7 +44,7 @@ from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import play
 from paceline.predict.replay.replay import replay
-from paceline.rehearse.dryrun.record import record
+from paceline.rehearse.dryrun.record import record_stages
 from paceline.run.processes import run_processes
 from paceline.train.assemble import build_policy
 from paceline.train.loss import build_loss
@@ -205,7 +205,7 @@ def bench_predict(
 def _predicted(config: Config, cluster: Cluster) -> dict[str, Any]:
     ranks = config.parallel.decided_ranks
     started = time.perf_counter()
-    program = record(config, ranks=ranks)
+    (program,) = record_stages(config, ranks=ranks)
     traced = time.perf_counter() - started
     found = replay(program, cluster)
     rank = found.longest

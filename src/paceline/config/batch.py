@@ -59,23 +59,17 @@ def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
     return resolve_batch(train.global_batch, microbatch, accumulate, ranks)
 
 
-def scaled_learning_rate(lr: float, *, rule: str, batch: int, reference: int) -> float:
-    """Returns the rate for a global batch, where ``lr`` is meant for ``reference`` samples.
+def peak_learning_rate(optim: OptimConfig, global_batch: int) -> float:
+    """Returns the peak rate of a run with this global batch, where ``optim.lr`` is meant for ``optim.lr_batch``.
 
         none      lr
-        linear    lr x batch / reference           the step follows the sum of as many small ones (SGD)
-        sqrt      lr x sqrt(batch / reference)     keeps the noise of an adaptive optimizer's step (Adam)
+        linear    lr x global_batch / lr_batch           the step follows the sum of as many small ones (SGD)
+        sqrt      lr x sqrt(global_batch / lr_batch)     keeps the noise of an adaptive optimizer's step (Adam)
 
     A large batch that is scaled linearly usually needs a warmup.
     """
-    ratio = batch / reference
-    return lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[rule]
-
-
-def peak_learning_rate(optim: OptimConfig, global_batch: int) -> float:
-    """Returns the peak rate of a run with this global batch."""
-    reference = optim.lr_batch or global_batch
-    return scaled_learning_rate(optim.lr, rule=optim.lr_scaling, batch=global_batch, reference=reference)
+    ratio = global_batch / (optim.lr_batch or global_batch)
+    return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_scaling]
 
 
 def check_batch(

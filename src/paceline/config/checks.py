@@ -1,20 +1,21 @@
 """Rules that tie several keys together: small pure functions from a config to its problems.
 
-Each rule names the sections that it reads, so that it still runs when another section of the config is broken.
+Where sections of a config are broken, a rule that reads one of them is left out, and all others run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TypeAlias, cast
 
 from paceline.config.batch import check_batch
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
 from paceline.config.sections import (
-    CheckpointConfig,
     GPTModelConfig,
     MLPModelConfig,
     RecoveryConfig,
@@ -29,32 +30,26 @@ from paceline.config.suggest import near_files
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect, text_of
 
+Check: TypeAlias = Callable[[Config], Iterable[Problem]]
+
 _FITTING_DATA = {
     "mlp": ("digits", "synthetic_classification", "synthetic_images", "factory"),
     "resnet": ("synthetic_images", "factory"),
     "gpt": ("text", "synthetic_tokens", "factory"),
 }
 _LONGEST_NAME = 100
-_USUAL_BEST = (CheckpointConfig().best_mode, CheckpointConfig().best_metric)
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConfigCheck:
-    """A rule, and the sections that it reads."""
-
-    needs: tuple[str, ...]
-    run: Callable[[Config], Iterable[Problem]]
 
 
 def run_checks(config: Config, sections: Collection[str] | None = None) -> list[Problem]:
     """Lists the problems of a config; with ``sections``, only by the rules that read no other section."""
-    found = [
-        problem
-        for check in CHECKS
-        if sections is None or set(check.needs) <= set(sections)
-        for problem in check.run(config)
-    ]
+    if sections is None:
+        found = [problem for check in CHECKS for problem in check(config)]
+    else:
+        found, sound = [], cast(Config, SimpleNamespace(**{name: getattr(config, name) for name in sections}))
+        for check in CHECKS:
+            with contextlib.suppress(AttributeError):  # the rule reads another section
+                found += list(check(sound))
     ranks = None if config.parallel.ranks == "auto" else config.parallel.ranks
     return found + layout_problems(config, ranks, node_ranks=0, sections=sections)
 
@@ -68,14 +63,14 @@ def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> li
     return [*of_ranks, *_batch_problems(config, ranks)]
 
 
-def _refuse(needs: tuple[str, ...], *, when: Callable[[Config], bool], what: str, rule: str, fix: str) -> ConfigCheck:
+def _refuse(*, when: Callable[[Config], bool], what: str, rule: str, fix: str) -> Check:
     """Makes a check of one condition. In its texts ``{c}`` is the config: ``train.steps = {c.train.steps}``."""
 
     def run(config: Config) -> Iterator[Problem]:
         if when(config):
             yield Problem(what=what.format(c=config), rule=rule.format(c=config), fix=fix.format(c=config))
 
-    return ConfigCheck(needs=needs, run=run)
+    return run
 
 
 def check_name(config: Config) -> Iterator[Problem]:
@@ -355,80 +350,71 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
         )
 
 
-CHECKS: tuple[ConfigCheck, ...] = (
-    ConfigCheck(needs=("name",), run=check_name),
-    ConfigCheck(needs=("model", "data"), run=check_model_reads_data),
-    ConfigCheck(needs=("model", "data"), run=check_model_dimensions),
-    ConfigCheck(needs=("model",), run=check_gpt_size),
-    ConfigCheck(needs=("model",), run=check_gpt_heads),
-    ConfigCheck(needs=("model", "data"), run=check_context),
-    ConfigCheck(needs=("data",), run=check_text_file),
+CHECKS: tuple[Check, ...] = (
+    check_name,
+    check_model_reads_data,
+    check_model_dimensions,
+    check_gpt_size,
+    check_gpt_heads,
+    check_context,
+    check_text_file,
     _refuse(
-        ("parallel", "comm"),
         when=lambda c: (c.comm.backend, c.parallel.device) == ("nccl", "cpu"),
         what="comm.backend = nccl with parallel.device = cpu",
         rule="nccl moves bytes between GPUs only",
         fix="set comm.backend = auto, or parallel.device = cuda",
     ),
     _refuse(
-        ("parallel", "comm"),
         when=lambda c: (c.comm.backend, c.parallel.device) == ("shared_memory", "cuda"),
         what="comm.backend = shared_memory with parallel.device = cuda",
         rule="ranks on GPUs talk through nccl",
         fix="set comm.backend = auto, or parallel.device = cpu",
     ),
     _refuse(
-        ("comm", "train"),
         when=lambda c: c.comm.bucket_mb == "auto" and c.train.deterministic,
         what="comm.bucket_mb = auto with train.deterministic = true",
         rule="measured sizes differ from run to run, and with them the order in which some sums are rounded",
         fix="set comm.bucket_mb = 25, or the size that an earlier run has found",
     ),
     _refuse(
-        ("comm",),
         when=lambda c: c.comm.algorithm_table is not None and c.comm.algorithm != "auto",
         what="comm.algorithm_table = {c.comm.algorithm_table} with comm.algorithm = {c.comm.algorithm}",
         rule="the table says which algorithm is fastest, and here one is chosen already",
         fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
     ),
-    ConfigCheck(needs=("comm",), run=check_backend_settings),
-    ConfigCheck(needs=("optim", "train"), run=check_warmup),
-    ConfigCheck(needs=("optim",), run=check_optimizer_keys),
+    check_backend_settings,
+    check_warmup,
+    check_optimizer_keys,
     _refuse(
-        ("optim",),
         when=lambda c: c.optim.kind == "sgd" and c.optim.nesterov and c.optim.momentum == 0,
         what="optim.nesterov = true with optim.momentum = 0",
         rule="Nesterov's method looks ahead along the momentum",
         fix="try optim.momentum = 0.9, or optim.nesterov = false",
     ),
     _refuse(
-        ("optim",),
         when=lambda c: c.optim.lr_scaling != "none" and c.optim.lr_batch is None,
         what="optim.lr_scaling = {c.optim.lr_scaling} without optim.lr_batch",
         rule="the rate grows with train.global_batch / optim.lr_batch",
         fix="set optim.lr_batch to the global batch that optim.lr is meant for",
     ),
     _refuse(
-        ("optim",),
         when=lambda c: c.optim.lr_scaling == "none" and c.optim.lr_batch is not None,
         what="optim.lr_batch = {c.optim.lr_batch} has no effect with optim.lr_scaling = none",
         rule="it says for which batch optim.lr is meant, for a rate that grows with the batch",
         fix="set optim.lr_scaling = linear or sqrt, or remove optim.lr_batch",
     ),
-    ConfigCheck(needs=("train",), run=check_precision),
+    check_precision,
     _refuse(
-        ("parallel", "comm"),
         when=lambda c: c.parallel.strategy == "auto" and c.comm.compression.policy != "none",
         what="comm.compression.policy = {c.comm.compression.policy} with parallel.strategy = auto",
         rule="compression works where replicas average the same gradients: auto may choose a strategy that has none",
         fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
     ),
-    ConfigCheck(needs=("parallel",), run=check_auto_strategy),
-    ConfigCheck(needs=("parallel",), run=check_auto_sharding),
-    ConfigCheck(needs=("parallel",), run=check_schedule_file),
-    ConfigCheck(needs=("parallel", "train"), run=check_auto_microbatch),
+    check_auto_strategy,
+    check_auto_sharding,
+    check_schedule_file,
+    check_auto_microbatch,
     _refuse(
-        ("checkpoint",),
         when=lambda c: (
             c.checkpoint.keep_best == 0 and (c.checkpoint.best_metric, c.checkpoint.best_mode) != ("eval_loss", None)
         ),
@@ -437,27 +423,24 @@ CHECKS: tuple[ConfigCheck, ...] = (
         fix="set checkpoint.keep_best = 1, or leave them out",
     ),
     _refuse(
-        ("checkpoint", "train"),
         when=lambda c: bool(c.checkpoint.keep_best and c.checkpoint.every_steps) and c.train.eval_every is None,
         what="checkpoint.keep_best = {c.checkpoint.keep_best} without train.eval_every",
         rule="the best are told by evaluations at the steps that are saved",
         fix="set train.eval_every = {c.checkpoint.every_steps}",
     ),
     _refuse(
-        ("train",),
         when=lambda c: c.train.ema_eval and c.train.ema_decay is None,
         what="train.ema_eval = true without train.ema_decay",
         rule="the average of the parameters is evaluated where one is kept",
         fix="set train.ema_decay = 0.999, or leave train.ema_eval out",
     ),
-    ConfigCheck(needs=("recovery",), run=check_recovery_keys),
-    ConfigCheck(needs=("recovery", "checkpoint"), run=check_roll_back),
+    check_recovery_keys,
+    check_roll_back,
     _refuse(
-        ("train",),
         when=lambda c: c.train.steps is not None and c.train.epochs is not None,
         what="train.steps = {c.train.steps} and train.epochs = {c.train.epochs:g} are both given",
         rule="a run has one length: steps or epochs",
         fix="remove one of them",
     ),
-    ConfigCheck(needs=("train", "parallel"), run=check_batch_fits),
+    check_batch_fits,
 )

@@ -64,15 +64,12 @@ def _walk(node: dict[str, Any], defs: dict[str, Any], place: str, kind: str | No
     found: list[KnownField] = []
     for key, spec in node["properties"].items():
         path = f"{place}.{key}" if place else key
-        if "discriminator" in spec:
-            found.append(_section(path, None, spec))
-            for tag, target in spec["discriminator"]["mapping"].items():
-                found += _walk(_resolve(target, defs), defs, path, tag)
-        elif "$ref" in spec:
-            found.append(_section(path, kind, spec))
-            found += _walk(_resolve(spec["$ref"], defs), defs, path, kind)
-        else:
-            found.append(_leaf(path, kind, spec))
+        inner = spec["discriminator"]["mapping"] if "discriminator" in spec else {}
+        if "$ref" in spec:
+            inner = {kind: spec["$ref"]}
+        found.append(_section(path, kind, spec) if inner else _leaf(path, kind, spec))
+        for each, target in inner.items():
+            found += _walk(_resolve(target, defs), defs, path, each)
     return found
 
 

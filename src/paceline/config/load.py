@@ -61,11 +61,7 @@ def config_from_dict(values: Mapping[str, Any], source: str = "config", override
 
 def dump_yaml(config: Config) -> str:
     """Writes a config with every key, defaults included, as YAML that ``load_config`` reads back as equal."""
-    return dump_values(plain_values(config))
-
-
-def plain_values(config: Config) -> dict[str, Any]:
-    return config.model_dump(mode="json")
+    return dump_values(config.model_dump(mode="json"))
 
 
 def leaf_values(config: Config) -> dict[str, Any]:
@@ -79,7 +75,7 @@ def leaf_values(config: Config) -> dict[str, Any]:
             found.update(leaves(value, path + ".") if path in sections else {path: value})
         return found
 
-    return leaves(plain_values(config), "")
+    return leaves(config.model_dump(mode="json"), "")
 
 
 @dataclass(slots=True, kw_only=True)

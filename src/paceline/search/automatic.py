@@ -25,7 +25,7 @@ from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch
 from paceline.search.candidates import TrainingTask
 from paceline.search.choice import Choice, Judged
-from paceline.search.expect import present_cluster
+from paceline.search.expect import present_cluster, unpriced
 from paceline.search.from_config import task_of
 
 ENOUGH = 0.98  # of the time of a simpler candidate
@@ -77,12 +77,10 @@ def first_microbatch(
 
 def _known_cluster(config: Config, machine: Machine, *, ranks: int, node_ranks: int) -> Cluster:
     """Returns this machine as a cluster. Raises UsageError for what no prediction knows of."""
-    if node_ranks < ranks:
-        raise UsageError(f"the network between {-(-ranks // node_ranks)} hosts is not known")
-    if config.comm.backend == "virtual":
-        raise UsageError("virtual ranks take turns in one process")
-    if config.comm.compression.policy != "none":
-        raise UsageError(f"comm.compression.policy = {config.comm.compression.policy} is not priced")
+    policy, decided = config.comm.compression.policy, config.with_values("train", microbatch=1)
+    reason = unpriced(decided, hosts=-(-ranks // node_ranks))
+    if reason or policy != "none":
+        raise UsageError(reason or f"comm.compression.policy = {policy} is not priced")
     return present_cluster(config, machine, ranks, None)[0]
 
 

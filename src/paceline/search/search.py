@@ -162,13 +162,12 @@ def search(
     fitting: list[Sized] = []
     nearest: Sized | None = None
     any_mesh = False
-    fitter = Fitter(task=task, cluster=cluster, host_memory=host_memory, every=order == "memory")
     for layout in candidates_for(task, cluster, left_out):
         any_mesh = True
         if not keep(layout):
             left_out[NOT_ALLOWED] += 1
             continue
-        forms = fitter.fitting(layout)
+        forms = fitting_forms(layout, task, cluster, host_memory, every=order == "memory")
         if not forms.fitting:
             left_out[NO_ROOM_ON_HOST if forms.lacks_host else TOO_LARGE] += 1
             if nearest is None or forms.smallest[1] < nearest[1]:
@@ -178,11 +177,12 @@ def search(
         raise _no_mesh(task, cluster, left_out)
     num_fit = len(fitting)
     if order == "memory":
-        fitting = sorted(fitting, key=lambda each: each[1])[:_TIMED_BY_MEMORY]
-    ranked = [_tuned(workload, num_bytes, fitter) for workload, num_bytes in fitting]
-    ranked.sort(key=lambda each: (each.seconds, each.memory_bytes))
-    if order == "memory":
-        ranked.sort(key=lambda each: each.memory_bytes)  # stable: of equal ones the faster stays first
+        fitting = sorted(fitting, key=lambda each: each.num_bytes)[:_TIMED_BY_MEMORY]
+        ranked = [_rank(*each, cluster) for each in fitting]
+        ranked.sort(key=lambda each: (each.memory_bytes, each.seconds))
+    else:
+        ranked = [_tuned(*each, cluster, task.need) for each in fitting]
+        ranked.sort(key=lambda each: (each.seconds, each.memory_bytes))
     return Search(
         task=task,
         cluster=cluster,
@@ -243,43 +243,33 @@ class Forms(NamedTuple):
     lacks_host: bool
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Fitter:
-    """Finds the forms of a layout that fit. ``every``: all of them, not only those that may be fastest."""
+def fitting_forms(
+    layout: Layout, task: TrainingTask, cluster: Cluster, host_memory: float, *, every: bool = False
+) -> Forms:
+    """Finds the forms of a layout that fit. Offload is looked at as long as it lets less be computed again.
 
-    task: TrainingTask
-    cluster: Cluster
-    host_memory: float = float("inf")
-    every: bool = False
-
-    @property
-    def budget(self) -> float:
-        return budget_of(self.cluster)
-
-    def fitting(self, layout: Layout) -> Forms:
-        """Returns the forms that fit. Offload is looked at as long as it lets less be computed again.
-
-        On one rank alone all kinds are: there parameters that come from the host come ahead, and may be faster.
-        """
-        found, lacks_host = list[Sized](), False
-        smallest = Sized(self.task.workload(layout), float("inf"))
-        for offload in _offloads(layout, self.cluster):
-            moved = replace(layout, offload=offload)
-            has_room = node_bytes(self.task.workload(moved), self.cluster) <= self.host_memory
-            for checkpoint in self.task.checkpoints:
-                workload = self.task.workload(replace(moved, checkpoint_activations=checkpoint))
-                each = Sized(workload, _bytes_of(workload, self.task.need, self.budget))
-                if not has_room:
-                    lacks_host = lacks_host or each.num_bytes <= self.budget
-                    continue
-                smallest = min(smallest, each, key=lambda form: form.num_bytes)
-                if each.num_bytes <= self.budget:
-                    found.append(each)
-                    if checkpoint == "none" and not self.every and not (offload.is_any and layout.shards == 1):
-                        return Forms(found, smallest, lacks_host)
-                    if not self.every:
-                        break
-        return Forms(found, smallest, lacks_host)
+    On one rank alone all kinds are: there parameters that come from the host come ahead, and may be faster.
+    ``every``: all forms, not only those that may be fastest.
+    """
+    found, lacks_host, budget = list[Sized](), False, budget_of(cluster)
+    smallest = Sized(task.workload(layout), float("inf"))
+    for offload in _offloads(layout, cluster):
+        moved = replace(layout, offload=offload)
+        has_room = node_bytes(task.workload(moved), cluster) <= host_memory
+        for checkpoint in task.checkpoints:
+            workload = task.workload(replace(moved, checkpoint_activations=checkpoint))
+            each = Sized(workload, _bytes_of(workload, task.need, budget))
+            if not has_room:
+                lacks_host = lacks_host or each.num_bytes <= budget
+                continue
+            smallest = min(smallest, each, key=lambda form: form.num_bytes)
+            if each.num_bytes <= budget:
+                found.append(each)
+                if checkpoint == "none" and not every and not (offload.is_any and layout.shards == 1):
+                    return Forms(found, smallest, lacks_host)
+                if not every:
+                    break
+    return Forms(found, smallest, lacks_host)
 
 
 def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
@@ -294,18 +284,15 @@ def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
         yield Offload(optimizer=True, parameters=True)
 
 
-def _tuned(workload: Workload, num_bytes: float, fitter: Fitter) -> Ranked:
+def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineMemory | None) -> Ranked:
     """Prices a workload in its fastest tuning; in the usual one, unless another gains enough and fits."""
-    cluster = fitter.cluster
     untuned = price_untuned(workload, cluster)
     usual = best = _rank(workload, num_bytes, cluster, untuned)
-    if fitter.every:
-        return usual
     for layout in _tunings(workload.layout):
         other = _rank(replace(workload, layout=layout), num_bytes, cluster, untuned)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
-            other = replace(other, memory_bytes=_bytes_of(other.workload, fitter.task.need))
-            best = other if other.memory_bytes <= fitter.budget else best
+            other = replace(other, memory_bytes=_bytes_of(other.workload, need))
+            best = other if other.memory_bytes <= budget_of(cluster) else best
     return best
 
 
@@ -458,6 +445,5 @@ def room_makers(found: Search) -> Iterator[Change]:
 
 
 def _fits_at_all(found: Search, task: TrainingTask, cluster: Cluster) -> bool:
-    fitter = Fitter(task=task, cluster=cluster, host_memory=found.host_memory)
-    layouts = candidates_for(task, cluster, Counter())
-    return any(fitter.fitting(each).fitting for each in layouts if each.microbatch == 1)
+    layouts = (each for each in candidates_for(task, cluster, Counter()) if each.microbatch == 1)
+    return any(fitting_forms(each, task, cluster, found.host_memory).fitting for each in layouts)

@@ -11,6 +11,7 @@ is known and one without are the same, byte by byte.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -60,22 +61,17 @@ class OperatorCall(NamedTuple):
 
 
 class KnownCalls:
-    """Calls operators on meta tensors, and remembers what they did; unless it ``forgets``."""
+    """Calls operators on meta tensors, and remembers what they did."""
 
-    def __init__(self, *, forgets: bool = False) -> None:
-        self._forgets = forgets
+    def __init__(self) -> None:
         self._known: dict[Hashable, KnownCall | None] = {}  # None: it must be called each time
-        self._kinds: dict[int, str] = {}  # of operators, by their identity: torch keeps all of them
         self._places: dict[int, int] = {}  # of the tensors of a call, by their identity
         self._operators = Operators(lambda tensor: self._places[id(tensor)])
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
         """Calls an operator, or does what it would do."""
-        kind = self._kinds.get(id(func))
-        if kind is None:
-            kind = self._kinds[id(func)] = "" if self._forgets else _kind(func)
         tensors: list[torch.Tensor] = []
-        key = _key(func, args, kwargs, tensors) if kind else None
+        key = _key(func, args, kwargs, tensors) if _kind(func) else None
         if key is None:
             return _whole(func(*args, **kwargs), args, kwargs)
         known = self._known.get(key)
@@ -107,17 +103,18 @@ class KnownCalls:
     def attention(self, tensors: list[torch.Tensor], *, is_causal: bool, is_back: bool) -> Operation:
         """Returns fused attention on query, key, value and all else; the last tensor is written."""
         self._places = {id(tensor): place for place, tensor in enumerate(tensors)}
-        return self._operators.attention(tensors[0], tensors[1], is_causal=is_causal, tensors=tensors, is_back=is_back)
+        return self._operators.attention(tensors, is_causal=is_causal, is_back=is_back)
 
     def _learn(self, key: Hashable, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
         """Calls an operator, and looks at what it returns if that was not done before."""
         call = _whole(func(*args, **kwargs), args, kwargs)
         if key in self._known:
             return call
-        if self._kinds[id(func)] == "in place":
-            known = KnownCall(None) if call.result is args[0] else None
-        else:
+        known = None
+        if _kind(func) == "new":
             known = _describe(call)
+        elif call.result is args[0]:
+            known = KnownCall(None)
         self._known[key] = known
         return call._replace(known=known)
 
@@ -132,6 +129,7 @@ def _whole(result: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
     return OperatorCall(result, returned, [*tensors_of((args, kwargs)), *returned], None)
 
 
+@functools.cache
 def _kind(func: Any) -> str:
     """Says whether an operator makes new tensors, or writes to its first argument; neither: nothing is remembered."""
     schema = func._schema

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,17 +62,12 @@ def watch_gradients(memory: HeldMemory, model: nn.Module) -> None:
             parameter.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
 
 
-@contextlib.contextmanager
-def claiming_gradients(memory: HeldMemory, parts: StepPieces) -> Iterator[None]:
-    """Says before the update what gradients are."""
+def watch_update(memory: HeldMemory, parts: StepPieces) -> None:
+    """Says before each update what gradients are."""
 
     def claim(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
         held = (*parts.engine.parameters(), *parts.engine.module.parameters())
         memory.claim((p.grad for p in held if p.grad is not None), "gradients")
 
-    handle = parts.optimizer.register_step_pre_hook(claim)
-    try:
-        yield
-    finally:
-        handle.remove()
+    parts.optimizer.register_step_pre_hook(claim)

@@ -8,6 +8,7 @@ embedding        the rows that are read, not the table
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -65,15 +66,10 @@ class Operators:
 
     def __init__(self, number: Number) -> None:
         self._number = number
-        self._is_free: dict[Any, bool] = {}
-        self._families: dict[str, Family] = {}
 
     def kernels(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Operation]:
         """Returns what a device runs for a call; nothing for a view."""
-        free = self._is_free.get(func)
-        if free is None:
-            free = self._is_free[func] = is_free(func)
-        if free:
+        if is_free(func):
             return []
         name = func._overloadpacket.__name__
         found = self._products(name, args, result)
@@ -86,10 +82,9 @@ class Operators:
             return []
         return [self._memory(name, args, inputs, outputs)]
 
-    def attention(
-        self, query: torch.Tensor, key: torch.Tensor, *, is_causal: bool, tensors: Sequence[torch.Tensor], is_back: bool
-    ) -> Operation:
-        """Returns fused attention; ``tensors`` are all that it reads and writes, the last one being written."""
+    def attention(self, tensors: Sequence[torch.Tensor], *, is_causal: bool, is_back: bool) -> Operation:
+        """Returns fused attention on query, key, value and all else; the last tensor is written."""
+        query, key = tensors[:2]
         *before, length, size = query.shape
         heads = before[-1] if before else 1
         return Operation(
@@ -105,9 +100,7 @@ class Operators:
     def _memory(
         self, name: str, args: Sequence[Any], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> Operation:
-        family = self._families.get(name)
-        if family is None:
-            family = self._families[name] = _family(name)
+        family = _family(name)
         if name.startswith(_ONLY_WRITTEN):
             written = {id(tensor) for tensor in tensors_of(args[:1])}
             inputs = [tensor for tensor in inputs if id(tensor) not in written]
@@ -191,6 +184,7 @@ def _convolution(weight: torch.Tensor, output: torch.Tensor) -> tuple[int, int, 
     return output.numel() // channels, weight.numel() // channels, channels
 
 
+@functools.cache
 def is_free(func: Any) -> bool:
     """Says whether an operation touches no element: a view, or memory that nobody has written yet."""
     name = func.__name__.partition(".")[0]
@@ -199,6 +193,7 @@ def is_free(func: Any) -> bool:
     return is_view or name.startswith(_NO_WORK)
 
 
+@functools.cache
 def _family(name: str) -> Family:
     plain = name.removeprefix("_foreach_").removesuffix("_")
     for family, starts in _FAMILIES:

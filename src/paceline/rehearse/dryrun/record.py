@@ -1,4 +1,4 @@
-"""``record``: one rank of a world runs a training step without values; what it did comes back as a ``Program``.
+"""``record_stages``: a rank of each stage runs a training step without values; what it did comes back as a ``Program``.
 
     model of the config, on meta --parallelize--> the real engine --train_step--> once to warm up, once written down
 
@@ -13,7 +13,7 @@ import bisect
 import contextlib
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
@@ -33,7 +33,7 @@ from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import counted, is_playable, repeat
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.calls import KnownCalls
-from paceline.rehearse.dryrun.claims import claim_states, claiming_gradients, watch_gradients
+from paceline.rehearse.dryrun.claims import claim_states, watch_gradients, watch_update
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
@@ -49,31 +49,6 @@ from paceline.train.step import train_step
 _FEW = 3  # microbatches that are run: the first, one that stands for all between, and the last
 
 
-def record(
-    config: Config,
-    *,
-    ranks: int,
-    rank: int = 0,
-    node_ranks: int | None = None,
-    is_whole: bool = False,
-    calls: KnownCalls | None = None,
-) -> Program:
-    """Runs one rank of ``ranks`` on meta tensors and returns its step.
-
-    ``node_ranks`` is how many ranks share a host; None: all. Of many microbatches without a pipeline three are run, and
-    the second stands for all but the first and the last; with ``is_whole`` each of them is. A stage of a pipeline
-    learns its inputs from the stages before, which are run too. ``calls`` are what is known of operators from other
-    recordings. Raises UsageError for a model that cannot be traced or does not fit its data, and for what has no price.
-    """
-    recording = _Recording(config, _layout_of(config, ranks, node_ranks), calls)
-    width = recording.stage_ranks
-    chain = range(rank % width, rank, width)
-    first = () if rank % width == 0 or width == ranks else (0,)  # tells all where the model is cut
-    for earlier in (*first, *chain):
-        recording.program(earlier)
-    return recording.program(rank, is_whole=is_whole)
-
-
 def record_stages(
     config: Config,
     *,
@@ -83,9 +58,12 @@ def record_stages(
     is_whole: bool = False,
     calls: KnownCalls | None = None,
 ) -> tuple[Program, ...]:
-    """Returns the steps of the ranks that pass their results to one another, one a stage: those of ``rank``.
+    """Runs the ranks that ``rank`` exchanges activations with, one of each stage, on meta tensors; returns their steps.
 
-    Of a model that is not cut, that is the rank alone. All else is as in ``record``.
+    Where the model is not cut into stages, that is ``rank`` alone. ``node_ranks`` is how many ranks share a host; None:
+    all. Of many microbatches without a pipeline three are run, and the second stands for all but the first and the
+    last; with ``is_whole`` each of them is. ``calls`` are what is known of operators from other recordings. Raises
+    UsageError for a model that cannot be traced or does not fit its data, and for what has no price.
     """
     return _Recording(config, _layout_of(config, ranks, node_ranks), calls).stages(rank, is_whole=is_whole)
 
@@ -126,6 +104,7 @@ class _Recording:
         with self._telling(model), _without_collections(), recorder, functions:
             parts = build_parts(config, layout, model, self._data, comm, recorder.memory)
             claim_states(recorder.memory, parts)
+            watch_update(recorder.memory, parts)
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
             with recorder.at_rest():  # these steps teach; ddp makes buckets in both
                 for _ in range(2 if layout.strategy == "ddp" else 1):
@@ -178,7 +157,10 @@ def _recorded(
     """Runs the step that is told of: with few microbatches, where these tell of all."""
     count = len(parts.batch.microbatches)
     few = count if is_whole else _enough_microbatches(parts.engine.pipeline, count)
-    done = _told_apart(_run(recorder, functions, parts, few), recorder, rank)
+    done = _run(recorder, functions, parts, few)
+    if host := recorder.memory.host_storages:  # an engine that offloads: what the host does itself
+        told, starts = told_apart(done.events, host, recorder.places(), rank)
+        done = replace(done, events=told, laps=tuple(starts[lap] for lap in done.laps))
     events, order = _compose(parts, done, few, count)
     if order and not is_playable(events, order):
         events, order = _run(recorder, functions, parts, count).events, ()  # pipelines offload nothing
@@ -204,22 +186,16 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microb
         pipeline.journal = []
         recorder.memory.act = lambda: len(pipeline.journal)
     recorder.start()
-    laps = _RecordedLaps(recorder, functions)
-    with claiming_gradients(recorder.memory, parts):
-        train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, laps.lap, parts.scaler)
-        if parts.average is not None:
-            parts.average.update()
+
+    def lap(phase: str) -> None:
+        recorder.lap(phase)
+        functions.forget_copies()
+
+    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, lap, parts.scaler)
+    if parts.average is not None:
+        parts.average.update()
     claim_states(recorder.memory, parts)
     return recorder.finish()
-
-
-def _told_apart(done: Recorded, recorder: Recorder, rank: int) -> Recorded:
-    """Returns a step with what the host does itself, where an engine offloads."""
-    host = recorder.memory.host_storages
-    if not host:
-        return done
-    events, starts = told_apart(done.events, host, recorder.places(), rank)
-    return replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
 
 
 def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[tuple[Event, ...], tuple[Turn, ...]]:
@@ -250,18 +226,6 @@ def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
     if problems:
         raise UsageError("\n".join(problems))
     return layout_of(config, ranks, node_ranks)
-
-
-@dataclass(frozen=True, slots=True)
-class _RecordedLaps:
-    """Tells the recorder of the phases of a step."""
-
-    recorder: Recorder
-    functions: MetaFunctions
-
-    def lap(self, phase: str) -> None:
-        self.recorder.lap(phase)
-        self.functions.forget_copies()
 
 
 def _model_flops(events: Iterable[tuple[Event, int]]) -> float:

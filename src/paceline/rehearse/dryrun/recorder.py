@@ -73,7 +73,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
         self._owners: list[str] = []
         self._rests = False
-        self._kinds: dict[int, str] = {}  # of operators, by their identity
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -86,9 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Runs an operator on tensors without values, and notes the kernel that a device would run."""
         del types
         kwargs = kwargs or {}
-        kind = self._kinds.get(id(func))  # a model calls the same ones again and again; torch keeps all operators
-        if kind is None:
-            kind = self._kinds[id(func)] = _kind(func)
+        kind = _kind(func)
         if kind == "view":
             return func(*args, **kwargs)
         if kind == "reads":
@@ -253,6 +250,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 0.0 if tensor.is_floating_point() else 0
 
 
+@functools.cache
 def _kind(func: Any) -> str:
     """Says what is special about an operator: a view touches nothing and makes no memory."""
     name = func._overloadpacket.__name__

@@ -80,8 +80,7 @@ class KernelPrices:
         names = [each.name for each in func._schema.arguments]
         place = names.index("is_causal") if "is_causal" in names else len(args)
         is_causal = bool(args[place]) if place < len(args) else bool(kwargs.get("is_causal", False))
-        tensors = [*four, written[0]]
-        return [self._operators.attention(four[0], four[1], is_causal=is_causal, tensors=tensors, is_back=is_back)]
+        return [self._operators.attention([*four, written[0]], is_causal=is_causal, is_back=is_back)]
 
 
 class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -91,15 +90,12 @@ class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._rates = rates
         self._spend = spend
-        self._is_free: dict[Any, bool] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func not in self._is_free:
-            self._is_free[func] = is_free(func)
-        if not self._is_free[func]:
+        if not is_free(func):
             self._spend(self._rates.price(func, args, kwargs, result))
         return result
 

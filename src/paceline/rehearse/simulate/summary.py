@@ -10,7 +10,7 @@ For N ranks, over all steps (evaluations and set-up are left out):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any
@@ -78,45 +78,32 @@ def summarize_clocks(
 
 
 def _rank_times(rank: int, totals: Totals, clock: VirtualClock, steps: Sequence[StepBounds]) -> SimulatedRankTimes:
-    inside = _merge((max(b.start_s, 0.0), b.end_s) for b in steps)
-    ways = _meet(_merge((s.start_s, s.end_s) for s in clock.spans if s.row == "communication"), inside)
-    busy = _meet(_merge((s.start_s, s.end_s) for s in clock.spans if s.row == "compute"), inside)
-    on_the_way_s = _length(ways)
+    inside = [(max(each.start_s, 0.0), each.end_s) for each in steps]
+    ways = [(each.start_s, each.end_s) for each in clock.spans if each.row == "communication"]
+    busy = [(each.start_s, each.end_s) for each in clock.spans if each.row == "compute"]
+    on_the_way_s = _time_in_all(ways, inside)
     return SimulatedRankTimes(
         rank=rank,
         compute_s=totals.compute_s,
         exposed_s=totals.comm_s,
-        hidden_share=_length(_meet(ways, busy)) / on_the_way_s if on_the_way_s else 0.0,
+        hidden_share=_time_in_all(ways, busy, inside) / on_the_way_s if on_the_way_s else 0.0,
     )
 
 
-_Interval = tuple[float, float]
-
-
-def _merge(intervals: Iterable[_Interval]) -> list[_Interval]:
-    """Returns intervals in order, those that touch made one."""
-    merged: list[_Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _meet(first: Sequence[_Interval], second: Sequence[_Interval]) -> list[_Interval]:
-    """Returns what two lists of merged intervals have in common."""
-    found, one, two = [], 0, 0
-    while one < len(first) and two < len(second):
-        start, end = max(first[one][0], second[two][0]), min(first[one][1], second[two][1])
-        if start < end:
-            found.append((start, end))
-        if first[one][1] <= second[two][1]:
-            one += 1
-        else:
-            two += 1
-    return found
-
-
-def _length(intervals: Sequence[_Interval]) -> float:
-    return sum(end - start for start, end in intervals)
+def _time_in_all(*kinds: Sequence[tuple[float, float]]) -> float:
+    """Returns how long an interval of every kind was under way at once; those of one kind may overlap."""
+    edges = [
+        (moment, change, kind)
+        for kind, intervals in enumerate(kinds)
+        for interval in intervals
+        for moment, change in zip(interval, (-1, 1), strict=True)  # in order: at one moment, starts before ends
+    ]
+    under_way, since_s, found = [0] * len(kinds), 0.0, []
+    for moment, change, kind in sorted(edges):
+        was_in_all = all(under_way)
+        under_way[kind] -= change
+        if all(under_way) and not was_in_all:
+            since_s = moment
+        elif was_in_all and not all(under_way):
+            found.append(moment - since_s)
+    return sum(found)
