@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paceline.calibrate.collectives import LinkFigures
-from paceline.calibrate.entry import Origin, best_rates, make_entry, suggest_name, write_entry
+from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
 from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import KernelFigures
 from paceline.calibrate.machine import MachineFigures, median_figures
@@ -41,7 +41,7 @@ def _measured(**changes: object) -> MachineFigures:
 def _entry(tmp_path: Path, measured: MachineFigures, machine: Machine = HOST) -> Path:
     path = tmp_path / "mine.yaml"
     name = suggest_name(machine, measured)
-    write_entry(make_entry(name, machine, measured, best_rates(measured.kernels.rates), ORIGIN), path)
+    write_entry(make_entry(name, machine, measured, ORIGIN), path)
     return path
 
 
@@ -110,7 +110,7 @@ def test_tables_and_their_origin_are_written_and_read_back(tmp_path: Path) -> No
     kernels = replace(KERNELS, families=families, rates=rates)
     measured = _measured(ranks=2, threads=1, kernels=kernels, links={"shared_memory": link})
     origin = replace(ORIGIN, time="2026-01-01T00:00:00Z", python="3.12")
-    text = make_entry("mine", HOST, measured, best_rates(rates), origin)
+    text = make_entry("mine", HOST, measured, origin)
     path = tmp_path / "mine.yaml"
     write_entry(text, path)
     found = load_cluster(str(path))

@@ -98,7 +98,7 @@ def test_a_fused_loss_passes_over_the_logits_once() -> None:
     )
     logits = 64 / 8 * 2048 * SHAPE.vocab
     saved = (PASSES["megatron"].logits - FUSED_LOGITS) * logits
-    assert apart - fused == pytest.approx(memory_seconds(cluster().device, Constants().rates, saved))
+    assert apart - fused == pytest.approx(memory_seconds(cluster().device, Constants(), saved))
 
 
 def test_megatron_without_sharding_reduces_all_gradients_at_once() -> None:

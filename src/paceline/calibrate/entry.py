@@ -51,7 +51,7 @@ def best_rates(rates: Sequence[ShapeRate]) -> dict[str, float]:
 def suggest_name(machine: Machine, measured: MachineFigures) -> str:
     """Returns a name for the entry: of the GPU, or of the host's cores and ranks."""
     if measured.device == "cuda" and machine.gpus:
-        known = _known(machine.gpus[0])
+        known = _known(machine, measured)
         return f"{known.name if known else 'gpu'}-measured"
     return f"cpu-{measured.ranks}x{measured.threads}"
 
@@ -67,21 +67,23 @@ def entry_of(measured: MachineFigures, command: str, torch_version: str, name: s
         time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         python=platform.python_version(),
     )
-    return chosen, make_entry(chosen, machine, measured, best_rates(measured.kernels.rates), origin)
+    return chosen, make_entry(chosen, machine, measured, origin)
 
 
-def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict[str, float], origin: Origin) -> str:
+def make_entry(name: str, machine: Machine, measured: MachineFigures, origin: Origin) -> str:
     """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read."""
-    known = _known(machine.gpus[0]) if measured.device == "cuda" and machine.gpus else None
     links = {
         f"{name}-{_LINK_NAMES[kind]}": _link(kind, found, measured.ranks) for kind, found in measured.links.items()
     }
-    content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, best, known, origin)}}
+    content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, origin)}}
     if links:
         content["links"] = links
     content["nodes"] = _nodes(name, measured.ranks, list(links))
     if measured.alone is not None and links:
-        _add_alone(content, name, machine, measured.alone, origin)
+        # One rank that has all cores: a device and a node of its own, behind those of several ranks.
+        whole = f"{name}-alone"
+        content["devices"][whole] = _device(whole, machine, measured.alone, origin)
+        content["nodes"][whole] = {"device": whole, "devices": 1, "inside": next(iter(links))}
     if not links:
         # One rank: nothing was measured between ranks, and a node names a link all the same.
         # A copy reads and writes, so that it has half of the memory's rate.
@@ -92,13 +94,6 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, best: dict
     text = f"{_header(machine, measured, origin)}\n{written}"
     parse_catalog(text, "the new entry")
     return text
-
-
-def _add_alone(content: dict[str, Any], name: str, machine: Machine, alone: MachineFigures, origin: Origin) -> None:
-    """Adds one rank that has all cores, as a device and a node of its own, behind those of several ranks."""
-    whole = f"{name}-alone"
-    content["devices"][whole] = _device(whole, machine, alone, best_rates(alone.kernels.rates), None, origin)
-    content["nodes"][whole] = {"device": whole, "devices": 1, "inside": next(iter(content["links"]))}
 
 
 def write_entry(text: str, path: Path) -> None:
@@ -123,10 +118,9 @@ def _header(machine: Machine, measured: MachineFigures, origin: Origin) -> str:
     return "\n".join(f"# {line}" for line in lines)
 
 
-def _device(
-    name: str, machine: Machine, measured: MachineFigures, best: dict[str, float], known: Device | None, origin: Origin
-) -> dict[str, Any]:
-    kernels = measured.kernels
+def _device(name: str, machine: Machine, measured: MachineFigures, origin: Origin) -> dict[str, Any]:
+    kernels, known = measured.kernels, _known(machine, measured)
+    best = best_rates(kernels.rates)
     bandwidth = known.memory_bandwidth if known else kernels.memory_bandwidth
     peaks = {dtype: known.peak_flops.get(dtype, rate) if known else rate for dtype, rate in best.items()}
     memory = known.memory_bytes if known else machine.memory_bytes / measured.ranks
@@ -197,9 +191,12 @@ def _what(machine: Machine, measured: MachineFigures) -> str:
     return machine.gpus[0] if measured.device == "cuda" and machine.gpus else machine.processor
 
 
-def _known(gpu: str) -> Device | None:
+def _known(machine: Machine, measured: MachineFigures) -> Device | None:
+    """Returns the catalog's device of the GPUs that were measured; None where it has none, and for a CPU."""
+    if measured.device != "cuda" or not machine.gpus:
+        return None
     try:
-        return Catalog().device(gpu)
+        return Catalog().device(machine.gpus[0])
     except UsageError:
         return None
 

@@ -7,14 +7,14 @@ is the median of them.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import Any
 
 import torch
 
 from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
-from paceline.calibrate.families import FamilyFigures
 from paceline.calibrate.kernels import ON_ALL_CORES, ON_CPU, ON_CUDA, KernelFigures, Shapes, measure_kernels
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.cluster.detect import usable_cores
@@ -119,37 +119,24 @@ def combine_ranks(found: Sequence[RankFigures], wanted: Wanted, threads: int) ->
 
 def median_figures(found: Sequence[KernelFigures]) -> KernelFigures:
     """Returns the median rank's figures, and the worst spreads of all."""
-    compiled = [each.compiled_launch_s for each in found if each.compiled_launch_s is not None]
-    families = [each.families for each in found if each.families is not None]
-    return KernelFigures(
-        rates=tuple(
-            replace(rate, flops=statistics.median(each.rates[place].flops for each in found))
-            for place, rate in enumerate(found[0].rates)
-        ),
-        families=median_families(families) if families else None,
-        memory_bandwidth=statistics.median(each.memory_bandwidth for each in found),
-        launch_s=statistics.median(each.launch_s for each in found),
-        compiled_launch_s=statistics.median(compiled) if compiled else None,
-        spreads={name: max(each.spreads[name] for each in found) for name in found[0].spreads},
-    )
+    worst = {name: max(each.spreads[name] for each in found) for name in found[0].spreads}
+    middle: KernelFigures = _median(found)
+    return replace(middle, spreads=worst)
 
 
-def median_families(found: Sequence[FamilyFigures]) -> FamilyFigures:
-    rates = {
-        family: tuple(
-            (size, statistics.median(each.rates[family][place][1] for each in found))
-            for place, (size, _) in enumerate(points)
-        )
-        for family, points in found[0].rates.items()
-    }
-    loops = [each.loop_s for each in found if each.loop_s is not None]
-    return FamilyFigures(
-        rates=rates,
-        operation_s=statistics.median(each.operation_s for each in found),
-        tensor_s=statistics.median(each.tensor_s for each in found),
-        step_s=statistics.median(each.step_s for each in found),
-        loop_s=statistics.median(loops) if loops else None,
-    )
+def _median(found: Iterable[Any]) -> Any:
+    """Returns the medians of numbers, also of those in records and tables; what no rank has (None) stays None."""
+    known = [each for each in found if each is not None]
+    first = known[0] if known else None
+    if isinstance(first, float):
+        return statistics.median(known)
+    if isinstance(first, tuple):
+        return tuple(map(_median, zip(*known, strict=True)))
+    if isinstance(first, Mapping):
+        return {key: _median([each[key] for each in known]) for key in first}
+    if is_dataclass(first) and not isinstance(first, type):
+        return replace(first, **{x.name: _median([getattr(each, x.name) for each in known]) for x in fields(first)})
+    return first  # a name or a size, the same on all ranks
 
 
 def check_wanted(wanted: Wanted) -> None:

@@ -121,19 +121,31 @@ _COMPUTED_AS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Link:
-    """What joins the devices of a node: bytes per second one way per device, and what a ring reaches of them.
+class Network:
+    """What joins nodes: bytes per second one way per NODE, what collectives reach of them, a hop's latency."""
+
+    name: str
+    kind: str
+    bandwidth: float
+    efficiency: float
+    latency_s: float
+
+    @property
+    def reached(self) -> float:
+        """Bytes per second that collectives reach."""
+        return self.bandwidth * self.efficiency
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link(Network):
+    """What joins the devices of a node: the same one way per DEVICE.
 
     ``ring`` and ``nvls_ring`` are measured bus bandwidths by the number of devices that take part, where known.
     ``all_reduce`` holds measured seconds by bytes, by the number of ranks; ``busy`` is what collectives take while the
     ranks compute, over what they take alone.
     """
 
-    name: str
     kind: LinkKind
-    bandwidth: float
-    efficiency: float
-    latency_s: float
     nvls: bool
     ring: Mapping[int, float] = field(default_factory=dict, hash=False)
     nvls_ring: Mapping[int, float] = field(default_factory=dict, hash=False)
@@ -142,7 +154,7 @@ class Link:
 
     def ring_bandwidth(self, devices: int) -> float:
         """Returns the bus bandwidth of a ring: as measured for the nearest count not above, else by efficiency."""
-        return _by_count(self.ring, devices, self.bandwidth * self.efficiency)
+        return _by_count(self.ring, devices, self.reached)
 
     def nvls_bandwidth(self, devices: int) -> float:
         """Returns the bus bandwidth of an all-reduce in the switch; a ring's where there is none."""
@@ -162,17 +174,6 @@ class Node:
     device: Device
     devices: int
     inside: Link
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Network:
-    """What joins nodes: bytes per second one way per NODE, what collectives reach of them, a hop's latency."""
-
-    name: str
-    kind: str
-    bandwidth: float
-    efficiency: float
-    latency_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,7 +97,7 @@ def bus_bandwidth(group: Group, cluster: Cluster) -> float:
         return inside
     share = min(1.0, group.node_ranks / cluster.node.devices)
     crowd = 1 + _CROWDING.get(cluster.between.kind, 0.0) * math.log2(max(1.0, group.nodes / _LEAF_NODES))
-    return min(inside, cluster.between.bandwidth * cluster.between.efficiency * share / crowd)
+    return min(inside, cluster.between.reached * share / crowd)
 
 
 def _ll_most(group: Group, cluster: Cluster) -> float:
@@ -151,20 +151,17 @@ def _nvls_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
 
 def _send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """Returns the time of one message between two ranks, while the others of their nodes send theirs."""
-    link = cluster.node.inside
     if group.nodes == 1 or cluster.between is None:
-        return _BASE_US["ring"]["simple"] * 1e-6 + num_bytes / (link.bandwidth * link.efficiency)
-    rate = cluster.between.bandwidth * cluster.between.efficiency / cluster.node.devices
+        return _BASE_US["ring"]["simple"] * 1e-6 + num_bytes / cluster.node.inside.reached
+    rate = cluster.between.reached / cluster.node.devices
     return (_BASE_US["ring"]["simple"] + _NETWORK_US["ring"]["simple"]) * 1e-6 + num_bytes / rate
 
 
 def _all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
     """Returns the time where each rank sends an equal part of its buffer, ``num_bytes``, to each other rank."""
-    link = cluster.node.inside
-    inside = link.bandwidth * link.efficiency
-    within = num_bytes * (group.node_ranks - 1) / group.ranks / inside
+    within = num_bytes * (group.node_ranks - 1) / group.ranks / cluster.node.inside.reached
     if group.nodes == 1 or cluster.between is None:
         return (_BASE_US["ring"]["simple"] + 3.4) * 1e-6 + within
-    rate = cluster.between.bandwidth * cluster.between.efficiency / cluster.node.devices
+    rate = cluster.between.reached / cluster.node.devices
     across = num_bytes * (1 - group.node_ranks / group.ranks) / rate
     return (_BASE_US["ring"]["simple"] + 14.0) * 1e-6 + max(within, across)

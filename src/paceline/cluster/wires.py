@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from paceline.cluster import costs
 from paceline.cluster.costs import Placement, Wire, Wires
@@ -27,16 +27,9 @@ from paceline.errors import UsageError
 WireCost: TypeAlias = Callable[[str, int, tuple[int, ...]], float]  # of a kind, bytes and the ranks of a group
 
 _BARRIER_BYTES = 4
-_NCCL_KINDS: dict[str, Collective] = {
-    "all_reduce": "all_reduce",
-    "reduce_scatter": "reduce_scatter",
-    "all_gather": "all_gather",
-    "broadcast": "all_gather",
-    "barrier": "all_reduce",
-    "all_to_all": "all_to_all",
-    "send": "send",
-    "recv": "send",
-}
+_ALL_REDUCE = (costs.all_reduce_seconds, costs.fastest_all_reduce)
+_BROADCAST = (costs.broadcast_seconds, costs.fastest_broadcast)
+_SCATTER = (costs.scatter_seconds, costs.fastest_scatter)
 
 
 def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None) -> WireCost:
@@ -46,18 +39,18 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     than there are ranks.
     """
     if cluster is None:
-        return partial(_host_cost, Wires(), node_ranks or ranks)
+        return partial(_cost, partial(_host_cost, Wires(), node_ranks or ranks))
     if cluster.devices < ranks:
         raise UsageError(
             f"{ranks} ranks on {cluster.name}, which has {cluster.devices} devices\n"
             "  every rank has a device of its own\n"
             f"  give fewer ranks, or more of them: {-(-ranks // cluster.node.devices)}x {cluster.node.name}"
         )
-    if cluster.device.is_cpu:
-        formula = partial(_host_cost, _links(cluster), cluster.node.devices)
-        measured = cluster.node.inside.all_reduce
-        return partial(_measured_cost, formula, measured) if measured and cluster.nodes == 1 else formula
-    return partial(_device_cost, cluster)
+    if not cluster.device.is_cpu:
+        return partial(_cost, partial(_device_cost, cluster))
+    formula = partial(_host_cost, _links(cluster), cluster.node.devices)
+    measured = cluster.node.inside.all_reduce
+    return partial(_cost, partial(_measured_cost, formula, measured) if measured and cluster.nodes == 1 else formula)
 
 
 def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
@@ -72,23 +65,15 @@ def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, 
     if not cluster.device.is_cpu:
         inside, across = (collective_seconds("send", 1.0, Group(2, nodes), cluster) for nodes in (1, 2))
         links = Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
-    return _algorithm_seconds(algorithm, kind, num_bytes, _placement(ranks, cluster.node.devices), links)
-
-
-@cache
-def _algorithm_seconds(algorithm: costs.Algorithm, kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
-    if kind == "all_reduce":
-        return costs.all_reduce_seconds(algorithm, num_bytes, where, links)
-    seconds = costs.broadcast_seconds if kind == "broadcast" else costs.scatter_seconds
-    return seconds(algorithm, num_bytes, where, links)
+    return _formula_seconds(kind, num_bytes, _placement(ranks, cluster.node.devices), links, algorithm)
 
 
 def _links(cluster: Cluster) -> Wires:
     inside, across = cluster.node.inside, cluster.between
-    near = Wire(alpha_s=inside.latency_s, bandwidth=inside.bandwidth * inside.efficiency)
+    near = Wire(alpha_s=inside.latency_s, bandwidth=inside.reached)
     if across is None:
         return Wires(inside=near)
-    return Wires(inside=near, across=Wire(alpha_s=across.latency_s, bandwidth=across.bandwidth * across.efficiency))
+    return Wires(inside=near, across=Wire(alpha_s=across.latency_s, bandwidth=across.reached))
 
 
 def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:
@@ -97,16 +82,26 @@ def _placement(ranks: tuple[int, ...], node_ranks: int) -> Placement:
     return Placement(ranks=len(by_host) * max(by_host.values()), hosts=len(by_host))
 
 
+def _cost(price: WireCost, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
+    """Prices an operation as what it is on the wire: a barrier as an all-reduce of one number, a receive as a send."""
+    if kind == "barrier":
+        return price("all_reduce", _BARRIER_BYTES, ranks)
+    return price("send" if kind == "recv" else kind, num_bytes, ranks)
+
+
 def _device_cost(cluster: Cluster, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
     """Returns the seconds of an operation of NCCL."""
     hosts = len({rank // cluster.node.devices for rank in ranks})
-    size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-    return collective_seconds(_NCCL_KINDS[kind], float(size), Group(len(ranks), hosts), cluster)
+    priced = cast(Collective, "all_gather" if kind == "broadcast" else kind)
+    return collective_seconds(priced, float(num_bytes), Group(len(ranks), hosts), cluster)
 
 
 def _host_cost(links: Wires, node_ranks: int, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
     """Returns the seconds between processes that talk through a host's memory or a network."""
-    return _host_seconds(kind, num_bytes, _placement(ranks, node_ranks), links)
+    where = _placement(ranks, node_ranks)
+    if kind == "send":
+        return (links.inside if where.hosts == 1 else links.across).seconds(num_bytes)
+    return _formula_seconds(kind, num_bytes, where, links)
 
 
 def _measured_cost(
@@ -117,21 +112,18 @@ def _measured_cost(
     ranks: tuple[int, ...],
 ) -> float:
     """Returns the seconds on a host whose all-reduces were timed, by the nearest number of ranks."""
-    if kind in ("send", "recv") or len(ranks) < 2:
+    if kind == "send" or len(ranks) < 2:
         return formula(kind, num_bytes, ranks)
     known = min(points, key=lambda count: (abs(count - len(ranks)), count))
-    seconds = seconds_between(points[known], _BARRIER_BYTES if kind == "barrier" else num_bytes)
+    seconds = seconds_between(points[known], num_bytes)
     seconds *= (1 - 1 / len(ranks)) / (1 - 1 / known)  # by the bytes that each rank sends
-    return seconds if kind in ("all_reduce", "barrier") else seconds / 2
+    return seconds if kind == "all_reduce" else seconds / 2
 
 
 @cache
-def _host_seconds(kind: str, num_bytes: int, where: Placement, links: Wires) -> float:
-    if kind in ("send", "recv"):
-        return (links.inside if where.hosts == 1 else links.across).seconds(num_bytes)
-    if kind in ("all_reduce", "barrier"):
-        size = _BARRIER_BYTES if kind == "barrier" else num_bytes
-        return costs.all_reduce_seconds(costs.fastest_all_reduce(size, where, links), size, where, links)
-    if kind == "broadcast":
-        return costs.broadcast_seconds(costs.fastest_broadcast(num_bytes, where, links), num_bytes, where, links)
-    return costs.scatter_seconds(costs.fastest_scatter(num_bytes, where, links), num_bytes, where, links)
+def _formula_seconds(
+    kind: str, num_bytes: int, where: Placement, links: Wires, algorithm: costs.Algorithm | None = None
+) -> float:
+    """Returns the seconds of a collective by an algorithm; None: by the fastest."""
+    seconds, fastest = _ALL_REDUCE if kind == "all_reduce" else _BROADCAST if kind == "broadcast" else _SCATTER
+    return seconds(algorithm or fastest(num_bytes, where, links), num_bytes, where, links)

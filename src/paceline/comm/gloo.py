@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from paceline.comm.base import ReduceOp
-from paceline.comm.group import NARROW, reduce_pair
+from paceline.comm.group import reduce_in_order
 from paceline.shards import round_up
 
 # Far from the tags of users: a reduce-scatter and a gather of two ranks are matched by tag, then by order.
@@ -124,16 +124,7 @@ def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp,
 
     That one is read only, until the last step: the others' are free to hold what has been summed so far.
     """
-    if output.dtype in NARROW:  # in float32, so that the sum is rounded once
-        wide = [piece.float() for piece in slices]
-        _combine(wide, wide[0], op, is_first=False)
-        output.copy_(wide[0])
-        return
-    total = slices[0]
-    for place, piece in enumerate(slices[1:], start=1):
-        is_last = place == len(slices) - 1
-        free = slices[1] if is_first else slices[0]
-        reduce_pair(total, piece, op, out=output if is_last else free)
-        total = free
-    if op == "avg":
-        output /= len(slices)
+    free = slices[1] if is_first else slices[0]
+    reduce_in_order(
+        slices, op, output, lambda dtype: free if dtype == free.dtype else torch.empty_like(free, dtype=dtype)
+    )

@@ -146,3 +146,28 @@ def reduce_pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch
         torch.add(one, other, out=out)
     else:
         (torch.minimum if op == "min" else torch.maximum)(one, other, out=out)
+
+
+def reduce_in_order(
+    pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor, scratch: Callable[[torch.dtype], torch.Tensor]
+) -> None:
+    """Reduces pieces in rank order into ``output``, which may be one of them: that one is read before it is written.
+
+    ``scratch`` gives memory of a dtype for what has been added up so far.
+    """
+    if output.dtype in NARROW:
+        total = scratch(torch.float32).copy_(pieces[0])
+        for piece in pieces[1:]:
+            reduce_pair(total, piece, op, total)
+        if op == "avg":
+            total.div_(len(pieces))
+        output.copy_(total)
+        return
+    total = pieces[0]
+    for piece in pieces[1:-1]:
+        sums = scratch(output.dtype)
+        reduce_pair(total, piece, op, sums)
+        total = sums
+    reduce_pair(total, pieces[-1], op, output)
+    if op == "avg":
+        output.div_(len(pieces))

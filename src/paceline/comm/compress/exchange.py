@@ -66,39 +66,13 @@ class Policy:
         return True
 
     def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Compresses ``vector`` and sends it on its way. All ranks call it with vectors of the same length."""
+        """Compresses ``vector``, which it owns, and sends it on its way; all ranks have vectors of the same length.
+
+        Yields every collective that it has issued, is resumed when that is done, and returns the average over the
+        ranks, the same bits on each; the vector then holds what was not sent. The average of all that was sent and of
+        all that was not is the average of the vectors, to rounding.
+        """
         raise NotImplementedError
-
-
-class GradientExchange:
-    """A vector on its way. It owns the vector that it was started with.
-
-    The policy's generator yields every collective that it has issued, is resumed when that is done, and returns the
-    average over the ranks, the same bits on each; the vector then holds what was not sent. The average of all that was
-    sent and of all that was not is the average of the vectors, to rounding.
-    """
-
-    def __init__(self, policy: Policy, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> None:
-        self._rounds = policy.exchange(vector, context, comm)
-        self._num_later = policy.num_rounds - 1
-        self._work = next(self._rounds)
-
-    def advance(self) -> None:
-        """Issues the second round, where there is one. Safe to call twice."""
-        while self._num_later:
-            self._num_later -= 1
-            self._work.wait()
-            self._work = next(self._rounds)
-
-    def finish(self) -> torch.Tensor:
-        self.advance()
-        self._work.wait()
-        try:
-            next(self._rounds)
-        except StopIteration as stop:
-            mean: torch.Tensor = stop.value
-            return mean
-        raise AssertionError("an exchange has more rounds than it said")
 
 
 def seed_of(step: int, name: str) -> int:

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from paceline.comm.base import BucketShape, Communicator, Work
+from paceline.comm.base import DONE, BucketShape, Communicator, Work
 from paceline.comm.compress import state
-from paceline.comm.compress.exchange import ExchangeContext, GradientExchange, VectorPart
+from paceline.comm.compress.exchange import ExchangeContext, ExchangeRounds, VectorPart
 from paceline.comm.compress.policies import make_policy
 from paceline.plan.layout import Compression
 from paceline.shards import Shard, Slot
@@ -218,7 +218,9 @@ class _BucketWork:
         self.new_factors: dict[str, torch.Tensor] = {}
         self._buffer = buffer
         self._vector: torch.Tensor | None = None
-        self._exchange: GradientExchange | None = None
+        self._rounds: ExchangeRounds | None = None  # what the policy still has to do
+        self._round: Work = DONE
+        self._num_later = 0  # rounds behind this one
         self._whole: torch.Tensor | None = None
         self._whole_work: Work | None = None
         self._paid: dict[str, torch.Tensor] = {}
@@ -245,7 +247,9 @@ class _BucketWork:
             parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors
         )
         self._vector = vector
-        self._exchange = GradientExchange(owner.policy, vector, context, comm)
+        self._rounds = owner.policy.exchange(vector, context, comm)
+        self._num_later = owner.policy.num_rounds - 1
+        self._round = next(self._rounds)
 
     def _pay_whole(self) -> None:
         """Adds what is owed to tensors that travel whole: they did not, in the run that this one goes on from."""
@@ -257,8 +261,11 @@ class _BucketWork:
 
     @torch.no_grad()
     def advance(self) -> None:
-        if self._exchange is not None:
-            self._exchange.advance()
+        """Issues the second round, where there is one. Safe to call twice."""
+        while self._rounds is not None and self._num_later:
+            self._num_later -= 1
+            self._round.wait()
+            self._round = next(self._rounds)
 
     @torch.no_grad()
     def wait(self) -> None:
@@ -273,12 +280,22 @@ class _BucketWork:
             is_finite &= self._whole.sum().isfinite()
             if self._whole is not self._buffer:
                 _put(self._buffer, self.bucket.whole, self._whole)
-        if self._exchange is not None:
-            mean = self._exchange.finish()
+        if self._rounds is not None:
+            mean = self._finish(self._rounds)
             is_finite &= mean.sum().isfinite()
             _put(self._buffer, self.bucket.compressed, mean)
         left_over = {} if self._vector is None else self.bucket.split(self._vector)
         self.bucket.owner.note(is_finite, left_over | self._paid, self.new_factors)
+
+    def _finish(self, rounds: ExchangeRounds) -> torch.Tensor:
+        self.advance()
+        self._round.wait()
+        try:
+            next(rounds)
+        except StopIteration as stop:
+            mean: torch.Tensor = stop.value
+            return mean
+        raise AssertionError("an exchange has more rounds than it said")
 
 
 def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from paceline.comm.base import ReduceOp
-from paceline.comm.group import NARROW, reduce_pair
+from paceline.comm.group import reduce_in_order
 from paceline.comm.shared.progress import Fence, Steps
 from paceline.errors import CollectiveMismatchError
 
@@ -290,20 +290,4 @@ def _bounds(length: int, size: int) -> list[tuple[int, int]]:
 
 
 def _combine(board: Board, pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor) -> None:
-    """Reduces the pieces in rank order into ``output``, which may be one of them."""
-    if output.dtype in NARROW:  # in float32, so that it is rounded once
-        total = board.scratch(torch.float32, output.numel()).copy_(pieces[0])
-        for piece in pieces[1:]:
-            reduce_pair(total, piece, op, total)
-        if op == "avg":
-            total.div_(len(pieces))
-        output.copy_(total)
-        return
-    total = pieces[0]
-    for piece in pieces[1:-1]:
-        scratch = board.scratch(output.dtype, output.numel())
-        reduce_pair(total, piece, op, scratch)
-        total = scratch
-    reduce_pair(total, pieces[-1], op, output)
-    if op == "avg":
-        output.div_(len(pieces))
+    reduce_in_order(pieces, op, output, lambda dtype: board.scratch(dtype, output.numel()))

@@ -105,7 +105,6 @@ class BlockModel:
         self.layout, self.run = workload.layout, workload.run
         self.cluster, self.constants = cluster, constants
         self.device = cluster.device
-        self.rates = constants.rates
         self.passes = PASSES[self.run.framework]
         self.tokens = workload.tokens
         self.width = 4 if self.run.is_wide else 2
@@ -154,7 +153,7 @@ class BlockModel:
 
     def _product(self, m: float, n: float, k: float, dtype: Compute) -> tuple[float, float]:
         """Forward, and backward: the gradients of the input and of the weights."""
-        device, rates = self.device, self.rates
+        device, rates = self.device, self.constants
         forward = matmul_seconds(device, rates, m, n, k, dtype)
         backward = matmul_seconds(device, rates, m, k, n, dtype) + matmul_seconds(device, rates, k, n, m, dtype)
         if dtype in ("fp8", "fp4"):
@@ -187,13 +186,13 @@ class BlockModel:
         flops = 4.0 * tokens * self.run.seq_len * width
         if self.run.fused_attention:
             flops /= 2 if model.causal else 1
-            forward = attention_seconds(self.device, self.rates, flops, self.run.seq_len, self.other)
+            forward = attention_seconds(self.device, self.constants, flops, self.run.seq_len, self.other)
             return forward, FUSED_BACKWARD * forward
         head = model.query_width // model.heads
         batch = max(1, round(self.workload.micro_batch * model.heads / self.layout.tensor))
         length = self.run.seq_len
-        products = matmul_seconds(self.device, self.rates, length, length, head, self.other, batch)
-        products += matmul_seconds(self.device, self.rates, length, head, length, self.other, batch)
+        products = matmul_seconds(self.device, self.constants, length, length, head, self.other, batch)
+        products += matmul_seconds(self.device, self.constants, length, head, length, self.other, batch)
         scores = self._memory_seconds(self.passes.scores * batch * length * length * self.width)
         return products + scores, 2 * products + BACKWARD_PASSES * scores
 
@@ -221,7 +220,7 @@ class BlockModel:
         )
 
     def _memory_seconds(self, num_bytes: float) -> float:
-        return memory_seconds(self.device, self.rates, num_bytes * self.constants.traffic)
+        return memory_seconds(self.device, self.constants, num_bytes * self.constants.traffic)
 
     def _tensor_wait(self) -> float:
         """Of one direction: two all-reduces, or their two halves where sequences are cut."""

@@ -26,7 +26,7 @@ FRAMEWORKS: tuple[Framework, ...] = ("eager", "compiled", "megatron")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Constants:
+class Constants(KernelRates):
     """What a step depends on beside the catalog's figures. Rates are shares of them.
 
     ``matmul``, ``k_half``, ``attention``, ``attention_half``: kernels (cluster/kernels.py). ``traffic``: bytes that
@@ -37,10 +37,6 @@ class Constants:
     ``rows``: how many measurements the set was fitted on.
     """
 
-    matmul: float = 0.85
-    k_half: float = 128.0
-    attention: float = 0.45
-    attention_half: float = 512.0
     traffic: float = 1.0
     launch_us: float = 10.0
     contention: float = 0.15
@@ -51,14 +47,8 @@ class Constants:
     rows: int = 1
     blocks: MeasuredBlocks = field(default_factory=dict)
 
-    @property
-    def rates(self) -> KernelRates:
-        return KernelRates(
-            matmul=self.matmul, k_half=self.k_half, attention=self.attention, attention_half=self.attention_half
-        )
 
-
-_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("blocks", "rows"))
+_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("memory", "blocks", "rows"))
 DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution", "convolution_wide")
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.

@@ -53,7 +53,7 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
         share = constants.convolution_wide if run.is_wide else constants.convolution
     rate = ceiling(cluster.device, run.compute) * share * kind.rate
     moved = _moved_bytes(model, workload.micro_batch, kind, is_wide=run.is_wide)
-    device = 3 * workload.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants.rates, moved)
+    device = 3 * workload.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants, moved)
     host = 3 * model.kernels * constants.launch_us * 1e-6
     each = max(device, host)
     exposed, hidden = _gradients(model, layout.data, each * 2 / 3, cluster, constants)
@@ -68,7 +68,7 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
         hidden=hidden,
         contention=constants.contention * hidden,
         slowest=spread,
-        optimizer=memory_seconds(cluster.device, constants.rates, model.params * _OPTIMIZER_BYTES),
+        optimizer=memory_seconds(cluster.device, constants, model.params * _OPTIMIZER_BYTES),
     )
 
 

@@ -289,4 +289,4 @@ def _optimizer_seconds(workload: Workload, cluster: Cluster, constants: Constant
     experts = layers * model.mlp_params / max(layout.expert, layout.shards)
     params = (dense / layout.shards + experts) / layout.tensor
     moved = params * PASSES[workload.run.framework].optimizer_bytes
-    return memory_seconds(cluster.device, constants.rates, moved)
+    return memory_seconds(cluster.device, constants, moved)

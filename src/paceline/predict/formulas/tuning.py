@@ -189,7 +189,7 @@ def bus_bytes_per_s(cluster: Cluster) -> float:
     """Returns what a device's bus to its host carries one way."""
     inside = cluster.node.inside
     link = inside if inside.kind == "pcie" else Catalog().link(_BUSES.get(cluster.device.generation, _OTHER_BUS))
-    return link.bandwidth * link.efficiency
+    return link.reached
 
 
 def host_bytes_per_s(cluster: Cluster) -> float:

@@ -49,10 +49,10 @@ class KernelCosts:
     def _work(self, kernel: Operation) -> float:
         if self._is_measured:
             return work_seconds(self._device, kernel)
-        rates, device = self._constants.rates, self._device
+        rates, device = self._constants, self._device
         if kernel.family == "matmul":
             if kernel.name.startswith(_CONVOLUTIONS):
-                return kernel.flops / (ceiling(device, kernel.dtype) * self._constants.convolution)
+                return kernel.flops / (ceiling(device, kernel.dtype) * rates.convolution)
             rows, inner, columns = kernel.sizes
             return matmul_seconds(device, rates, rows, columns, inner, kernel.dtype, kernel.batch)
         if kernel.family in ("attention", "attention_backward"):
