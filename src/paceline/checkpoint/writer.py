@@ -37,7 +37,7 @@ from paceline.checkpoint.write import (
     write_part,
 )
 from paceline.comm.base import Communicator
-from paceline.comm.objects import ask_first_rank, broadcast_object, gather_objects
+from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.errors import CheckpointError
 
 _ALIGN_BYTES = 64
@@ -125,7 +125,7 @@ class CheckpointWriter:
             pending.abandon()
             raise
         pending.complete_agreed()
-        self._raise_on_all(pending.commit_problem)
+        ask_first_rank(self._comm, pending.check_committed)
         self._reports += pending.take_report()
 
     def reports(self) -> list[SaveReport]:
@@ -157,12 +157,6 @@ class CheckpointWriter:
             if self._comm.rank == 0:
                 discard(target)
             raise CheckpointError(told[0])
-
-    def _raise_on_all(self, problem: str) -> None:
-        """Raises CheckpointError on all ranks if rank 0 has a problem."""
-        heard = broadcast_object(self._comm, problem)
-        if heard:
-            raise CheckpointError(heard)
 
 
 def copy_checkpoint(path: Path, name: str) -> Path:
@@ -309,6 +303,11 @@ class _PendingSave:
             self._complete()
         else:
             self._thread.join()
+
+    def check_committed(self) -> None:
+        """Raises CheckpointError if rank 0 could not make a checkpoint of what all have written."""
+        if self.commit_problem:
+            raise CheckpointError(self.commit_problem)
 
     def take_report(self) -> list[SaveReport]:
         """Returns what it took, once."""

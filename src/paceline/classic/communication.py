@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Reduction:
-    """An average on its way, which owns its tensor until it is there."""
+    """An average on its way, which owns its tensor until it is there; without ``finish`` it is there already."""
 
-    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
+    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None] | None = None) -> None:
         self._tensor = tensor
-        self._finish: Callable[[], None] | None = finish
+        self._finish = finish
 
     def wait(self) -> None:
         """Returns when the average may be used. Safe to call twice."""
@@ -101,7 +101,7 @@ class CommunicationOptimizer:
         comm = self._groups.find(self._comm if group is None else group, tensor.device)
         average = tensor.detach().clone(memory_format=torch.contiguous_format)
         if comm.size == 1 or not tensor.numel():
-            return Reduction(average, _nothing)
+            return Reduction(average)
         flat = average.view(-1)
         if self.compression_ratio == 1.0:
             return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in self._cut(flat)])
@@ -130,7 +130,7 @@ class CommunicationOptimizer:
         _check_tensor(tensor)
         average = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not tensor.numel():
-            return Reduction(average, _nothing)
+            return Reduction(average)
         pieces = self._cut(average.view(-1))
         if intra_node_group is None and inter_node_group is None:
             comm = self._groups.by_hosts(self._groups.find(self._comm, tensor.device))
@@ -282,10 +282,6 @@ class _KnownGroups:
         if key not in self._made:
             self._made[key] = (owners, make())
         return cast(T, self._made[key][1])
-
-
-def _nothing() -> None:
-    """What is left to do for a tensor that is there already."""
 
 
 def _check_arguments(ratio: Any, bucket_size_mb: Any, enable_overlap: Any) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import Communicator, Work
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
 from paceline.shards import round_up
@@ -97,15 +98,10 @@ def _by_leader(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
     assert groups.leader is not None
     if groups.weight != 1.0:
         piece.mul_(groups.weight)
-    work = groups.inside.all_reduce(piece, "avg")
-    yield
-    work.wait()
-    work = DONE if groups.across is None else groups.across.all_reduce(piece, "avg")
-    yield
-    work.wait()
-    work = groups.inside.broadcast(piece, groups.leader)
-    yield
-    work.wait()
+    yield from once(partial(groups.inside.all_reduce, piece, "avg"))
+    if groups.across is not None:
+        yield from once(partial(groups.across.all_reduce, piece, "avg"))
+    yield from once(partial(groups.inside.broadcast, piece, groups.leader))
 
 
 def _by_slices(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
@@ -116,14 +112,8 @@ def _by_slices(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
     if length != piece.numel():
         whole = piece.new_zeros(length)
         whole[: piece.numel()] = piece
-    work = groups.inside.reduce_scatter(own, whole, "avg")
-    yield
-    work.wait()
-    work = groups.across.all_reduce(own, "avg")
-    yield
-    work.wait()
-    work = groups.inside.all_gather(whole, own)
-    yield
-    work.wait()
+    yield from once(partial(groups.inside.reduce_scatter, own, whole, "avg"))
+    yield from once(partial(groups.across.all_reduce, own, "avg"))
+    yield from once(partial(groups.inside.all_gather, whole, own))
     if whole is not piece:
         piece.copy_(whole[: piece.numel()])
