@@ -99,17 +99,18 @@ def test_a_folder_that_cannot_be_written_is_a_problem(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]  # nothing is left
 
 
-def test_segments_of_processes_that_are_gone_are_told(tmp_path: Path) -> None:
+def test_segments_of_processes_that_are_gone_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/proc").is_dir():
         pytest.skip("processes are looked up in /proc")
-    from paceline.comm.shared.segment import Process
+    from paceline.comm.shared import segment
 
-    mine = Process.this()
+    monkeypatch.setattr(segment, "FOLDER", tmp_path)
+    mine = segment.Process.this()
     (tmp_path / f"paceline-1-{mine.pid}-{mine.started}-aa").write_bytes(b"x" * 10)
-    assert list(machine._stale_segments(tmp_path)) == []
+    assert [each.name for each in machine.shared_memory(HERE)] == ["shared memory"]
     stale = tmp_path / f"paceline-1-{mine.pid}-{mine.started + 1}-bb"  # the number is used again
     stale.write_bytes(b"x" * 2048)
-    (found,) = machine._stale_segments(tmp_path)
+    found = only(machine.shared_memory(HERE), "stale segments")
     assert found.status == "note"
     assert found.found.startswith("1 of 2.0 KiB")
     assert str(stale) in found.fix

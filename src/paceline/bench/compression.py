@@ -18,11 +18,11 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
-from paceline.comm.base import BucketShape, Communicator, Work
+from paceline.comm.base import DONE, BucketShape, Communicator, Work
 from paceline.comm.compress import Compressor
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
@@ -32,10 +32,12 @@ from paceline.plan.layout import Compression
 from paceline.shards import flat_layout
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
+from paceline.train.trainer import Trainer
 
 _FACTORS = {"all_reduce": 2.0, "all_gather": 1.0, "all_to_all": 1.0}  # of (N-1)/N of the bytes; see comm/base.py
 _KEYS = {"topk": "ratio", "randomk": "ratio", "threshold": "threshold", "powersgd": "factor_rank"}  # read by a policy
 _REPEATS = 5
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,9 +85,7 @@ def bench_compression(
             f"{steps} steps on {ranks} ranks\n  a comparison needs 4 steps after the warm-up, and 2 ranks\n"
             "  ask for more"
         )
-    problems = check_ranks(with_compression(config, CompressionConfig()), ranks)
-    if problems:
-        raise ConfigError(problems)
+    check_policy_ranks(config, ranks)
     plain = _run(config, CompressionConfig(policy="none"), ranks, steps)
     base_loss, base_bytes = _loss(plain), plain[0].sent_bytes
     rows = [_row(CompressionConfig(policy="none"), plain, base_loss, base_bytes, 0.0)]
@@ -102,15 +102,36 @@ def with_compression(config: Config, compression: CompressionConfig) -> Config:
     return traced.with_values("parallel", strategy="ddp")
 
 
-def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_PolicyRun]:
+def check_policy_ranks(config: Config, ranks: int) -> None:
+    """Raises ConfigError for ranks that a config cannot run on."""
+    if problems := check_ranks(with_compression(config, CompressionConfig()), ranks):
+        raise ConfigError(problems)
+
+
+def run_policy(
+    config: Config, compression: CompressionConfig, ranks: int, train: Callable[[Trainer], T], timeout_s: float
+) -> list[T]:
+    """Runs a config under a compression on virtual ranks; returns what ``train`` made of each rank's trainer."""
     wanted = with_compression(config, compression)
-    return run_virtual(lambda comm: _train(wanted, comm, steps), ranks, timeout_s=600.0)
+
+    def run(comm: Communicator) -> T:
+        trainer = build_trainer(wanted, comm)
+        found = train(trainer)
+        if trainer.parts.eval_loader is not None:
+            trainer.parts.eval_loader.close()
+        return found
+
+    return run_virtual(run, ranks, timeout_s=timeout_s)
 
 
-def _train(config: Config, comm: Communicator, steps: int) -> _PolicyRun:
-    trainer = build_trainer(config, comm)
+def _run(config: Config, compression: CompressionConfig, ranks: int, steps: int) -> list[_PolicyRun]:
+    counted_from = max(1, compression.plain_steps)
+    return run_policy(config, compression, ranks, lambda trainer: _train(trainer, steps, counted_from), 600.0)
+
+
+def _train(trainer: Trainer, steps: int, counted_from: int) -> _PolicyRun:
     traced = trainer.parts.engine.comm
-    losses, norm, first_bytes, counted_from = [], 0.0, 0.0, max(1, config.comm.compression.plain_steps)
+    losses, norm, first_bytes = [], 0.0, 0.0
     for number, result in enumerate(trainer.steps(), start=1):
         losses.append((float(result.outcome.loss_sum), float(result.outcome.count)))
         norm = float(result.outcome.grad_norm)
@@ -118,8 +139,6 @@ def _train(config: Config, comm: Communicator, steps: int) -> _PolicyRun:
             first_bytes = sent_bytes(traced)
         if number == steps:
             break
-    if trainer.parts.eval_loader is not None:
-        trainer.parts.eval_loader.close()
     compressor = trainer.parts.compressor
     named = dict(trainer.parts.engine.named_parameters())
     shape = BucketShape(names=tuple(named), layout=flat_layout([tuple(p.shape) for p in named.values()]))
@@ -206,19 +225,6 @@ class _TimedCommunicator(WrappedCommunicator):
 
     def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
         start = time.thread_time()
-        work = super()._pass_on(kind, whole, verb, *arguments)
+        super()._pass_on(kind, whole, verb, *arguments).wait()
         self.seconds += time.thread_time() - start
-        return _TimedWork(work, self)
-
-
-class _TimedWork:
-    """Waits on the communicator's account."""
-
-    def __init__(self, inner: Work, comm: _TimedCommunicator) -> None:
-        self._inner = inner
-        self._comm = comm
-
-    def wait(self) -> None:
-        start = time.thread_time()
-        self._inner.wait()
-        self._comm.seconds += time.thread_time() - start
+        return DONE

@@ -24,13 +24,12 @@ from typing import Any
 
 import torch
 
-from paceline.bench.compression import sent_bytes, setting_text, with_compression
-from paceline.comm.base import Communicator
-from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import CompressionConfig, Config, check_ranks
-from paceline.errors import ConfigError, UsageError
+from paceline.bench.compression import check_policy_ranks, run_policy, sent_bytes, setting_text, with_compression
+from paceline.config import CompressionConfig, Config
+from paceline.errors import UsageError
 from paceline.search.make_plan import RunMachine, make_plan, with_length
-from paceline.train.assemble import build_trainer, build_workload
+from paceline.train.assemble import build_workload
+from paceline.train.trainer import Trainer
 
 CLOSE_POINTS = 0.5
 CLOSE_PERCENT = 1.0
@@ -78,9 +77,7 @@ def bench_convergence(
         raise UsageError(
             "data.eval_fraction = 0\n  where a run ends is judged by an evaluation set\n  set data.eval_fraction = 0.1"
         )
-    problems = check_ranks(with_compression(config, CompressionConfig()), ranks)
-    if problems:
-        raise ConfigError(problems)
+    check_policy_ranks(config, ranks)
     arms = [CompressionConfig(), *arms_to_run(config, _total_steps(config, ranks))]
     tasks = [(_seeded(config, seed), arm, ranks) for seed in range(seeds) for arm in arms]
     endings: dict[int, Ending] = {}
@@ -121,19 +118,14 @@ def _seeded(config: Config, number: int) -> Config:
 
 
 def _run(config: Config, compression: CompressionConfig, ranks: int) -> Ending:
-    wanted = with_compression(config, compression)
-    return run_virtual(lambda comm: _train(wanted, comm), ranks, timeout_s=3600.0)[0]
+    return run_policy(config, compression, ranks, _train, 3600.0)[0]
 
 
-def _train(config: Config, comm: Communicator) -> Ending:
-    trainer = build_trainer(config, comm)
-    traced = trainer.parts.engine.comm
+def _train(trainer: Trainer) -> Ending:
     for _ in trainer.steps():
         pass
-    sent, result = sent_bytes(traced), trainer.evaluate()
+    sent, result = sent_bytes(trainer.parts.engine.comm), trainer.evaluate()
     assert result is not None
-    assert trainer.parts.eval_loader is not None
-    trainer.parts.eval_loader.close()
     return Ending(loss=result.loss, accuracy=result.accuracy, sent_bytes=sent, num_steps=trainer.step)
 
 

@@ -6,7 +6,7 @@ trials that follow only make sure: memory is lost between blocks of different si
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,73 +50,51 @@ def find_largest(attempt: Callable[[int], Usage | None], budget: Budget, *, max_
 
     A size that would not fit on the host is never tried: a host that runs out of memory ends processes.
     """
-    search = _LayerSearch(budget)
-    while len(search.tried) < max_trials:
-        layers = search.next_layers()
-        if layers is None:
+    fitting: dict[int, Usage] = {}
+    tried: list[int] = []
+    too_many: int | None = None
+    step_back = 1
+    while len(tried) < max_trials:
+        largest = max(fitting, default=0)
+        most = min(_most_on_host(fitting, budget), budget.max_layers if too_many is None else too_many - 1)
+        if largest >= most:
             break
-        search.note(layers, attempt(layers))
-    return search.result()
+        if len(fitting) < len(PROBES) and too_many is None:
+            guess = PROBES[len(tried)]
+        else:
+            guess = _on_the_line(fitting, "device_bytes", budget)
+            if too_many is not None and guess >= too_many:
+                guess = too_many - step_back  # the line is off by what is lost between blocks: little
+                step_back *= 2
+        layers = min(max(guess, largest + 1), most)
+        tried.append(layers)
+        usage = attempt(layers)
+        if usage is None:
+            too_many = layers
+        else:
+            fitting[layers] = usage
+    largest = max(fitting, default=0)
+    limit: Limit = "trials"
+    if largest == budget.max_layers:
+        limit = "search"
+    elif too_many == largest + 1:
+        limit = "device"
+    elif largest == _most_on_host(fitting, budget):
+        limit = "host"
+    return Largest(layers=largest, too_many=too_many, limit=limit, tried=tuple(tried))
 
 
-class _LayerSearch:
-    """How far the trials have come."""
+def _most_on_host(fitting: Mapping[int, Usage], budget: Budget) -> int:
+    return max(_on_the_line(fitting, "host_bytes", budget), max(fitting, default=0))
 
-    def __init__(self, budget: Budget) -> None:
-        self.budget = budget
-        self.tried: list[int] = []
-        self._fitting: dict[int, Usage] = {}
-        self._too_many: int | None = None
-        self._step_back = 1
 
-    @property
-    def _largest(self) -> int:
-        return max(self._fitting, default=0)
-
-    def note(self, layers: int, usage: Usage | None) -> None:
-        self.tried.append(layers)
-        if usage is not None:
-            self._fitting[layers] = usage
-        elif self._too_many is None or layers < self._too_many:
-            self._too_many = layers
-
-    def next_layers(self) -> int | None:
-        """Returns what to try next, or None where the answer is known."""
-        largest, ceiling = self._largest, self._ceiling()
-        if largest >= ceiling:
-            return None
-        if len(self._fitting) < len(PROBES) and self._too_many is None:
-            return min(PROBES[len(self.tried)], ceiling)
-        guess = self._on_the_line("device_bytes", self.budget.device_bytes)
-        if self._too_many is not None and guess >= self._too_many:
-            guess = self._too_many - self._step_back  # the line is off by what is lost between blocks: little
-            self._step_back *= 2
-        return min(max(guess, largest + 1), ceiling)
-
-    def result(self) -> Largest:
-        limit: Limit = "trials"
-        if self._largest == self.budget.max_layers:
-            limit = "search"
-        elif self._too_many == self._largest + 1:
-            limit = "device"
-        elif self._largest == self._host_ceiling():
-            limit = "host"
-        return Largest(layers=self._largest, too_many=self._too_many, limit=limit, tried=tuple(self.tried))
-
-    def _ceiling(self) -> int:
-        known = self.budget.max_layers if self._too_many is None else self._too_many - 1
-        return min(known, self._host_ceiling(), self.budget.max_layers)
-
-    def _host_ceiling(self) -> int:
-        return max(self._on_the_line("host_bytes", self.budget.host_bytes), self._largest)
-
-    def _on_the_line(self, what: Literal["device_bytes", "host_bytes"], available: int) -> int:
-        """Returns how many layers meet ``available`` on the line through the two largest that fit."""
-        points = sorted(self._fitting)[-2:]
-        if len(points) < 2:
-            return self.budget.max_layers
-        low, high = (getattr(self._fitting[layers], what) for layers in points)
-        slope = (high - low) / (points[1] - points[0])
-        if slope <= 0:
-            return self.budget.max_layers
-        return points[1] + int((available - high) // slope)
+def _on_the_line(fitting: Mapping[int, Usage], what: Literal["device_bytes", "host_bytes"], budget: Budget) -> int:
+    """Returns how many layers meet the budget on the line through the two largest that fit."""
+    points = sorted(fitting)[-2:]
+    if len(points) < 2:
+        return budget.max_layers
+    low, high = (getattr(fitting[layers], what) for layers in points)
+    slope = (high - low) / (points[1] - points[0])
+    if slope <= 0:
+        return budget.max_layers
+    return points[1] + int((getattr(budget, what) - high) // slope)

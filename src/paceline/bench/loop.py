@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.bench.interleave import Turns, interleave
+from paceline.calibrate.loop import looped_step, recording_trainer
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
-from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 from paceline.run.processes import run_processes
-from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
-from paceline.train.trainer import Every
 
 # A turn is as many steps as the trainer reads at once, and timed as a whole.
 PROTOCOLS = {
@@ -34,22 +30,14 @@ def bench_loop(model: str, protocol: Turns, ranks: int) -> list[dict[str, Any]]:
 def _time_loop(comm: Communicator, model: str, protocol: Turns) -> list[dict[str, Any]]:
     total = (protocol.warm_up + protocol.rounds) * protocol.steps_per_turn
     config = _config(model, total, comm.size)
-    with tempfile.TemporaryDirectory() as folder:
-        sinks: list[Sink] = [JsonlSink(Path(folder) / f"rank-{comm.rank}.jsonl")]
-        if comm.rank == 0:
-            sinks.append(Strided(TensorBoardSink(Path(folder) / "tensorboard"), config.monitor.log_every))
-        sink = Fanout(sinks)
-        hooks = [Every(100, lambda *_: None), Every(7, lambda *_: None)]  # called when due
-        watched = build_trainer(config, comm, hooks=hooks, sink=sink)
+    with recording_trainer(config, comm) as trainer:
         # Both arms train one model: two would lie differently in memory, which alone makes a step 1 % slower or faster.
-        parts = watched.parts
-        watched_steps, bare_batches = watched.steps(), parts.loader.steps(0, total)
+        parts, watched_step = trainer.parts, looped_step(trainer)
+        bare_batches = parts.loader.steps(0, total)
 
         def run_watched() -> None:
             for _ in range(protocol.steps_per_turn):
-                result = next(watched_steps)
-                for hook in watched.hooks:
-                    hook(watched, result)
+                watched_step()
 
         def run_bare() -> None:
             for _ in range(protocol.steps_per_turn):
@@ -57,7 +45,6 @@ def _time_loop(comm: Communicator, model: str, protocol: Turns) -> list[dict[str
 
         arms, turns = {"bare step": run_bare, "trainer": run_watched}, replace(protocol, steps_per_turn=1)
         timings = interleave(arms, turns, baseline="bare step", device=torch.device("cpu"), meet=comm.barrier)
-        sink.close()
     steps = protocol.steps_per_turn
     per_step = [
         replace(each, median_ms=each.median_ms / steps, spread_ms=each.spread_ms / steps, num_steps=steps)

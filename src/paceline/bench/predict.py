@@ -75,16 +75,6 @@ class PredictArm:
         return f"{self.strategy} {how}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Steps:
-    """What steps took: the median of the slowest rank, the distance of the quartiles, and on a GPU the peak."""
-
-    seconds: float
-    spread_s: float
-    count: int
-    peak_bytes: int | None = None
-
-
 def arms_on(device: str) -> list[PredictArm]:
     """Returns the arms of a device: eager ones first, since compiling takes longest."""
     if device == "cuda":
@@ -239,17 +229,14 @@ def _measured(config: Config, arm: PredictArm, device: str, steps: int) -> dict[
         found = [measure_steps(SoloCommunicator(_GPU), config, arm.backend, steps)]
     else:
         found = run_processes(measure_steps, arm.ranks, args=(config, arm.backend, steps), timeout_s=_TIMEOUT_S)
-    slowest = max(found, key=lambda each: each.seconds)
-    return {
-        "measured_ms": slowest.seconds * 1e3,
-        "spread_ms": slowest.spread_s * 1e3,
-        "num_steps": slowest.count,
-        "measured_peak_bytes": slowest.peak_bytes,
-    }
+    return max(found, key=lambda each: each["measured_ms"])  # the slowest rank
 
 
-def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) -> Steps:
-    """Runs the config's own training step on this rank, on one batch, and takes its time."""
+def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) -> dict[str, Any]:
+    """Runs the config's own training step on this rank, on one batch.
+
+    Returns the median time and the distance of the quartiles, and on a GPU the peak of memory.
+    """
     device = comm.device
     if backend == "shared_memory":
         comm = SharedMemoryCommunicator.join(comm)
@@ -269,7 +256,12 @@ def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) 
     gauge.reset()
     low, middle, high = quartiles([time_step(step, device) for _ in range(steps)])
     peak = gauge.peak_bytes() if device.type == "cuda" else None
-    return Steps(seconds=middle, spread_s=high - low, count=steps, peak_bytes=peak)
+    return {
+        "measured_ms": middle * 1e3,
+        "spread_ms": (high - low) * 1e3,
+        "num_steps": steps,
+        "measured_peak_bytes": peak,
+    }
 
 
 def _batch(config: Config, dataset: Any, ranks: int, device: torch.device) -> StepBatch:

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.calibrate.sampling import summarize
 from paceline.cluster.operations import Operation
+from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
@@ -47,10 +48,11 @@ class LoopFigures:
 def measure_loop(tensor_s: float, *, rounds: int, steps: int = 4) -> LoopFigures:
     """Times ``rounds`` turns of ``steps`` steps of each arm. ``tensor_s`` is the host's time of a tensor of a list."""
     with contextlib.ExitStack() as stack:
-        trainers = [stack.enter_context(_trainer(layers)) for layers in _LAYERS]
+        alone = SoloCommunicator(torch.device("cpu"))
+        trainers = [stack.enter_context(recording_trainer(_config(layers), alone)) for layers in _LAYERS]
         bare = [_bare(trainer) for trainer in trainers]
         counts = [_count(step) for step in bare]
-        samples = _take_turns([*bare, _looped(trainers[0])], rounds, steps)
+        samples = _take_turns([*bare, looped_step(trainers[0])], rounds, steps)
     short, long, looped = (statistics.median(each) for each in samples)
     (few, few_tensors), (many, many_tensors) = counts
     lists = (few_tensors * tensor_s, many_tensors * tensor_s)
@@ -86,19 +88,20 @@ def _take_turns(arms: list[Callable[[], object]], rounds: int, steps: int) -> li
 
 
 @contextlib.contextmanager
-def _trainer(layers: int) -> Iterator[Trainer]:
+def recording_trainer(config: Config, comm: Communicator) -> Iterator[Trainer]:
     """Makes a trainer as a rank has it, whose records go to a folder that is removed."""
     with tempfile.TemporaryDirectory() as folder:
-        sinks: list[Sink] = [JsonlSink(Path(folder) / "rank-0.jsonl")]
-        config = _config(layers)
-        with contextlib.suppress(ImportError):  # TensorBoard is optional
-            sinks.append(Strided(TensorBoardSink(Path(folder) / "tensorboard"), config.monitor.log_every))
+        sinks: list[Sink] = [JsonlSink(Path(folder) / f"rank-{comm.rank}.jsonl")]
+        if comm.rank == 0:
+            with contextlib.suppress(ImportError):  # TensorBoard is optional
+                sinks.append(Strided(TensorBoardSink(Path(folder) / "tensorboard"), config.monitor.log_every))
         with contextlib.closing(Fanout(sinks)) as sink:
-            hooks = [Every(100, _idle), Every(7, _idle)]
-            yield build_trainer(config, SoloCommunicator(torch.device("cpu")), hooks=hooks, sink=sink)
+            hooks = [Every(100, _idle), Every(7, _idle)]  # called when due
+            yield build_trainer(config, comm, hooks=hooks, sink=sink)
 
 
-def _looped(trainer: Trainer) -> Callable[[], object]:
+def looped_step(trainer: Trainer) -> Callable[[], None]:
+    """Returns a step as the trainer makes it, with its hooks."""
     steps = trainer.steps()
 
     def run() -> None:

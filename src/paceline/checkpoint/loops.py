@@ -18,10 +18,9 @@ from paceline.checkpoint.manifest import MODEL, HasShards, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.writer import CheckpointWriter
+from paceline.checkpoint.writer import CheckpointWriter, raised_on_all
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.errors import CheckpointError
+from paceline.comm.objects import ask_first_rank
 
 
 class Holder(HasShards, Protocol):
@@ -70,24 +69,10 @@ def load(
 
     Called by all ranks, which read what rank 0 chooses. Raises CheckpointError on all of them if one cannot.
     """
-    comm, chosen, problem, extra, step = engine.world, "", "", None, 0
-    if comm.rank == 0:
-        try:
-            chosen = str(find_checkpoint(str(path), Path(path), verify))
-        except CheckpointError as error:
-            problem = str(error)
-    chosen, problem = broadcast_object(comm, (chosen, problem))
-    if problem:
-        raise CheckpointError(problem)
-    try:
-        checkpoint = open_checkpoint(Path(chosen))
+    chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify))
+    with raised_on_all(engine.world, f"{chosen} does not fit this model or optimizer\n  "):
+        checkpoint = open_checkpoint(chosen)
         fill_model(checkpoint, engine)
         if optimizer is not None:
             load_optimizer(checkpoint, optimizer, list(engine.shards()))
-        extra, step = checkpoint.values.get("extra"), checkpoint.step
-    except Exception as error:  # whatever it is, the other ranks wait to hear of it
-        problem = f"{chosen} does not fit this model or optimizer\n  {error}"
-    for rank, text in enumerate(gather_objects(comm, problem)):
-        if text:
-            raise CheckpointError(f"rank {rank}: {text}")
-    return Loaded(path=Path(chosen), step=step, extra=extra)
+        return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))

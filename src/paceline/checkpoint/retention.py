@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from paceline.checkpoint.find import is_whole, spots_in, step_of, verify_checkpoint
 from paceline.checkpoint.manifest import Line, newest_line
@@ -25,6 +25,19 @@ class Retention:
     best: int = 0
     metric: str = "eval_loss"
     mode: Literal["min", "max"] = "min"
+
+
+def retention_of(settings: Mapping[str, Any]) -> Retention:
+    """Returns the policy that the values of a config's ``checkpoint`` section ask for; a saved one may lack some."""
+    metric = settings.get("best_metric", "eval_loss")
+    usual: Literal["min", "max"] = "max" if metric == "eval_accuracy" else "min"
+    return Retention(
+        last=settings.get("keep"),
+        every=settings.get("keep_every"),
+        best=settings.get("keep_best", 0),
+        metric=metric,
+        mode=settings.get("best_mode") or usual,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,23 +110,20 @@ def remove_checkpoint(path: Path, storage: FileStore | None = None) -> None:
         raise CheckpointError(f"cannot remove {path}, which is no longer kept: {error}") from error
 
 
-def clear_leftovers(folder: Path, keep: Collection[str] = (), storage: FileStore | None = None) -> list[str]:
-    """Removes what killed saves and removals have left in a folder; returns their names.
+def clear_leftovers(folder: Path, storage: FileStore | None = None) -> None:
+    """Removes what killed saves and removals have left in a folder.
 
     A checkpoint that had stepped aside for one of its step that did not come gets its name back.
     """
     storage = storage or storage_of(folder)
-    cleared = []
     for name in storage.names(folder):
         base = name.removeprefix(".").rpartition(".")[0]
-        if not name.startswith(".") or name in keep or step_of(Path(base)) is None:
+        if not name.startswith(".") or step_of(Path(base)) is None:
             continue
         if name.endswith(".old") and not storage.names(folder / base) and is_whole(folder / name, "fast"):
             storage.rename(folder / name, folder / base)
         else:
             storage.remove(folder / name)
-        cleared.append(name)
-    return cleared
 
 
 def _look(path: Path, policy: Retention, *, is_left: bool) -> Saved:

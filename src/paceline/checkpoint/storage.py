@@ -89,7 +89,7 @@ class FileStore(Protocol):
         """Makes the names in a folder outlive a crash of the machine."""
 
     def remove(self, path: Path) -> None:
-        """Removes a folder with all that is in it, if it is there."""
+        """Removes a file, or a folder with all that is in it, if it is there."""
 
 
 class LocalFiles:
@@ -156,8 +156,10 @@ class LocalFiles:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
-        if path.exists():
+        if path.is_dir():
             shutil.rmtree(path)
+        elif path.exists():
+            path.unlink()
 
 
 class RemoteFiles:
@@ -245,18 +247,19 @@ class RemoteFiles:
 
 
 def put_in_place(storage: FileStore, partial: Path, final: Path) -> None:
-    """Gives a folder that was written under a temporary name its own, to stay.
+    """Gives a file or a folder that was written under a temporary name its own, to stay.
 
     What has that name steps aside first, and is removed when the new one is there.
     """
     old = final.with_name(f".{final.name}.old")
     storage.remove(old)
-    if storage.names(final):
+    is_there = bool(storage.names(final)) or storage.size(final) is not None
+    if is_there:
         storage.rename(final, old)
     try:
         storage.rename(partial, final)
     except OSError:
-        if storage.names(old):
+        if is_there:
             storage.rename(old, final)
         raise
     storage.sync_folder(final.parent)

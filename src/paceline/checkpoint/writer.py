@@ -10,12 +10,13 @@ still for is the copy of what it writes, into memory that is kept for the next t
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from paceline.checkpoint.write import (
     write_part,
 )
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.errors import CheckpointError
 
 _ALIGN_BYTES = 64
@@ -67,15 +68,7 @@ class CheckpointWriter:
         self._comm = comm
         self._retention = retention or Retention()
         self._storage = storage or storage_of(folder)
-        problem = ""
-        if comm.rank == 0:
-            try:
-                clear_leftovers(folder, storage=self._storage)
-            except OSError as error:
-                problem = f"cannot clear what killed saves have left in {folder}: {error}"
-        self._token, problem = broadcast_object(comm, (secrets.token_hex(4), problem))
-        if problem:
-            raise CheckpointError(problem)
+        self._token = ask_first_rank(comm, self._begin)
         self._stage = StagingBuffer()
         self._pending: _PendingSave | None = None
         self._reports: list[SaveReport] = []
@@ -132,7 +125,7 @@ class CheckpointWriter:
             pending.abandon()
             raise
         pending.complete_agreed()
-        self._raise_on_all(pending.commit_problem)
+        ask_first_rank(self._comm, pending.check_committed)
         self._reports += pending.take_report()
 
     def reports(self) -> list[SaveReport]:
@@ -141,6 +134,13 @@ class CheckpointWriter:
             self._reports += self._pending.take_report()
         found, self._reports = self._reports, []
         return found
+
+    def _begin(self) -> str:
+        try:
+            clear_leftovers(self.folder, storage=self._storage)
+        except OSError as error:
+            raise CheckpointError(f"cannot clear what killed saves have left in {self.folder}: {error}") from error
+        return secrets.token_hex(4)
 
     def _plain(self, state: State) -> State:
         """Copies the values of a state; on rank 0 with its line."""
@@ -157,12 +157,6 @@ class CheckpointWriter:
             if self._comm.rank == 0:
                 discard(target)
             raise CheckpointError(told[0])
-
-    def _raise_on_all(self, problem: str) -> None:
-        """Raises CheckpointError on all ranks if rank 0 has a problem."""
-        heard = broadcast_object(self._comm, problem)
-        if heard:
-            raise CheckpointError(heard)
 
 
 def copy_checkpoint(path: Path, name: str) -> Path:
@@ -310,6 +304,11 @@ class _PendingSave:
         else:
             self._thread.join()
 
+    def check_committed(self) -> None:
+        """Raises CheckpointError if rank 0 could not make a checkpoint of what all have written."""
+        if self.commit_problem:
+            raise CheckpointError(self.commit_problem)
+
     def take_report(self) -> list[SaveReport]:
         """Returns what it took, once."""
         if self._is_taken:
@@ -363,6 +362,19 @@ class _PendingSave:
                     "  all ranks write into one folder\n  set checkpoint.folder to one that all hosts share"
                 )
         return True
+
+
+@contextlib.contextmanager
+def raised_on_all(comm: Communicator, what: str = "") -> Iterator[None]:
+    """Raises CheckpointError on all ranks where the block fails on one: ``what``, and the first rank's reason."""
+    problem, cause = "", None
+    try:
+        yield
+    except Exception as error:  # whatever it is, the other ranks wait to hear of it
+        problem, cause = what + _describe(error), error
+    for rank, text in enumerate(gather_objects(comm, problem)):
+        if text:
+            raise CheckpointError(f"rank {rank}: {text}") from cause
 
 
 def _describe(error: Exception) -> str:

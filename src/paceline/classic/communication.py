@@ -22,10 +22,10 @@ from typing import Any, TypeVar, cast
 import torch
 
 from paceline.classic.arguments import expect, refuse
-from paceline.classic.two_groups import TwoGroups, connect_groups, start_average
+from paceline.classic.two_groups import STAGES, TwoGroups, connect_groups, once, run_stage
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology
-from paceline.comm.base import BucketShape, Communicator, Work
+from paceline.comm.base import BucketShape, Communicator
 from paceline.comm.compress import Compressor
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Group, communicator_of, is_outside
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 
 class Reduction:
-    """An average on its way, which owns its tensor until it is there."""
+    """An average on its way, which owns its tensor until it is there; without ``finish`` it is there already."""
 
-    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None]) -> None:
+    def __init__(self, tensor: torch.Tensor, finish: Callable[[], None] | None = None) -> None:
         self._tensor = tensor
-        self._finish: Callable[[], None] | None = finish
+        self._finish = finish
 
     def wait(self) -> None:
         """Returns when the average may be used. Safe to call twice."""
@@ -101,10 +101,10 @@ class CommunicationOptimizer:
         comm = self._groups.find(self._comm if group is None else group, tensor.device)
         average = tensor.detach().clone(memory_format=torch.contiguous_format)
         if comm.size == 1 or not tensor.numel():
-            return Reduction(average, _nothing)
+            return Reduction(average)
         flat = average.view(-1)
         if self.compression_ratio == 1.0:
-            return self._begin(average, [partial(comm.all_reduce, piece, "avg") for piece in self._cut(flat)])
+            return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in self._cut(flat)])
         slot = self._slot(name, tensor, comm)
         try:
             return self._begin(average, slot.pieces(flat, comm), slot)
@@ -130,32 +130,28 @@ class CommunicationOptimizer:
         _check_tensor(tensor)
         average = tensor.detach().clone(memory_format=torch.contiguous_format)
         if not tensor.numel():
-            return Reduction(average, _nothing)
+            return Reduction(average)
         pieces = self._cut(average.view(-1))
         if intra_node_group is None and inter_node_group is None:
             comm = self._groups.by_hosts(self._groups.find(self._comm, tensor.device))
-            return self._begin(average, [partial(comm.all_reduce, piece, "avg") for piece in pieces])
+            return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in pieces])
         pair = self._groups.pair(intra_node_group, inter_node_group, tensor.device)
-        return self._started(average, start_average(pair, pieces, is_overlapped=self.enable_overlap))
+        return self._begin(average, [pair.average(piece) for piece in pieces])
 
     def _begin(
-        self, average: torch.Tensor, pieces: Sequence[Callable[[], Work]], slot: _OwedTensor | None = None
+        self, average: torch.Tensor, pieces: Sequence[Iterator[None]], slot: _OwedTensor | None = None
     ) -> Reduction:
-        """Starts the pieces: all at once, or each when the one before has arrived."""
-        works: list[Work] = []
-        for start in pieces:
-            works.append(start())
-            if not self.enable_overlap:
-                works.pop().wait()
+        """Runs the stages of the pieces: side by side, the first of them now; or piece after piece."""
+        together = [pieces] if self.enable_overlap else [[piece] for piece in pieces]
+        if self.enable_overlap:
+            run_stage(pieces)
 
         def finish() -> None:
             with contextlib.nullcontext() if slot is None else slot.settling():
-                for work in works:
-                    work.wait()
+                for side_by_side in together:
+                    for _ in range(STAGES):
+                        run_stage(side_by_side)
 
-        return self._started(average, finish)
-
-    def _started(self, average: torch.Tensor, finish: Callable[[], None]) -> Reduction:
         reduction = Reduction(average, finish)
         if not self.enable_overlap:
             reduction.wait()
@@ -206,10 +202,10 @@ class _OwedTensor:
             )
         self._is_busy = True
 
-    def pieces(self, flat: torch.Tensor, comm: Communicator) -> list[Callable[[], Work]]:
-        """Returns what starts each piece of a tensor, with what it owes."""
+    def pieces(self, flat: torch.Tensor, comm: Communicator) -> list[Iterator[None]]:
+        """Returns the way of each piece of a tensor, with what it owes."""
         parts = torch.split(flat, self._lengths)
-        return [partial(each.start, part, comm) for each, part in zip(self._reductions, parts, strict=True)]
+        return [once(partial(each.start, part, comm)) for each, part in zip(self._reductions, parts, strict=True)]
 
     @contextlib.contextmanager
     def settling(self) -> Iterator[None]:
@@ -286,10 +282,6 @@ class _KnownGroups:
         if key not in self._made:
             self._made[key] = (owners, make())
         return cast(T, self._made[key][1])
-
-
-def _nothing() -> None:
-    """What is left to do for a tensor that is there already."""
 
 
 def _check_arguments(ratio: Any, bucket_size_mb: Any, enable_overlap: Any) -> None:

@@ -31,7 +31,7 @@ from paceline.checkpoint.find import choose_checkpoint, list_checkpoints
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint
+from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
 from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.config import DistributedConfig as DistributedConfig
 from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
@@ -278,17 +278,10 @@ class DistributedTrainer:
         are restored if the number of ranks is the same. Raises CheckpointError on every rank if one cannot read it.
         """
         chosen = self._choose_checkpoint(path)
-        extra: dict[str, Any] = {}
-        problem, cause = "", None
-        try:
+        with raised_on_all(self.engine.comm):
             checkpoint = open_checkpoint(chosen)
             self._restore(checkpoint, optimizer)
             extra = checkpoint.values.get("extra", {})
-        except Exception as error:  # whatever it is, the other ranks wait to hear of it
-            problem, cause = _describe(error), error
-        for rank, text in enumerate(gather_objects(self.engine.comm, problem)):
-            if text:
-                raise CheckpointError(f"rank {rank}: {text}") from cause
         return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.num_updates}
 
     def get_performance_metrics(self) -> dict[str, Any]:
@@ -447,7 +440,3 @@ def _offload(strategy: str) -> Offload:
 def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
     rate = optimizer.param_groups[0]["lr"]
     return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
-
-
-def _describe(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -12,17 +12,18 @@ the same on one group whose hosts it knows; this is for groups that are there al
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from paceline.comm.base import DONE, Communicator
+from paceline.comm.base import Communicator, Work
 from paceline.comm.objects import gather_objects
 from paceline.errors import UsageError
 from paceline.shards import round_up
 
-_STAGES = 4  # of a piece: inside, across, inside again, there
+STAGES = 4  # of a piece at most: inside, across, inside again, there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,10 @@ class TwoGroups:
     across: Communicator | None
     leader: int | None
     weight: float
+
+    def average(self, piece: torch.Tensor) -> Iterator[None]:
+        """Puts the average into a piece, stage by stage."""
+        return _by_slices(self, piece) if self.leader is None else _by_leader(self, piece)
 
 
 def connect_groups(inside: Communicator, across: Communicator | None) -> TwoGroups:
@@ -75,21 +80,17 @@ class _Host:
     is_sliced: bool  # each of its ranks has a group across
 
 
-def start_average(groups: TwoGroups, pieces: Sequence[torch.Tensor], *, is_overlapped: bool) -> Callable[[], None]:
-    """Returns what puts the average into the pieces. All go side by side if they overlap, and are then under way."""
-    stages = [_by_slices(groups, piece) if groups.leader is None else _by_leader(groups, piece) for piece in pieces]
-    together = [stages] if is_overlapped else [[each] for each in stages]
-    if is_overlapped:
-        for each in stages:
-            next(each)
+def once(start: Callable[[], Work]) -> Iterator[None]:
+    """Goes the way of a piece that one operation brings there, in stages: it starts, and it is there."""
+    work = start()
+    yield
+    work.wait()
 
-    def finish() -> None:
-        for side_by_side in together:
-            for _ in range(_STAGES):
-                for each in side_by_side:
-                    next(each, None)
 
-    return finish
+def run_stage(pieces: Iterable[Iterator[None]]) -> None:
+    """Takes pieces that go side by side one stage on; those that are there stay so."""
+    for piece in pieces:
+        next(piece, None)
 
 
 def _by_leader(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
@@ -97,15 +98,10 @@ def _by_leader(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
     assert groups.leader is not None
     if groups.weight != 1.0:
         piece.mul_(groups.weight)
-    work = groups.inside.all_reduce(piece, "avg")
-    yield
-    work.wait()
-    work = DONE if groups.across is None else groups.across.all_reduce(piece, "avg")
-    yield
-    work.wait()
-    work = groups.inside.broadcast(piece, groups.leader)
-    yield
-    work.wait()
+    yield from once(partial(groups.inside.all_reduce, piece, "avg"))
+    if groups.across is not None:
+        yield from once(partial(groups.across.all_reduce, piece, "avg"))
+    yield from once(partial(groups.inside.broadcast, piece, groups.leader))
 
 
 def _by_slices(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
@@ -116,14 +112,8 @@ def _by_slices(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
     if length != piece.numel():
         whole = piece.new_zeros(length)
         whole[: piece.numel()] = piece
-    work = groups.inside.reduce_scatter(own, whole, "avg")
-    yield
-    work.wait()
-    work = groups.across.all_reduce(own, "avg")
-    yield
-    work.wait()
-    work = groups.inside.all_gather(whole, own)
-    yield
-    work.wait()
+    yield from once(partial(groups.inside.reduce_scatter, own, whole, "avg"))
+    yield from once(partial(groups.across.all_reduce, own, "avg"))
+    yield from once(partial(groups.inside.all_gather, whole, own))
     if whole is not piece:
         piece.copy_(whole[: piece.numel()])

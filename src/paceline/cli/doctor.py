@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -60,7 +60,7 @@ def doctor(
             return  # one rank tells
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
-        print_json({"ok": is_well, "findings": [each.to_json() for each in findings]})
+        print_json({"ok": is_well, "findings": [asdict(each) for each in findings]})
     else:
         _print(findings)
     raise typer.Exit(0 if is_well else 1)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -30,10 +30,6 @@ class MachineFinding:
     found: str
     meaning: str
     fix: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns the finding as plain values."""
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,7 +143,7 @@ def disk(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 def shared_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Checks the shared memory through which CPU ranks of one host, and loader workers, pass tensors."""
-    from paceline.comm.shared.segment import FOLDER
+    from paceline.comm.shared.segment import FOLDER, stale_segments
 
     if not FOLDER.is_dir():
         meaning = "ranks of this host talk through sockets instead, which is slower"
@@ -157,22 +157,11 @@ def shared_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
         "ranks of this host and loader workers pass tensors through it; where it is full they are killed",
         problem="in a container: --shm-size=2g, or --ipc=host; elsewhere: end what fills it" if is_little else "",
     )
-    yield from _stale_segments(FOLDER)
-
-
-def _stale_segments(folder: Path) -> Iterator[MachineFinding]:
-    from paceline.comm.shared.segment import Process
-
-    stale = []
-    for path in folder.glob("paceline-*-*-*-*"):
-        *_, pid, started, _token = path.name.split("-")
-        if pid.isdigit() and started.isdigit() and not Process(pid=int(pid), started=int(started)).is_alive():
-            stale.append(path)
-    if stale:
+    if stale := stale_segments():
         size = sum(path.stat().st_size for path in stale if path.exists())
         yield finding(
             "stale segments",
-            f"{len(stale)} of {format_bytes(size)} in {folder}, of processes that are gone",
+            f"{len(stale)} of {format_bytes(size)} in {FOLDER}, of processes that are gone",
             "their ranks were killed while they connected; the next run removes those of this user",
             note=f"rm {' '.join(str(path) for path in stale[:3])}{' ...' if len(stale) > 3 else ''}",
         )

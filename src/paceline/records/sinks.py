@@ -13,7 +13,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
@@ -105,34 +105,6 @@ class JsonlSink:
             raise
 
 
-class SpaceSink:
-    """Hands records on, and goes on without this place when its disk is full."""
-
-    def __init__(self, inner: Sink) -> None:
-        self._inner = inner
-
-    def write(self, *records: Record) -> None:
-        with _goes_on_when_full():
-            self._inner.write(*records)
-
-    def flush(self) -> None:
-        with _goes_on_when_full():
-            self._inner.flush()
-
-    def close(self) -> None:
-        with _goes_on_when_full():
-            self._inner.close()
-
-
-@contextmanager
-def _goes_on_when_full() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if not is_disk_full(error):
-            raise
-
-
 def is_disk_full(error: OSError) -> bool:
     """Says whether there is no space, or none for this user."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -217,24 +189,32 @@ class Strided:
 
 
 class Fanout:
-    """Writes every record to several sinks, in their order."""
+    """Writes every record to several sinks, in their order; if asked, it goes on without those whose disk is full."""
 
-    def __init__(self, sinks: Sequence[Sink]) -> None:
+    def __init__(self, sinks: Sequence[Sink], *, goes_on_when_full: bool = False) -> None:
         self._sinks = tuple(sinks)
+        self._goes_on_when_full = goes_on_when_full
 
     def write(self, *records: Record) -> None:
         for sink in self._sinks:
-            sink.write(*records)
+            self._call(sink.write, *records)
 
     def flush(self) -> None:
         for sink in self._sinks:
-            sink.flush()
+            self._call(sink.flush)
 
     def close(self) -> None:
         """Closes every sink, even when one of them raises."""
         with ExitStack() as stack:
             for sink in reversed(self._sinks):
-                stack.callback(sink.close)
+                stack.callback(self._call, sink.close)
+
+    def _call(self, action: Callable[..., None], *records: Record) -> None:
+        try:
+            action(*records)
+        except OSError as error:
+            if not (self._goes_on_when_full and is_disk_full(error)):
+                raise
 
 
 def _scalars(record: StepRecord | EvalRecord) -> Iterator[tuple[str, float]]:

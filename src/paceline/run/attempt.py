@@ -27,7 +27,7 @@ from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan
 from paceline.records.records import EndRecord
-from paceline.records.sinks import Fanout, JsonlSink, Sink, SpaceSink, Strided, TensorBoardSink
+from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 from paceline.run.folder import adopt_config
 from paceline.run.location import find_start
 from paceline.run.notes import StepNote, note_preemption, write_failure
@@ -158,11 +158,10 @@ class RankRunner:
         goes_on = config.recovery.on_full_disk == "warn"
         sinks: list[Sink] = [JsonlSink(records_path(self.folder, self.rank), waits_for_space=goes_on)]
         if config.monitor.tensorboard and self.rank == 0:
-            board = TensorBoardSink(self.folder / "tensorboard")
-            sinks.append(Strided(SpaceSink(board) if goes_on else board, config.monitor.log_every))
+            sinks.append(Strided(TensorBoardSink(self.folder / "tensorboard"), config.monitor.log_every))
         if view is not None:
             sinks.append(view)
-        return Fanout(sinks)
+        return Fanout(sinks, goes_on_when_full=goes_on)
 
 
 def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:

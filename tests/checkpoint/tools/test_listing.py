@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from trained_gpt import Save, change_manifest
 
-from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.tools.listing import folder_of, list_folder, retention_of, summarize
+from paceline.checkpoint.retention import Retention, retention_of
+from paceline.checkpoint.tools.listing import folder_of, list_folder, summarize
 from paceline.errors import CheckpointError
 
 

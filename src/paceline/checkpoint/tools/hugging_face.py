@@ -8,7 +8,7 @@ Other combinations have no counterpart there, and keep their own names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -39,9 +39,16 @@ _LLAMA_BLOCK = {
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
 }
-_GPT2_NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
-_GPT2_MATRICES = {"attention.output": "attn.c_proj", "mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-_QKV = ("attention.query", "attention.key", "attention.value")
+# Their weights, each of one or more of ours: matrices transposed and side by side; all but embeddings have a bias.
+_GPT2_EMBEDDINGS = {"wte": "token_embedding", "wpe": "position_embedding"}
+_GPT2_BLOCK = {
+    "ln_1": ("attention_norm",),
+    "ln_2": ("mlp_norm",),
+    "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
+    "attn.c_proj": ("attention.output",),
+    "mlp.c_fc": ("mlp.up",),
+    "mlp.c_proj": ("mlp.down",),
+}
 
 Streams = Mapping[str, Stream]
 
@@ -90,11 +97,9 @@ def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, 
 
 
 def _to_llama(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
-    vocabulary, width = streams["token_embedding.weight"].shape
+    width = streams["token_embedding.weight"].shape[1]
     config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": vocabulary,
+        **_common_config("llama", "LlamaForCausalLM", shape, streams),
         "hidden_size": width,
         "intermediate_size": streams["layers.0.mlp.up.weight"].shape[0],
         "num_hidden_layers": shape.layers,
@@ -107,10 +112,6 @@ def _to_llama(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[S
         "rope_theta": _ROTARY_BASE,
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": shape.tied,
-        "torch_dtype": _dtype_name(streams),
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
     names = _llama_names(shape.layers)
     if lacking := [name for name in streams if name not in names]:
@@ -139,14 +140,11 @@ def _from_llama(streams: Streams) -> dict[str, Stream]:
 
 
 def _to_gpt2(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
-    vocabulary, width = streams["token_embedding.weight"].shape
-    hidden = streams["layers.0.mlp.up.weight"].shape[0]
+    width = streams["token_embedding.weight"].shape[1]
     config = {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": vocabulary,
+        **_common_config("gpt2", "GPT2LMHeadModel", shape, streams),
         "n_embd": width,
-        "n_inner": hidden,
+        "n_inner": streams["layers.0.mlp.up.weight"].shape[0],
         "n_layer": shape.layers,
         "n_head": shape.heads,
         "n_positions": streams["position_embedding.weight"].shape[0],
@@ -155,42 +153,31 @@ def _to_gpt2(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[St
         "embd_pdrop": shape.dropout,
         "resid_pdrop": shape.dropout,
         "attn_pdrop": shape.dropout,
-        "tie_word_embeddings": True,
-        "torch_dtype": _dtype_name(streams),
-        "bos_token_id": None,
-        "eos_token_id": None,
     }
     found = [
-        replace(streams["token_embedding.weight"], name="transformer.wte.weight"),
-        replace(streams["position_embedding.weight"], name="transformer.wpe.weight"),
-        *_gpt2_norm("transformer.ln_f", streams["norm.weight"]),
+        replace(streams[f"{ours}.weight"], name=f"transformer.{theirs}.weight")
+        for theirs, ours in _GPT2_EMBEDDINGS.items()
     ]
-    for layer in range(shape.layers):
-        found += _gpt2_block(f"transformer.h.{layer}", f"layers.{layer}", streams)
+    for theirs, names in _gpt2_parts(shape.layers).items():
+        parts, name = [streams[each] for each in names], f"transformer.{theirs}"
+        rows, dtype = sum(part.shape[0] for part in parts), parts[0].dtype
+        if len(parts[0].shape) == 1:
+            found.append(replace(parts[0], name=f"{name}.weight"))
+        else:
+            columns = parts[0].shape[1]
+            found.append(stream_made(f"{name}.weight", (columns, rows), dtype, partial(_side_by_side, parts)))
+        found.append(stream_made(f"{name}.bias", (rows,), dtype, partial(torch.zeros, rows, dtype=dtype)))
     return config, found
 
 
-def _gpt2_block(theirs: str, ours: str, streams: Streams) -> list[Stream]:
-    found = []
-    for name, other in _GPT2_NORMS.items():
-        found += _gpt2_norm(f"{theirs}.{other}", streams[f"{ours}.{name}.weight"])
-    parts = [streams[f"{ours}.{name}.weight"] for name in _QKV]
-    rows, columns = sum(part.shape[0] for part in parts), parts[0].shape[1]
-
-    def joined() -> torch.Tensor:
-        return torch.cat([part.whole() for part in parts]).t()
-
-    found.append(stream_made(f"{theirs}.attn.c_attn.weight", (columns, rows), parts[0].dtype, joined))
-    found.append(_zeros(f"{theirs}.attn.c_attn.bias", rows, parts[0].dtype))
-    for name, other in _GPT2_MATRICES.items():
-        part = streams[f"{ours}.{name}.weight"]
-        found.append(stream_made(f"{theirs}.{other}.weight", part.shape[::-1], part.dtype, partial(_transposed, part)))
-        found.append(_zeros(f"{theirs}.{other}.bias", part.shape[0], part.dtype))
-    return found
-
-
-def _gpt2_norm(theirs: str, weight: Stream) -> list[Stream]:
-    return [replace(weight, name=f"{theirs}.weight"), _zeros(f"{theirs}.bias", weight.shape[0], weight.dtype)]
+def _gpt2_parts(layers: int) -> dict[str, list[str]]:
+    """Returns the tensors of the package's GPT in each of GPT-2's that has a bias."""
+    blocks = {
+        f"h.{layer}.{theirs}": [f"layers.{layer}.{name}.weight" for name in ours]
+        for layer in range(layers)
+        for theirs, ours in _GPT2_BLOCK.items()
+    }
+    return {"ln_f": ["norm.weight"], **blocks}
 
 
 def _from_gpt2(streams: Streams) -> dict[str, Stream]:
@@ -200,37 +187,38 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
             raise CheckpointError(
                 f"{name} is not zero\n  the package's GPT has no biases\n  such a model cannot be imported"
             )
-    found = {
-        "token_embedding.weight": plain["wte.weight"],
-        "position_embedding.weight": plain["wpe.weight"],
-        "norm.weight": plain["ln_f.weight"],
-    }
+    found = {f"{ours}.weight": plain[f"{theirs}.weight"] for theirs, ours in _GPT2_EMBEDDINGS.items()}
     layers = 1 + max(int(name.split(".")[1]) for name in plain if name.startswith("h."))
-    for layer in range(layers):
-        theirs, ours = f"h.{layer}", f"layers.{layer}"
-        found |= {f"{ours}.{name}.weight": plain[f"{theirs}.{other}.weight"] for name, other in _GPT2_NORMS.items()}
-        fused = plain[f"{theirs}.attn.c_attn.weight"]
-        width = fused.shape[0]
-        for at, name in enumerate(_QKV):
-            take: Callable[[], torch.Tensor] = partial(_cut, fused, at * width, (at + 1) * width)
-            found[f"{ours}.{name}.weight"] = stream_made("", (width, width), fused.dtype, take)
-        for name, other in _GPT2_MATRICES.items():
-            part = plain[f"{theirs}.{other}.weight"]
-            found[f"{ours}.{name}.weight"] = stream_made("", part.shape[::-1], part.dtype, partial(_transposed, part))
+    for theirs, names in _gpt2_parts(layers).items():
+        whole = plain[f"{theirs}.weight"]
+        if len(whole.shape) == 1:
+            found[names[0]] = whole
+            continue
+        columns, rows = whole.shape[0], whole.shape[1] // len(names)
+        for at, name in enumerate(names):
+            cut = partial(_cut, whole, at * rows, (at + 1) * rows)
+            found[name] = stream_made(name, (rows, columns), whole.dtype, cut)
     return {name: replace(stream, name=name) for name, stream in found.items()}
 
 
-def _zeros(name: str, size: int, dtype: torch.dtype) -> Stream:
-    return stream_made(name, (size,), dtype, partial(torch.zeros, size, dtype=dtype))
-
-
-def _transposed(stream: Stream) -> torch.Tensor:
-    return stream.whole().t()
+def _side_by_side(parts: Sequence[Stream]) -> torch.Tensor:
+    if len(parts) == 1:
+        return parts[0].whole().t()
+    return torch.cat([part.whole() for part in parts]).t()
 
 
 def _cut(stream: Stream, first: int, last: int) -> torch.Tensor:
     return stream.whole()[:, first:last].t()
 
 
-def _dtype_name(streams: Streams) -> str:
-    return str(streams["token_embedding.weight"].dtype).removeprefix("torch.")
+def _common_config(kind: str, architecture: str, shape: GPTShape, streams: Streams) -> dict[str, Any]:
+    embedding = streams["token_embedding.weight"]
+    return {
+        "architectures": [architecture],
+        "model_type": kind,
+        "vocab_size": embedding.shape[0],
+        "tie_word_embeddings": shape.tied,
+        "torch_dtype": str(embedding.dtype).removeprefix("torch."),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }

@@ -14,11 +14,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
 from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
-from paceline.checkpoint.retention import Retention, Saved, why_kept
+from paceline.checkpoint.retention import Saved, retention_of, why_kept
 from paceline.checkpoint.storage import nothing_there, storage_of
 from paceline.checkpoint.tensors import Progress, decode, dtype_of, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
@@ -82,19 +82,6 @@ def kept_because(found: Sequence[tuple[Listed, Manifest]]) -> dict[Path, tuple[s
     return {
         each.path: tuple(reasons[each.step]) or ("not by the policy: goes with the next save",) for each, _ in found
     }
-
-
-def retention_of(settings: Mapping[str, Any]) -> Retention:
-    """Returns the policy that the ``checkpoint`` section of a saved config asks for."""
-    metric = settings.get("best_metric", "eval_loss")
-    usual: Literal["min", "max"] = "max" if metric == "eval_accuracy" else "min"
-    return Retention(
-        last=settings.get("keep"),
-        every=settings.get("keep_every"),
-        best=settings.get("keep_best", 0),
-        metric=metric,
-        mode=settings.get("best_mode") or usual,
-    )
 
 
 def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Listed, Manifest | None]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any, Literal
 
 from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.storage import cannot_write
+from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
 from paceline.checkpoint.tools.listing import tensor_bytes
@@ -130,24 +129,12 @@ def _plain_writer(
 
 def _write_atomically(out: Path, write: Callable[[Path], object]) -> None:
     """Writes under a temporary name and renames; what was there before is kept until then."""
-    partial, old = (out.with_name(f".{out.name}.{secrets.token_hex(4)}.{word}") for word in ("new", "old"))
+    partial, files = out.with_name(f".{out.name}.{secrets.token_hex(4)}.new"), LocalFiles()
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
-        if out.exists():
-            out.rename(old)
-        partial.rename(out)
-        _remove(old)
+        put_in_place(files, partial, out)
     except OSError as error:
-        _remove(partial)
         raise cannot_write(out, error) from error
-    except BaseException:
-        _remove(partial)
-        raise
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    elif path.exists():
-        path.unlink()
+    finally:
+        files.remove(partial)

@@ -34,7 +34,7 @@ def write_torch_file(path: Path, content: Mapping[str, Any], progress: Progress 
     """Writes nested dicts and lists of plain values, tensors and streams. Raises UsageError for a dtype it has not."""
     structure = io.BytesIO()
     pickler = _Pickler(structure, protocol=2)
-    pickler.dump(_referring(content))
+    pickler.dump(content)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         _add(archive, "data.pkl", [structure.getvalue()])
         _add(archive, "byteorder", [b"little"])
@@ -44,47 +44,38 @@ def write_torch_file(path: Path, content: Mapping[str, Any], progress: Progress 
 
 
 @dataclass(frozen=True, slots=True)
-class _Tensor:
-    """Is pickled as a tensor; its bytes, as a reference."""
+class _Storage:
+    """The bytes of a tensor: pickled as a reference to a file of the archive."""
 
     stream: Stream
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        shape = self.stream.shape
-        arguments: tuple[Any, ...] = (self.stream, 0, shape, row_major(shape), False, OrderedDict())
-        return torch._utils._rebuild_tensor_v2, arguments
-
 
 class _Pickler(pickle.Pickler):
-    """Numbers the streams that it refers to, in their order."""
+    """Pickles streams as tensors, and numbers them in their order."""
 
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.streams: list[Stream] = []
 
-    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            value = stream_made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
         if not isinstance(value, Stream):
+            return NotImplemented
+        if value.dtype not in _STORAGES:
+            raise UsageError(
+                f"{value.name} is of {value.dtype}, which a torch file of this kind has not\n  export it as safetensors"
+            )
+        shape = value.shape
+        arguments: tuple[Any, ...] = (_Storage(value), 0, shape, row_major(shape), False, OrderedDict())
+        return torch._utils._rebuild_tensor_v2, arguments
+
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+        if not isinstance(value, _Storage):
             return None
-        self.streams.append(value)
-        kind, elements = getattr(torch, _STORAGES[value.dtype]), math.prod(value.shape)
+        self.streams.append(value.stream)
+        kind, elements = getattr(torch, _STORAGES[value.stream.dtype]), math.prod(value.stream.shape)
         return "storage", kind, str(len(self.streams) - 1), "cpu", elements
-
-
-def _referring(value: Any) -> Any:
-    """Returns a structure in which tensors and streams are references."""
-    if isinstance(value, Mapping):
-        return {key: _referring(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_referring(each) for each in value)
-    if isinstance(value, torch.Tensor):
-        value = stream_made("a value", value.shape, value.dtype, partial(torch.Tensor.clone, value))
-    if not isinstance(value, Stream):
-        return value
-    if value.dtype not in _STORAGES:
-        raise UsageError(
-            f"{value.name} is of {value.dtype}, which a torch file of this kind has not\n  export it as safetensors"
-        )
-    return _Tensor(value)
 
 
 def _add(

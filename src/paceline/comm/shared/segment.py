@@ -215,11 +215,19 @@ def _bytes_each(total: int, count: int, low: int, high: int) -> int:
 
 def remove_stale_segments() -> None:
     """Removes the files of creators that are gone; those of other users and containers are left alone."""
-    for path in FOLDER.glob(f"{_STEM}-{_namespace()}-*-*-*"):
+    for path in stale_segments(_namespace()):
+        with contextlib.suppress(PermissionError, FileNotFoundError):  # another user's, or another start was faster
+            path.unlink()
+
+
+def stale_segments(namespace: str = "*") -> list[Path]:
+    """Returns the files of creators that are gone."""
+    stale = []
+    for path in FOLDER.glob(f"{_STEM}-{namespace}-*-*-*"):
         pid, started, _ = path.name.split("-")[-3:]
         if pid.isdigit() and started.isdigit() and not Process(pid=int(pid), started=int(started)).is_alive():
-            with contextlib.suppress(PermissionError, FileNotFoundError):  # another user's, or another start was faster
-                path.unlink()
+            stale.append(path)
+    return stale
 
 
 def no_folder() -> str:

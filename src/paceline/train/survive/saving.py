@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import Spot, line_from
-from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.retention import Retention, retention_of
 from paceline.checkpoint.storage import FileStore
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
@@ -49,21 +49,13 @@ class SavePolicy:
 
 
 def save_policy(config: CheckpointConfig, *, ask_every: int = 10) -> SavePolicy:
-    usual: Literal["min", "max"] = "max" if config.best_metric == "eval_accuracy" else "min"
-    retention = Retention(
-        last=config.keep,
-        every=config.keep_every,
-        best=config.keep_best,
-        metric=config.best_metric,
-        mode=config.best_mode or usual,
-    )
     return SavePolicy(
         every_steps=config.every_steps,
         every_seconds=None if config.every_minutes is None else config.every_minutes * 60.0,
         at_end=config.at_end,
         in_background=None if config.asynchronous == "auto" else config.asynchronous,
         ask_every=ask_every,
-        retention=retention,
+        retention=retention_of(config.model_dump()),
     )
 
 
