@@ -17,8 +17,8 @@ from gone_processes import is_running
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
 from paceline.records.records import EventRecord, Record, RunRecord, read_records
-from paceline.run.folder import claim_folder
-from paceline.run.nodes import address_towards, interface_of, is_in_use, parse_nodes
+from paceline.run.folder import claim_folder, is_in_use
+from paceline.run.nodes import address_towards, interface_of, parse_nodes
 from paceline.run.processes import free_port
 
 RESTARTS = RecoveryConfig(max_restarts=3)

@@ -26,13 +26,12 @@ from paceline.errors import PreemptedError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan
-from paceline.records.records import EndRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, SpaceSink, Strided, TensorBoardSink
 from paceline.run.folder import adopt_config
 from paceline.run.location import find_start
 from paceline.run.notes import StepNote, note_preemption, write_failure
 from paceline.run.rank_process import leave_process, node_ranks
-from paceline.run.records import name_strategy, records_path, run_record, write_settings, write_trace
+from paceline.run.records import end_record, name_strategy, records_path, run_record, write_settings, write_trace
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.consensus import ConsensusHook
@@ -143,16 +142,13 @@ class RankRunner:
             write_trace(config, trainer, self.folder)
         except PreemptedError as error:
             trainer.flush(wait=True)
-            now, text = time.time(), str(error)
-            end = EndRecord(status="stopped", step=trainer.step, seconds=now - started, message=text, time=now)
-            trainer.sink.write(end)
+            trainer.sink.write(end_record("stopped", trainer.step, started, str(error)))
             raise
         except BaseException:
             for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
                 trainer.sink.write(record)
             raise
-        now = time.time()
-        trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=now - started, message="", time=now))
+        trainer.sink.write(end_record("done", trainer.step, started))
 
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
         goes_on = config.recovery.on_full_disk == "warn"

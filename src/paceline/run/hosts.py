@@ -17,9 +17,9 @@ from paceline.config.sections import RecoveryConfig
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.diagnosis import Stop, after_failure
 from paceline.run.console import live_progress, say
-from paceline.run.folder import claim_folder
+from paceline.run.folder import claim_folder, is_in_use
 from paceline.run.location import locate_run, run_folder
-from paceline.run.nodes import Nodes, is_in_use, parse_nodes
+from paceline.run.nodes import Nodes, parse_nodes
 from paceline.run.notes import HANGS, forget, hung_attempts
 from paceline.run.result import HostOptions, RunOptions, RunResult, explain_end, read_result
 from paceline.run.supervise import rank_command
@@ -84,7 +84,7 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> 
             warm=warm,
             nodes=nodes,
         )
-        launch_local(rank_command(folder, "auto", None, watches_itself=True), folder, asked)
+        launch_local([*rank_command(folder, "auto"), "--self-watch"], folder, asked)
 
 
 def _ranks_here(config: Config, nodes: Nodes) -> int:

@@ -12,12 +12,9 @@ The run's folder is shared. The first launcher has it; the others are guests.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
@@ -88,20 +85,3 @@ def interface_of(address: str) -> str | None:
     """Returns the network interface that has an address; None if none has."""
     found = psutil.net_if_addrs().items()
     return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)
-
-
-def is_in_use(folder: Path) -> bool:
-    """Says whether a launcher holds a run's folder now."""
-    try:
-        lock = os.open(folder / ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return False

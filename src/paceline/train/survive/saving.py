@@ -24,8 +24,6 @@ from paceline.checkpoint.storage import FileStore
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
-from paceline.health.diagnosis import Stop
-from paceline.train.survive.recovery import on_full_disk
 from paceline.train.trainer import StepResult, Trainer, is_time
 
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
@@ -81,7 +79,7 @@ class Saver:
         try:
             self._save_if_due(trainer, result)
         except CheckpointError as error:
-            if isinstance(on_full_disk(self._on_full_disk, is_last=result.is_last), Stop):
+            if self._on_full_disk == "stop" or result.is_last:
                 raise
             trainer.note("not_saved", {"reason": str(error).splitlines()[0]}, step=result.step)
             trainer.parts.meter.start()
