@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import psutil
 
-from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
 
 _ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
@@ -28,14 +27,13 @@ LAST_CALL_S = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """How many hosts take part, where they meet, which run it is, and when its ranks are started again."""
+    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU."""
 
     least: int
     most: int
     host: str
     port: int
-    run_id: str
-    restarts: RecoveryConfig
+    ranks: int | None = None
 
     @property
     def endpoint(self) -> str:
@@ -43,7 +41,7 @@ class Nodes:
         return f"{self.host}:{self.port}"
 
 
-def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RecoveryConfig) -> Nodes:
+def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Nodes:
     """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
     found = _COUNTS.fullmatch(counts)
     least = int(found["least"]) if found else 0
@@ -58,14 +56,7 @@ def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RecoveryCo
             f"--rdzv {endpoint}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n"
             "  try --rdzv $(hostname):29400 on a first host, and the same text on the others"
         )
-    return Nodes(
-        least=least,
-        most=most,
-        host=place["host"].strip("[]"),
-        port=int(place["port"]),
-        run_id=run_id,
-        restarts=restarts,
-    )
+    return Nodes(least=least, most=most, host=place["host"].strip("[]"), port=int(place["port"]), ranks=ranks)
 
 
 def address_towards(host: str, port: int) -> str:
