@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import pickle
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.verdict import HangVerdict, Limits, judge
 
@@ -243,16 +243,15 @@ def test_whoever_is_behind_is_blamed_whatever_the_others_wait_in(size: int, data
 
 def test_a_verdict_and_its_ledgers_survive_the_way_to_another_host() -> None:
     views = [waits(0, SUM, ROOT), replace(rank(1, SUM, stands_at="u.py:1 in f"), changed_s=2.0), rank(2, state="dead")]
-    sent = pickle.dumps([view.shortened(8).relative_to(10.0) for view in views])
-    read = [view.relative_to(1000.0) for view in pickle.loads(sent)]
+    read = views_from_text(views_to_text(views, 10.0), 1000.0)
     assert [replace(view, changed_s=view.changed_s - 990.0) for view in read] == views
     found = judge(read[:2], 1000.0, LIMITS)
     assert found is not None
-    assert pickle.loads(pickle.dumps(found)) == found
+    assert HangVerdict.from_json(json.loads(json.dumps(found.to_json()))) == found
 
 
 def test_the_operation_that_a_rank_waits_in_is_sent_however_old_it_is() -> None:
     view = replace(rank(0, *[SUM] * 30), waiting=2)
-    read = view.shortened(8)
+    (read,) = views_from_text(views_to_text([view], 0.0), 0.0)
     assert read.waits_in == view.waits_in
     assert len(read.entries) < len(view.entries)

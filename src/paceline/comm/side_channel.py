@@ -1,4 +1,4 @@
-"""Small values between hosts, beside the collectives: it works while those are stuck.
+"""Short texts between hosts, beside the collectives: it works while those are stuck.
 
 It is a connection of its own to the store at which the ranks met (``MASTER_ADDR:MASTER_PORT``): the store serves it
 whatever its owner's Python does, and one that another thread waits on would make this one wait too.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ _TIMEOUT = datetime.timedelta(seconds=10)
 
 
 class SideChannel:
-    """Values that hosts leave for one another, under names. Raises CommunicationError when the store is gone."""
+    """Texts that hosts leave for one another, under names. Raises CommunicationError when the store is gone."""
 
     def __init__(self, address: str, port: int, name: str) -> None:
         """Joins the store at an address; ``name`` keeps runs apart."""
@@ -29,20 +28,20 @@ class SideChannel:
             store = _C10D.TCPStore(address, port, None, False, _TIMEOUT, wait_for_workers=False)
             self._store = _C10D.PrefixStore(f"paceline-health/{name}", store)
 
-    def publish(self, key: str, value: Any) -> None:
-        """Leaves a value, in the place of an older one."""
+    def publish(self, key: str, text: str) -> None:
+        """Leaves a text, in the place of an older one."""
         with _explained("the store is gone"):
-            self._store.set(key, pickle.dumps(value))
+            self._store.set(key, text)
 
-    def wait_for(self, key: str) -> Any:
+    def wait_for(self, key: str) -> str:
         """Returns what was left there, as soon as something is. Raises CommunicationError after ten seconds."""
         with _explained(f"nobody left {key}"):
-            return pickle.loads(self._store.get(key))
+            return str(self._store.get(key).decode())
 
-    def read(self, key: str) -> Any:
-        """Returns what was left there last; None if nothing was. Does not wait."""
+    def read(self, key: str) -> str:
+        """Returns what was left there last; empty if nothing was. Does not wait."""
         with _explained("the store is gone"):
-            return pickle.loads(self._store.get(key)) if self._store.check([key]) else None
+            return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 State = Literal["running", "finished", "dead"]
@@ -109,15 +109,3 @@ class LedgerView:
         if self.waiting is None or self.state != "running":
             return None
         return next((entry for entry in reversed(self.entries) if entry.number == self.waiting), None)
-
-    def shortened(self, last: int) -> LedgerView:
-        """Returns it with its last operations alone, and the one that it is in."""
-        entries, entry = self.entries[-last:], self.waits_in
-        return replace(self, entries=entries if entry is None or entry in entries else (entry, *entries))
-
-    def relative_to(self, now: float) -> LedgerView:
-        """Returns it with ``changed_s`` as the seconds before ``now``; called on that, with ``changed_s`` as before.
-
-        Clocks of hosts differ. One host sends how long ago a rank moved, and another reads that on its own clock.
-        """
-        return replace(self, changed_s=now - self.changed_s)

@@ -70,6 +70,18 @@ class HangVerdict:
         """Returns plain values."""
         return {"schema": 1, **asdict(self)}
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> HangVerdict:
+        """Reads back what ``to_json`` gave."""
+        return cls(
+            kind=values["kind"],
+            ranks=tuple(values["ranks"]),
+            sentence=values["sentence"],
+            group=tuple(values["group"]),
+            sequence=values["sequence"],
+            states=tuple(RankState(**state) for state in values["states"]),
+        )
+
     def to_text(self) -> str:
         """Returns the sentence, and a line per rank."""
         return "\n".join([self.sentence, *(f"  {state}" for state in self.states)]) + "\n"

@@ -3,21 +3,23 @@
     every period      each host leaves the last operations before a common moment, and what its steps took
     half a period on  the host of rank 0 reads what all left, and compares (``health/lateness.py``)
 
-The moments are common because clocks are compared at the start, by values to and fro through the store: of some rounds
-the fastest counts, as half of it is what may be wrong. From then on the hosts' time services keep them. What a host
-leaves has some kilobytes a rank. No rank waits for any of it: it is done in a thread of one rank a host.
+The moments are common because clocks are compared at the start, by texts to and fro through the store: of some rounds
+the fastest counts, as half of it is what may be wrong. From then on the hosts' time services keep them. A text has some
+kilobytes. No rank waits for any of it: it is done in a thread of one rank a host.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.lateness import Lateness, RankLook
+from paceline.health.ledger_text import looks_from_text, looks_to_text
 from paceline.health.straggler import Straggler
 
 _ROUNDS = 5
@@ -31,7 +33,7 @@ def clock_ahead(
 ) -> float | None:
     """Returns how far this host's time of day is ahead of the first one's; None where they could not be compared.
 
-    One thread of every host calls it, at about the same time. Costs ``2 x rounds`` values a host, one after the other.
+    One thread of every host calls it, at about the same time. Costs ``2 x rounds`` texts a host, one after the other.
     """
     first, *others = hosts
     best = (math.inf, 0.0)
@@ -39,12 +41,12 @@ def clock_ahead(
         if host == first:
             for name in [f"clock/{other}/{number}" for other in others for number in range(_ROUNDS)]:
                 channel.wait_for(f"{name}/asked")
-                channel.publish(f"{name}/told", now())
+                channel.publish(f"{name}/told", repr(now()))
             return 0.0
         for number in range(_ROUNDS):
             start = now()
             channel.publish(f"clock/{host}/{number}/asked", "what time is it")
-            told: float = channel.wait_for(f"clock/{host}/{number}/told")
+            told = float(channel.wait_for(f"clock/{host}/{number}/told"))
             end = now()
             best = min(best, (end - start, (start + end) / 2 - told))
     except CommunicationError:
@@ -68,7 +70,7 @@ class LateHosts:
     now: Callable[[], float] = time.time
     _ahead_s: float | None = None
     _moment: float = 0.0
-    _own: list[RankLook] = field(default_factory=list)
+    _own: str = ""
     _is_compared: bool = True
 
     def compare_clocks(self) -> None:
@@ -81,16 +83,17 @@ class LateHosts:
         moment = now // self.period_s * self.period_s
         if moment != self._moment:
             self._moment, self._is_compared = moment, False
-            self._own = self._looks(now, moment)
+            self._own = json.dumps([moment, looks_to_text(self._looks(now, moment))])
             if self.host != self.hosts[0]:
-                self.channel.publish(f"times/{self.host}", (moment, self._own))
+                self.channel.publish(f"times/{self.host}", self._own)
         if self.host != self.hosts[0] or self._is_compared or now < moment + self.period_s / 2:
             return None
         self._is_compared = True
-        found = [(moment, self._own), *(self.channel.read(f"times/{host}") for host in self.hosts[1:])]
-        if any(each is None or each[0] != moment or not each[1] for each in found):
+        texts = [self._own, *(self.channel.read(f"times/{host}") for host in self.hosts[1:])]
+        found = [json.loads(text) for text in texts if text]
+        if len(found) < len(self.hosts) or any(each[0] != moment or not each[1] for each in found):
             return None
-        return self.lateness.look([look for _, looks in found for look in looks])
+        return self.lateness.look([look for _, text in found for look in looks_from_text(text)])
 
     def _looks(self, now: float, moment: float) -> list[RankLook]:
         """Returns this host's ranks with their last operations before ``moment``."""

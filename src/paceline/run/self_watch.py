@@ -12,6 +12,7 @@ nothing is sent. The first verdict is everybody's. The leader of each host ends 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import socket
 import sys
@@ -30,6 +31,7 @@ from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness
+from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangVerdict, Limits, judge
 from paceline.run.late_hosts import LateHosts
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 
 _BEAT_S = 3.0  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
-_LAST = 8  # operations of a rank that other hosts are told
 _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 
@@ -158,32 +159,31 @@ class SelfWatch:
 
     def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
         """Tells other hosts that this one makes no progress, and judges when none does."""
-        told: HangVerdict | None = channel.read("verdict")
-        if told is not None:
-            return told
+        told = channel.read("verdict")
+        if told:
+            return HangVerdict.from_json(json.loads(told))
         if found is not None and found.kind == "mismatch":
-            channel.publish("verdict", found)
+            channel.publish("verdict", json.dumps(found.to_json()))
             return found
         if found is None:
             if self._published_s is not None and not self._watch.stands_still(now):
-                channel.publish(f"host/{self.host}", ())
+                channel.publish(f"host/{self.host}", "")
                 self._published_s = None
             if self._published_s is None:
                 return None
         elif self._published_s is None:
             self._published_s = now
-            own = [view.shortened(_LAST).relative_to(now) for view in self._watch.last_views]
-            channel.publish(f"host/{self.host}", own)
-        by_host = {host: channel.read(f"host/{host}") for host in self.hosts}
-        silent = [host for host, views in by_host.items() if not views]
+            channel.publish(f"host/{self.host}", views_to_text(self._watch.last_views, now))
+        texts = {host: channel.read(f"host/{host}") for host in self.hosts}
+        silent = [host for host, text in texts.items() if not text]
         verdict = None
         if not silent:
-            everyone = [view.relative_to(now) for views in by_host.values() for view in views]
-            verdict = judge(everyone, now, _NO_LIMIT)
+            views = [view for text in texts.values() for view in views_from_text(text, now)]
+            verdict = judge(views, now, _NO_LIMIT)
         elif self._published_s is not None and now - self._published_s > self.policy.limits.step_s + 2 * _BEAT_S:
             verdict = self._mute_hosts(silent)
         if verdict is not None:
-            channel.publish("verdict", verdict)
+            channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
 
     def _wait_for_others(self, channel: SideChannel) -> None:
