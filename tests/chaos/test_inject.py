@@ -14,10 +14,10 @@ from paceline.chaos.notes import Fired, Passed, read_notes, write_plan
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import config_from_dict
+from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError, MemoryExhaustedError, RankFailedError
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 
 STEPS = 8
@@ -43,7 +43,7 @@ def run(folder: Path, faults: str, *, on_full_disk: Any = "stop") -> list[Kept]:
     def work(comm: Communicator) -> Kept:
         sink = Kept()
         injector = Injector(folder / "plan", comm.rank, folder / "checkpoints")
-        policy = SavePolicy(every_steps=2)
+        policy = CheckpointConfig(every_steps=2, keep=99, asynchronous=False)
         saver = Saver(folder / "checkpoints", policy, storage=injector.storage(), on_full_disk=on_full_disk)
         trainer: Trainer = build_trainer(config, comm, hooks=[saver], sink=sink)
         injector.attach(trainer)

@@ -14,10 +14,10 @@ from paceline.checkpoint import CheckpointWriter, State, open_checkpoint, verify
 from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import Config, config_from_dict
+from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.shards import Shard, whole_region
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 
 pytestmark = [
@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_what_was_saved_while_it_trained(
     config = make_config(ranks, strategy, **train)
 
     def work(comm: Communicator) -> None:
-        saver = Saver(tmp_path, SavePolicy(every_steps=100, in_background=True))
+        saver = Saver(tmp_path, CheckpointConfig(every_steps=100, asynchronous=True, keep=99))
         first, second = build_trainer(config, comm), build_trainer(config, comm)
         steps = first.steps()
         list(islice(steps, 3))
@@ -119,7 +119,7 @@ def test_what_a_gpu_saved_other_ranks_on_it_read(tmp_path: Path) -> None:
     def save(comm: Communicator) -> dict[str, torch.Tensor]:
         trainer = build_trainer(make_config(2, "fsdp"), comm)
         list(islice(trainer.steps(), 2))
-        Saver(tmp_path, SavePolicy()).save(trainer, "asked")
+        Saver(tmp_path, CheckpointConfig(keep=99, asynchronous=False)).save(trainer, "asked")
         return whole_state(trainer)
 
     saved = run_virtual(save, 2, device="cuda")[0]

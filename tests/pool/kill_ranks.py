@@ -23,13 +23,13 @@ from typing import Literal
 import torch
 from deadly_files import DeadlyFiles
 
-from paceline.checkpoint import Retention, find_checkpoint, list_checkpoints, open_checkpoint
+from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.comm.torch_dist import connect
-from paceline.config import config_from_dict
+from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError, CommunicationError
 from paceline.run.processes import free_port, loopback_interface
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 
 RANKS, STEPS, EVERY = 2, 8, 2
 LOST, WRONG = 3, 4  # how a process ends that has lost the other, and one that should not have failed
@@ -105,8 +105,8 @@ def train(rank: int, port: int, folder: Path, case: Case, tell: int) -> None:
         }
     )
     trainer, files = build_trainer(config, comm), ToldFiles(case, rank, tell)
-    retention = Retention(last=STEPS if case.victim is None else 2)
-    policy = SavePolicy(every_steps=EVERY, in_background=case.in_background, retention=retention)
+    keep = STEPS if case.victim is None else 2
+    policy = CheckpointConfig(every_steps=EVERY, asynchronous=case.in_background, keep=keep)
     saver = Saver(folder, policy, storage=files)
     if list_checkpoints(folder):
         trainer.load_state(open_checkpoint(find_checkpoint("auto", folder)))

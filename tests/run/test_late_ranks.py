@@ -50,7 +50,7 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
     )
     with claim_folder(folder, dump_yaml(config), force=False, resume=False):
         launch_local(
-            rank_command(folder, None, None),
+            rank_command(folder, None),
             folder,
             LocalRanks(
                 ranks=ranks,

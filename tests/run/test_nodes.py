@@ -14,14 +14,11 @@ from pathlib import Path
 import pytest
 from gone_processes import is_running
 
-from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
 from paceline.records.records import EventRecord, Record, RunRecord, read_records
-from paceline.run.folder import claim_folder
-from paceline.run.nodes import address_towards, interface_of, is_in_use, parse_nodes
+from paceline.run.folder import claim_folder, is_in_use
+from paceline.run.nodes import address_towards, interface_of, parse_nodes
 from paceline.run.processes import free_port
-
-RESTARTS = RecoveryConfig(max_restarts=3)
 
 CONFIG = """
 name: tiny
@@ -35,9 +32,9 @@ monitor: {tensorboard: false, console: false}
 
 
 def test_hosts_are_read_from_the_command_line() -> None:
-    nodes = parse_nodes("1:4", "host1:29400", run_id="tiny", restarts=RESTARTS)
+    nodes = parse_nodes("1:4", "host1:29400")
     assert (nodes.least, nodes.most, nodes.endpoint) == (1, 4, "host1:29400")
-    assert parse_nodes("2", "[::1]:29400", run_id="tiny", restarts=RESTARTS).host == "::1"
+    assert parse_nodes("2", "[::1]:29400").host == "::1"
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def test_hosts_are_read_from_the_command_line() -> None:
 )
 def test_what_is_no_number_of_hosts_is_refused(counts: str, endpoint: str) -> None:
     with pytest.raises(UsageError, match=r"--nnodes|--rdzv"):
-        parse_nodes(counts, endpoint, run_id="tiny", restarts=RESTARTS)
+        parse_nodes(counts, endpoint)
 
 
 def test_the_way_to_a_host() -> None:

@@ -14,11 +14,11 @@ from kept_records import Kept
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import Config, config_from_dict
+from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.errors import CheckpointError, RankFailedError
 from paceline.health.failure import describe_error
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import StepResult, Trainer
 
 NOBODY = 65534
@@ -78,7 +78,7 @@ def train(
 
     def rank(comm: Communicator) -> list[Any]:
         sink = Kept()
-        saver = Saver(folder, SavePolicy(every_steps=2, in_background=in_background), on_full_disk=policy)
+        saver = Saver(folder, CheckpointConfig(every_steps=2, asynchronous=in_background, keep=99), on_full_disk=policy)
 
         def meet(_: Trainer, result: StepResult) -> None:
             """The trouble meets the saves of its own steps: one in the background is over before, or runs into it."""
@@ -150,7 +150,7 @@ def test_a_preempted_run_saves_also_after_a_save_in_the_background_that_failed(t
     trouble = full_disk(4, 4)
 
     def rank(comm: Communicator) -> None:
-        saver = Saver(tmp_path, SavePolicy(every_steps=4, at_end=False, in_background=True))
+        saver = Saver(tmp_path, CheckpointConfig(every_steps=4, at_end=False, asynchronous=True, keep=99))
 
         def leave(trainer: Trainer, result: StepResult) -> None:
             if result.step == 4:

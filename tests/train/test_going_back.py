@@ -14,15 +14,15 @@ from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoi
 from paceline.checkpoint.tools.audit import check_samples
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import Config, config_from_dict
+from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import PreemptedError, RankFailedError, TrainingError
 from paceline.records.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.survive.consensus import ConsensusHook, SpikeListener, StopWhenAsked, next_ask
+from paceline.train.survive.consensus import ConsensusHook, next_ask
 from paceline.train.survive.recovery import StopRequest
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 
 STEPS, BATCH = 14, 8
@@ -56,8 +56,8 @@ def train(folder: Path, policy: RecoveryConfig, loss: Callable[[], Jumpy], confi
     """Trains on two ranks with a checkpoint every four steps; returns trainer and records of each."""
 
     def rank(comm: Communicator) -> tuple[Trainer, list[Record]]:
-        saver = Saver(folder, SavePolicy(every_steps=4, at_end=False))
-        hooks = [saver, ConsensusHook(StopRequest(), [SpikeListener(policy)], needs_losses=True)]
+        saver = Saver(folder, CheckpointConfig(every_steps=4, at_end=False, keep=99, asynchronous=False))
+        hooks = [saver, ConsensusHook(StopRequest(), saver.save_now, policy)]
         trainer = build_trainer(config or make_config(), comm, hooks=hooks)
         object.__setattr__(trainer.parts, "loss", loss())
         trainer.losses = policy
@@ -158,7 +158,7 @@ def test_a_wish_of_one_rank_stops_all_after_the_same_step(asked: int) -> None:
             if trainer.step == 3 and comm.rank == asked:
                 request.ask(15)
 
-        consensus = ConsensusHook(request, [StopWhenAsked(request, lambda trainer: saved.append(trainer.step))])
+        consensus = ConsensusHook(request, lambda trainer: saved.append(trainer.step), RecoveryConfig())
         trainer = build_trainer(make_config(steps=5000), comm, hooks=[wish, consensus])
         with pytest.raises(PreemptedError, match="the state is saved"):
             trainer.run()
@@ -180,7 +180,7 @@ def test_a_wish_at_the_end_of_a_run_lets_it_end(step: int) -> None:
             if trainer.step == step:
                 request.ask(15)
 
-        consensus = ConsensusHook(request, [StopWhenAsked(request, lambda trainer: saved.append(trainer.step))])
+        consensus = ConsensusHook(request, lambda trainer: saved.append(trainer.step), RecoveryConfig())
         trainer = build_trainer(make_config(steps=STEPS), comm, hooks=[wish, consensus])
         trainer.run()
         assert (trainer.step, saved) == (STEPS, [])

@@ -16,7 +16,6 @@ from paceline.train.survive.recovery import (
     Spike,
     find_spike,
     on_bad_steps,
-    on_full_disk,
     on_spike,
 )
 
@@ -94,8 +93,3 @@ def test_what_is_done_about_gradients_that_are_not_finite() -> None:
     assert bad("skip", 3) == Stop()
     assert bad("roll_back", 3) == GoBack(reason="3 steps in a row had gradients that are not finite", skips_data=True)
     assert isinstance(bad("lower_rate", 3), GoBack)
-
-
-def test_a_full_disk() -> None:
-    assert on_full_disk("warn", is_last=False) == GoOn(is_noted=True)
-    assert on_full_disk("warn", is_last=True) == on_full_disk("stop", is_last=False) == Stop()

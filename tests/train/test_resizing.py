@@ -11,10 +11,10 @@ import pytest
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import config_from_dict
+from paceline.config import CheckpointConfig, config_from_dict
 from paceline.data.consumed import recompute
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 
 STEPS, BATCH, SAMPLES, EVERY = 30, 12, 50, 3
 STRATEGIES = ("ddp", "zero2", "fsdp")
@@ -35,7 +35,7 @@ def attempt(comm: Communicator, folder: Path, strategy: str, end: int) -> list[t
             "parallel": {"ranks": comm.size, "strategy": strategy},
         }
     )
-    saver = Saver(folder, SavePolicy(every_steps=EVERY))
+    saver = Saver(folder, CheckpointConfig(every_steps=EVERY, keep=99, asynchronous=False))
     trainer = build_trainer(config, comm, hooks=[])
     if list_checkpoints(folder):
         trainer.load_state(open_checkpoint(find_checkpoint("auto", folder)))

@@ -24,7 +24,7 @@ from paceline.checkpoint.tensors import encode
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import Config, config_from_dict
+from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.data.datasets import DataShape, TensorPairs
 from paceline.data.registry import DataSplits
 from paceline.errors import CheckpointError, RankFailedError
@@ -32,7 +32,7 @@ from paceline.records.records import StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.randomness import capture_random_states
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ class History:
 def train(comm: Communicator, config: Config, *, save: Path | None = None, load: Path | None = None) -> History:
     """Runs to the end; saves after every step into ``save``, or continues from the checkpoint ``load``."""
     sink, loss = Kept(), Seen()
-    hooks = [] if save is None else [Saver(save, SavePolicy(every_steps=1))]
+    hooks = [] if save is None else [Saver(save, CheckpointConfig(every_steps=1, keep=99, asynchronous=False))]
     trainer = build_trainer(config, comm, hooks=hooks, sink=sink)
     trainer.parts = dataclasses.replace(trainer.parts, loss=loss)
     if load is not None:

@@ -11,6 +11,7 @@ import torch
 from kept_records import Kept
 
 from paceline.checkpoint import Retention, find_checkpoint, list_checkpoints, open_checkpoint
+from paceline.checkpoint.retention import retention_of
 from paceline.checkpoint.storage import LocalFiles
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -18,7 +19,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.saving import SavePolicy, Saver, save_policy
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 CPU = torch.device("cpu")
@@ -48,7 +49,9 @@ def steps_in(folder: Path) -> list[int]:
 def test_it_saves_every_n_steps_and_at_the_end_and_tells_of_each(tmp_path: Path, in_background: bool) -> None:
     def work(comm: Communicator) -> list[tuple[int, bool]]:
         sink = Kept()
-        saver = Saver(tmp_path, SavePolicy(every_steps=4, in_background=in_background), about={"name": "tiny"})
+        saver = Saver(
+            tmp_path, CheckpointConfig(every_steps=4, asynchronous=in_background, keep=99), about={"name": "tiny"}
+        )
         make_trainer(comm, [saver], sink).run()
         assert saver.last_saved == 6
         for event in sink.events:
@@ -66,7 +69,7 @@ def test_it_saves_every_n_steps_and_at_the_end_and_tells_of_each(tmp_path: Path,
 def test_it_saves_by_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(import_module("paceline.train.survive.saving").time, "monotonic", lambda: now[0])
-    saver = Saver(tmp_path, SavePolicy(every_seconds=60.0, ask_every=2, at_end=False))
+    saver = Saver(tmp_path, CheckpointConfig(every_minutes=1.0, at_end=False, keep=99, asynchronous=False), ask_every=2)
 
     def pass_time(*_: Any) -> None:
         now[0] += 25.0
@@ -76,7 +79,7 @@ def test_it_saves_by_the_clock_of_rank_0(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_what_it_is_asked_for_before_an_end_is_there_when_it_returns(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, SavePolicy(at_end=False, in_background=True))
+    saver = Saver(tmp_path, CheckpointConfig(at_end=False, asynchronous=True, keep=99))
 
     def stop(trainer: Trainer, result: Any) -> None:
         if result.step == 3:
@@ -89,7 +92,7 @@ def test_what_it_is_asked_for_before_an_end_is_there_when_it_returns(tmp_path: P
 
 
 def test_the_best_is_kept_and_remembered_over_a_resume(tmp_path: Path) -> None:
-    policy = SavePolicy(every_steps=1, retention=Retention(last=1, best=1))
+    policy = CheckpointConfig(every_steps=1, keep=1, keep_best=1, asynchronous=False)
     losses = iter([0.9, 0.2, 0.5, 0.7, 0.4, 0.3])
 
     def measure(trainer: Trainer, _: Any) -> None:
@@ -107,7 +110,7 @@ def test_the_best_is_kept_and_remembered_over_a_resume(tmp_path: Path) -> None:
 
 
 def test_an_evaluation_of_an_earlier_step_does_not_count_for_a_later_one(tmp_path: Path) -> None:
-    saver = Saver(tmp_path, SavePolicy(every_steps=1))
+    saver = Saver(tmp_path, CheckpointConfig(every_steps=1, keep=99, asynchronous=False))
     make_trainer(SoloCommunicator(CPU), [Every(3, EvaluateHook(), at_end=False), saver], steps=4).run()
     found = [dict(open_checkpoint(path).manifest.metrics) for path in list_checkpoints(tmp_path)]
     assert [bool(metrics) for metrics in found] == [False, False, found[2] != {}, False]
@@ -126,7 +129,7 @@ def test_a_background_save_that_failed_stops_all_ranks_at_the_next(
     monkeypatch.setattr(LocalFiles, "write", broken)
 
     def work(comm: Communicator) -> tuple[str, int]:
-        trainer = make_trainer(comm, [Saver(tmp_path, SavePolicy(every_steps=2, in_background=True))])
+        trainer = make_trainer(comm, [Saver(tmp_path, CheckpointConfig(every_steps=2, asynchronous=True, keep=99))])
         with pytest.raises(CheckpointError) as failure:
             trainer.run()
         return str(failure.value), trainer.step
@@ -141,7 +144,7 @@ def test_a_run_that_is_taken_up_further_back_has_a_line_of_its_own(tmp_path: Pat
     """Its newest checkpoint is its own, although a later step lies beside it; those go with its next saves."""
 
     def work(comm: Communicator, every: int, steps: int, start: str = "") -> None:
-        policy = SavePolicy(every_steps=every, at_end=False, retention=Retention(last=3))
+        policy = CheckpointConfig(every_steps=every, at_end=False, keep=3, asynchronous=False)
         trainer = make_trainer(comm, [Saver(tmp_path, policy)], steps=steps)
         if start:
             trainer.load_state(open_checkpoint(tmp_path / start))
@@ -163,7 +166,9 @@ def test_what_is_large_is_saved_in_the_background(
 ) -> None:
     monkeypatch.setattr(import_module("paceline.train.survive.saving"), "_WORTH_BYTES", worth)
     sink = Kept()
-    make_trainer(SoloCommunicator(CPU), [Saver(tmp_path, SavePolicy(every_steps=2, in_background=None))], sink).run()
+    make_trainer(
+        SoloCommunicator(CPU), [Saver(tmp_path, CheckpointConfig(every_steps=2, asynchronous="auto", keep=99))], sink
+    ).run()
     assert [(event.step, event.detail["background"]) for event in sink.events] == [
         (2, expected),
         (4, expected),
@@ -171,14 +176,9 @@ def test_what_is_large_is_saved_in_the_background(
     ]
 
 
-def test_a_config_says_when_and_what() -> None:
+def test_a_config_says_what_is_kept() -> None:
     config = CheckpointConfig(
         every_minutes=2.0, keep=3, keep_every=10, keep_best=2, best_metric="eval_accuracy", asynchronous=True
     )
-    assert save_policy(config, ask_every=7) == SavePolicy(
-        every_seconds=120.0,
-        in_background=True,
-        ask_every=7,
-        retention=Retention(last=3, every=10, best=2, metric="eval_accuracy", mode="max"),
-    )
-    assert save_policy(CheckpointConfig()) == SavePolicy(in_background=None, retention=Retention(last=2))
+    assert retention_of(config.model_dump()) == Retention(last=3, every=10, best=2, metric="eval_accuracy", mode="max")
+    assert retention_of(CheckpointConfig().model_dump()) == Retention(last=2)

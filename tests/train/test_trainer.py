@@ -15,17 +15,17 @@ import torch
 from kept_records import Kept
 from torch import nn
 
-from paceline.checkpoint import Retention, list_checkpoints, open_checkpoint
+from paceline.checkpoint import list_checkpoints, open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.config import Config, config_from_dict
+from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.errors import CheckpointError, DataError, RankFailedError, TrainingError, UsageError
 from paceline.records import meter
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.survive.saving import SavePolicy, Saver
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import EvaluateHook, Every, EverySeconds, StepResult, Trainer
 
 CPU = torch.device("cpu")
@@ -259,7 +259,7 @@ def test_an_evaluation_in_between_changes_no_step() -> None:
 def test_checkpoints_are_saved_once_a_step_and_told_of(tmp_path: Path) -> None:
     def work(comm: Communicator) -> list[int]:
         sink = Kept()
-        saver = Saver(tmp_path / "checkpoints", SavePolicy(every_steps=4, retention=Retention(last=2)))
+        saver = Saver(tmp_path / "checkpoints", CheckpointConfig(every_steps=4, keep=2, asynchronous=False))
         asked = Every(6, lambda trainer, _: saver.save(trainer, "asked"))
         build_trainer(make_config(), comm, hooks=[saver, asked], sink=sink).run()
         return [event.step for event in sink.events]
@@ -277,7 +277,9 @@ def test_when_rank_0_cannot_save_every_rank_hears_of_it(tmp_path: Path, monkeypa
     monkeypatch.setattr("paceline.checkpoint.writer.commit", fail)
 
     def work(comm: Communicator) -> str:
-        trainer = build_trainer(make_config(), comm, hooks=[Saver(tmp_path, SavePolicy(every_steps=4))])
+        trainer = build_trainer(
+            make_config(), comm, hooks=[Saver(tmp_path, CheckpointConfig(every_steps=4, keep=99, asynchronous=False))]
+        )
         with pytest.raises(CheckpointError) as failure:
             trainer.run()
         return str(failure.value)
@@ -316,7 +318,9 @@ def with_loss(trainer: Trainer, loss: Any) -> Trainer:
 def test_steps_that_are_not_finite_are_left_out_until_there_are_too_many(value: float, tmp_path: Path) -> None:
     comm, sink = SoloCommunicator(CPU), Kept()
     config = make_config(train={"max_bad_steps": 3})
-    trainer = solo(config, hooks=[Saver(tmp_path, SavePolicy(every_steps=1))], sink=sink)
+    trainer = solo(
+        config, hooks=[Saver(tmp_path, CheckpointConfig(every_steps=1, keep=99, asynchronous=False))], sink=sink
+    )
     with pytest.raises(TrainingError) as failure:
         with_loss(trainer, Breaks(comm, 5, value=value)).run()
     message = str(failure.value)
@@ -405,7 +409,9 @@ def test_a_loss_that_is_not_finite_with_finite_gradients_stops_the_run_at_once(t
             value = super().__call__(model, batch)
             return LossValue(value.total + math.inf, value.count)
 
-    trainer = with_loss(solo(hooks=[Saver(tmp_path, SavePolicy(every_steps=1))]), Offset(1.0))
+    trainer = with_loss(
+        solo(hooks=[Saver(tmp_path, CheckpointConfig(every_steps=1, keep=99, asynchronous=False))]), Offset(1.0)
+    )
     with pytest.raises(TrainingError, match=r"the loss is inf at step 1 (.|\n)*no later checkpoint was saved"):
         trainer.run()
     assert list_checkpoints(tmp_path) == []

@@ -51,7 +51,6 @@ class FaultyRun:
     ranks: int
     environment: Mapping[str, str]
     say: Callable[[str], None]
-    notes: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -70,14 +69,14 @@ def prepare_run(
     say: Callable[[str], None],
 ) -> FaultyRun:
     """Changes of a config what it leaves open and a run with faults needs; ``ranks`` are those of an open number."""
-    config, changes, notes = loaded.config, [f"name={loaded.config.name}-chaos"], []
+    config, changes = loaded.config, [f"name={loaded.config.name}-chaos"]
 
     def is_open(key: str) -> bool:
         return loaded.sources.get(key, "default") == "default"
 
     if config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
         changes.append(f"checkpoint.every_steps={_SAVE_EVERY}")
-        notes.append(f"the config saves nothing on the way: saving every {_SAVE_EVERY} steps (checkpoint.every_steps)")
+        say(f"the config saves nothing on the way: saving every {_SAVE_EVERY} steps (checkpoint.every_steps)")
     if is_open("monitor.hang_s"):
         changes.append(f"monitor.hang_s={_HANG_S:g}")
     if may_hang and is_open("monitor.hang_setup_s"):
@@ -93,7 +92,6 @@ def prepare_run(
         ranks=final.parallel.ranks if isinstance(final.parallel.ranks, int) else ranks,
         environment=environment,
         say=say,
-        notes=tuple(notes),
     )
 
 
@@ -114,8 +112,6 @@ def run_with_faults(
     run: FaultyRun, faults: Sequence[Fault], scratch: Path, *, seed: int, compare: bool, mtbf_s: float | None
 ) -> Report | None:
     """Trains with faults, with ``compare`` undisturbed too; returns what it cost, None if the command was refused."""
-    for note in run.notes:
-        run.say(note)
     write_plan(scratch, seed, faults)
     commands = _run_commands(run, scratch, num_faults=len(faults))
     if commands[0].code == REFUSED:  # what lies in the folder, if anything, is an older run
@@ -231,7 +227,7 @@ def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event)
     """Tells of each fault when it happens."""
     if scratch is None:
         return
-    plan, known = {each.number: each for each in read_plan(scratch).faults}, len(read_notes(scratch, Fired))
+    plan, known = {each.number: each for each in read_plan(scratch)[1]}, len(read_notes(scratch, Fired))
     while True:
         is_last = is_over.wait(_LOOK_EVERY_S)
         fired = read_notes(scratch, Fired)

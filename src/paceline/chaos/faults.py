@@ -29,9 +29,8 @@ _RANK = re.compile(r"(\d+)(?:x(\d+(?:\.\d+)?))?")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trait:
-    """What a kind of fault does, and what can be said about it. ``phases``: where it may come, the usual one first."""
+    """What can be said about a kind of fault. ``phases``: where it may come, the usual one first."""
 
-    does: str
     phases: tuple[str, ...] = ()
     factor: float | None = None
     has_length: bool = False
@@ -39,18 +38,18 @@ class Trait:
 
 
 TRAITS: Final[Mapping[str, Trait]] = {
-    "kill": Trait(does="SIGKILL", phases=_ANYWHERE),
-    "hang": Trait(does="stands still for good", phases=_ANYWHERE),
-    "exception": Trait(does="raises an error", phases=_ANYWHERE),
-    "oom": Trait(does="runs out of memory", phases=("forward", "backward")),
-    "preempt": Trait(does="gets SIGUSR1", phases=("optimizer", "data", "forward", "backward")),
-    "slow": Trait(does="takes longer over its steps", factor=2.0, has_length=True),
-    "nan": Trait(does="the loss is not a number", on_all_ranks=True),
-    "spike": Trait(does="the loss jumps", factor=100.0, on_all_ranks=True),
-    "disk-full": Trait(does="no space is left while it saves"),
-    "unwritable": Trait(does="may not write while it saves"),
-    "kill-while-saving": Trait(does="SIGKILL in the middle of a file of a checkpoint"),
-    "corrupt-checkpoint": Trait(does="flips a bit of the newest checkpoint, then SIGKILL"),
+    "kill": Trait(phases=_ANYWHERE),  # by SIGKILL
+    "hang": Trait(phases=_ANYWHERE),  # for good
+    "exception": Trait(phases=_ANYWHERE),
+    "oom": Trait(phases=("forward", "backward")),
+    "preempt": Trait(phases=("optimizer", "data", "forward", "backward")),  # by SIGUSR1
+    "slow": Trait(factor=2.0, has_length=True),
+    "nan": Trait(on_all_ranks=True),
+    "spike": Trait(factor=100.0, on_all_ranks=True),
+    "disk-full": Trait(),
+    "unwritable": Trait(),
+    "kill-while-saving": Trait(),  # in the middle of a file of a checkpoint
+    "corrupt-checkpoint": Trait(),  # flips a bit of the newest, then SIGKILL
 }
 WHILE_SAVING: Final = ("disk-full", "unwritable", "kill-while-saving")
 ON_LOSS: Final = ("nan", "spike")

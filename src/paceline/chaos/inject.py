@@ -43,10 +43,10 @@ class Injector:
     """The faults of one rank in one attempt: those of the plan that have not happened yet."""
 
     def __init__(self, folder: Path, rank: int, checkpoints: Path) -> None:
-        plan = read_plan(folder)
+        self._seed, faults = read_plan(folder)
         done = {(fired.number, fired.rank) for fired in read_notes(folder, Fired)}
-        self._folder, self._rank, self._seed, self._checkpoints = folder, rank, plan.seed, checkpoints
-        self._faults = [each for each in plan.faults if each.rank in (None, rank) and (each.number, rank) not in done]
+        self._folder, self._rank, self._checkpoints = folder, rank, checkpoints
+        self._faults = [each for each in faults if each.rank in (None, rank) and (each.number, rank) not in done]
         self._slow: Fault | None = None
         self._slow_until = 0
         self._loss_factor = 1.0

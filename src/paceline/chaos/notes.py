@@ -25,14 +25,6 @@ VARIABLE: Final = "PACELINE_CHAOS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FaultPlan:
-    """Which faults a run is to have; ``seed`` says at which byte or bit."""
-
-    seed: int
-    faults: tuple[Fault, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Fired:
     """A fault that happened: on which rank, in which step, after how many samples, and when."""
 
@@ -64,15 +56,15 @@ class Passed:
 
 
 def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
-    """Writes the plan for the ranks."""
+    """Writes the plan for the ranks; ``seed`` says at which byte or bit faults happen."""
     content = {"seed": seed, "faults": [asdict(fault) for fault in faults]}
     (folder / "plan.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_plan(folder: Path) -> FaultPlan:
-    """Reads the plan back."""
+def read_plan(folder: Path) -> tuple[int, list[Fault]]:
+    """Reads the plan back: its seed and faults."""
     content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
-    return FaultPlan(seed=content["seed"], faults=tuple(Fault(**values) for values in content["faults"]))
+    return content["seed"], [Fault(**values) for values in content["faults"]]
 
 
 def note(folder: Path, what: Fired | Started | Passed) -> None:

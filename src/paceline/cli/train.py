@@ -43,12 +43,13 @@ def train(
 
       paceline train configs/digits.yaml --nnodes 1:4 --rdzv host1:29400
     """
-    from paceline.run.result import HostOptions, RunOptions
+    from paceline.run.nodes import parse_nodes
+    from paceline.run.result import RunOptions
     from paceline.run.train import train as run
 
     hosts = None
     if nnodes is not None and rdzv is not None:
-        hosts = HostOptions(counts=nnodes, endpoint=rdzv, ranks=node_ranks)
+        hosts = parse_nodes(nnodes, rdzv, node_ranks)
     elif nnodes is not None or rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
     options = RunOptions(

@@ -26,18 +26,17 @@ from paceline.errors import PreemptedError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan
-from paceline.records.records import EndRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 from paceline.run.folder import adopt_config
 from paceline.run.location import find_start
 from paceline.run.notes import StepNote, note_preemption, write_failure
 from paceline.run.rank_process import leave_process, node_ranks
-from paceline.run.records import name_strategy, records_path, run_record, write_settings, write_trace
+from paceline.run.records import end_record, name_strategy, records_path, run_record, write_settings, write_trace
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
-from paceline.train.survive.consensus import ConsensusHook, Listener, SpikeListener, StopWhenAsked
+from paceline.train.survive.consensus import ConsensusHook
 from paceline.train.survive.recovery import StopRequest
-from paceline.train.survive.saving import Saver, save_policy
+from paceline.train.survive.saving import Saver
 from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
 
 if TYPE_CHECKING:
@@ -143,16 +142,13 @@ class RankRunner:
             write_trace(config, trainer, self.folder)
         except PreemptedError as error:
             trainer.flush(wait=True)
-            now, text = time.time(), str(error)
-            end = EndRecord(status="stopped", step=trainer.step, seconds=now - started, message=text, time=now)
-            trainer.sink.write(end)
+            trainer.sink.write(end_record("stopped", trainer.step, started, str(error)))
             raise
         except BaseException:
             for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
                 trainer.sink.write(record)
             raise
-        now = time.time()
-        trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=now - started, message="", time=now))
+        trainer.sink.write(end_record("done", trainer.step, started))
 
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
         goes_on = config.recovery.on_full_disk == "warn"
@@ -166,18 +162,17 @@ class RankRunner:
 
 def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:
     """Returns what runs after each step: evaluation, saving, and the ranks' agreement about stopping and losses."""
-    hooks: list[Hook] = [Every(config.train.eval_every, EvaluateHook())]
-    policy = save_policy(config.checkpoint, ask_every=config.monitor.log_every)
-    goes_on = config.recovery.on_full_disk
-    saver = Saver(_checkpoint_folder(config, folder), policy, _about(config), storage, goes_on)
-    hooks.append(saver)
+    saver = Saver(
+        _checkpoint_folder(config, folder),
+        config.checkpoint,
+        _about(config),
+        storage,
+        config.recovery.on_full_disk,
+        ask_every=config.monitor.log_every,
+    )
     # The last: a wish to stop is obeyed when everything else of the step is done, and is not saved twice.
-    listeners: list[Listener] = [StopWhenAsked(request, saver.save_now)]
-    watches = config.recovery.on_spike != "ignore"
-    if watches:
-        listeners.insert(0, SpikeListener(config.recovery))
-    hooks.append(ConsensusHook(request, listeners, needs_losses=watches))
-    return hooks
+    consensus = ConsensusHook(request, saver.save_now, config.recovery)
+    return [Every(config.train.eval_every, EvaluateHook()), saver, consensus]
 
 
 def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:

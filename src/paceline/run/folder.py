@@ -104,6 +104,18 @@ def claim_folder(
         raise _cannot_make(path, error.strerror or str(error)) from error
 
 
+def is_in_use(path: Path) -> bool:
+    """Says whether a launcher holds a run's folder now."""
+    try:
+        lock = os.open(path / ".lock", os.O_RDWR)
+    except OSError:
+        return False
+    try:
+        return not _try_lock(lock)
+    finally:
+        os.close(lock)
+
+
 def config_of(path: Path) -> Path:
     """Returns the config that an attempt is to read."""
     pending = _pending(path, _CONFIG)
@@ -195,20 +207,27 @@ def _replace(path: Path, partial: Path) -> None:
 def _lock(folder: Path, path: Path) -> int:
     """Locks a folder; ``path`` is its name for messages. Raises RunFolderError if another process has it."""
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _try_lock(lock):
         owner = os.read(lock, 100).decode(errors="replace").strip()
         os.close(lock)
         raise RunFolderError(
             f"a run is going on in {path}{f': process {owner}' if owner else ''}\n"
             "  two runs cannot share a folder\n  wait for its end, end it, or choose another name (name=...)"
-        ) from None
-    except OSError:
-        pass  # a file system without locks, as some networks have: names alone must keep runs apart
+        )
     os.ftruncate(lock, 0)
     os.pwrite(lock, f"{os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     return lock
+
+
+def _try_lock(lock: int) -> bool:
+    """Locks an open file if no other process has; without locks, as on some networks, names must keep runs apart."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def _is_taken(path: Path) -> bool:

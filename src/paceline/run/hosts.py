@@ -17,11 +17,11 @@ from paceline.config.sections import RecoveryConfig
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.diagnosis import Stop, after_failure
 from paceline.run.console import live_progress, say
-from paceline.run.folder import claim_folder
+from paceline.run.folder import claim_folder, is_in_use
 from paceline.run.location import locate_run, run_folder
-from paceline.run.nodes import Nodes, is_in_use, parse_nodes
+from paceline.run.nodes import Nodes
 from paceline.run.notes import HANGS, forget, hung_attempts
-from paceline.run.result import HostOptions, RunOptions, RunResult, explain_end, read_result
+from paceline.run.result import RunOptions, RunResult, explain_end, read_result
 from paceline.run.supervise import rank_command
 from paceline.run.variables import rank_variables
 from paceline.run.warm import WarmRanks, warm_ranks_of
@@ -29,7 +29,7 @@ from paceline.run.warm import WarmRanks, warm_ranks_of
 _LOOK_S = 0.2
 
 
-def train_on_hosts(asked: Config, options: RunOptions, hosts: HostOptions) -> RunResult | None:
+def train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResult | None:
     """Runs this host's ranks until the run is done, with other hosts; returns None on a host that joins."""
     if options.resume not in (None, "auto"):
         raise UsageError(
@@ -37,15 +37,14 @@ def train_on_hosts(asked: Config, options: RunOptions, hosts: HostOptions) -> Ru
             "  hosts that come and go start from the run's newest checkpoint\n  use --resume auto"
         )
     folder = run_folder(asked)
-    nodes = parse_nodes(hosts.counts, hosts.endpoint, run_id=asked.name, restarts=asked.recovery)
     is_guest = is_in_use(folder)
     if not is_guest:
         locate_run(asked, force=options.force, resume=options.resume)
-    with warm_ranks_of(asked, hosts.ranks) as warm:
+    with warm_ranks_of(asked, nodes.ranks) as warm:
         from paceline.run.decide import Participants, decide_run
 
         config = decide_run(
-            asked, Participants(hosts=range(nodes.least, nodes.most + 1), host_ranks=hosts.ranks), checks_memory=False
+            asked, Participants(hosts=range(nodes.least, nodes.most + 1), host_ranks=nodes.ranks), checks_memory=False
         ).config
         if not is_guest:
             try:
@@ -75,7 +74,7 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> 
     from paceline.run.rank_process import uses_nccl
 
     ranks = _ranks_here(config, nodes)
-    with telling_restarts(folder, nodes.restarts, say):
+    with telling_restarts(folder, config.recovery, say):
         asked = LocalRanks(
             ranks=ranks,
             num_records=ranks * nodes.most,
@@ -83,8 +82,10 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> 
             variables=rank_variables(config, uses_nccl=uses_nccl(config)),
             warm=warm,
             nodes=nodes,
+            run_id=config.name,
+            restarts=config.recovery,
         )
-        launch_local(rank_command(folder, "auto", None, watches_itself=True), folder, asked)
+        launch_local([*rank_command(folder, "auto"), "--self-watch"], folder, asked)
 
 
 def _ranks_here(config: Config, nodes: Nodes) -> int:

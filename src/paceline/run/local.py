@@ -29,6 +29,7 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.cluster.detect import usable_cores
+from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.health.diagnosis import first_cause
 from paceline.health.exit_codes import PREEMPTED
@@ -67,7 +68,7 @@ class LocalRanks:
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
     never. With ``nodes`` these are the ranks of one host of several, which watch themselves, and the agent starts them
-    again by itself.
+    again by itself, as often as ``restarts`` says; hosts of the same ``run_id`` belong together.
     """
 
     ranks: int
@@ -78,6 +79,8 @@ class LocalRanks:
     warm: WarmRanks | None = None
     watch: WatchPolicy | None = None
     nodes: Nodes | None = None
+    run_id: str = field(default_factory=lambda: f"paceline-{os.getpid()}")
+    restarts: RecoveryConfig = field(default_factory=lambda: RecoveryConfig(max_restarts=0))
 
 
 def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> None:
@@ -89,7 +92,7 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
     """
     if asked.nodes is None:  # else others use the folder too
         forget_attempt(folder)
-    attempt = _Attempt(folder, range(asked.num_records or asked.ranks), asked.nodes)
+    attempt = _Attempt(folder, range(asked.num_records or asked.ranks), asked.restarts)
     arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
     with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
         try:
@@ -124,7 +127,7 @@ class _Attempt:
 
     folder: Path
     ranks: range
-    nodes: Nodes | None
+    restarts: RecoveryConfig  # by the agent
     started: float = field(default_factory=time.time)
 
     def processes(self) -> list[int]:
@@ -140,7 +143,7 @@ class _Attempt:
             elastic_launch(agent, sys.executable)(*arguments)
             if was_preempted(self.folder, since=self.started):
                 raise RunPreemptedError
-            if self.nodes is not None and is_over(self.folder, self.nodes.restarts):
+            if is_over(self.folder, self.restarts):
                 raise self._explain(read_failures(self.folder))
         except ChildFailedError as error:
             with signals_ignored():
@@ -198,14 +201,14 @@ def _agent_config(asked: LocalRanks, scratch: Path) -> LaunchConfig:
         min_nodes=1 if nodes is None else nodes.least,
         max_nodes=1 if nodes is None else nodes.most,
         nproc_per_node=asked.ranks,
-        run_id=f"paceline-{os.getpid()}" if nodes is None else nodes.run_id,
+        run_id=asked.run_id,
         rdzv_backend="c10d",
         rdzv_endpoint=f"localhost:{asked.port}" if nodes is None else nodes.endpoint,
         # Alone it keeps the store; else it would join whoever has the port.
         rdzv_configs={"is_host": True} if nodes is None else _RENDEZVOUS,
         # Without an address it looks this machine's name up, which laptops often cannot.
         local_addr="localhost" if nodes is None else address_towards(nodes.host, nodes.port),
-        max_restarts=0 if nodes is None else nodes.restarts.max_restarts,
+        max_restarts=asked.restarts.max_restarts,
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),

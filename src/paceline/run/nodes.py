@@ -12,16 +12,12 @@ The run's folder is shared. The first launcher has it; the others are guests.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 import psutil
 
-from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
 
 _ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
@@ -31,14 +27,13 @@ LAST_CALL_S = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """How many hosts take part, where they meet, which run it is, and when its ranks are started again."""
+    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU."""
 
     least: int
     most: int
     host: str
     port: int
-    run_id: str
-    restarts: RecoveryConfig
+    ranks: int | None = None
 
     @property
     def endpoint(self) -> str:
@@ -46,7 +41,7 @@ class Nodes:
         return f"{self.host}:{self.port}"
 
 
-def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RecoveryConfig) -> Nodes:
+def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Nodes:
     """Reads ``--nnodes`` (``2`` or ``1:4``) and ``--rdzv`` (``HOST:PORT``). Raises UsageError for what is neither."""
     found = _COUNTS.fullmatch(counts)
     least = int(found["least"]) if found else 0
@@ -61,14 +56,7 @@ def parse_nodes(counts: str, endpoint: str, *, run_id: str, restarts: RecoveryCo
             f"--rdzv {endpoint}\n  it is the name of one of the hosts, and a port of it: HOST:PORT\n"
             "  try --rdzv $(hostname):29400 on a first host, and the same text on the others"
         )
-    return Nodes(
-        least=least,
-        most=most,
-        host=place["host"].strip("[]"),
-        port=int(place["port"]),
-        run_id=run_id,
-        restarts=restarts,
-    )
+    return Nodes(least=least, most=most, host=place["host"].strip("[]"), port=int(place["port"]), ranks=ranks)
 
 
 def address_towards(host: str, port: int) -> str:
@@ -88,20 +76,3 @@ def interface_of(address: str) -> str | None:
     """Returns the network interface that has an address; None if none has."""
     found = psutil.net_if_addrs().items()
     return next((name for name, entries in found if any(entry.address == address for entry in entries)), None)
-
-
-def is_in_use(folder: Path) -> bool:
-    """Says whether a launcher holds a run's folder now."""
-    try:
-        lock = os.open(folder / ".lock", os.O_RDWR)
-    except OSError:
-        return False
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(lock)
-    return False

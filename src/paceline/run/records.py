@@ -48,10 +48,15 @@ def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: 
         if attempt is None:
             continue
         run, step = attempt
-        now = time.time()
-        end = EndRecord(status=status, step=step, seconds=now - run.time, message=message, time=now)
+        end = end_record(status, step, run.time, message)
         with contextlib.suppress(OSError), contextlib.closing(JsonlSink(records_path(folder, rank))) as sink:
             sink.write(end)
+
+
+def end_record(status: EndStatus, step: int, started: float, message: str = "") -> EndRecord:
+    """Returns the last record of an attempt that ends now."""
+    now = time.time()
+    return EndRecord(status=status, step=step, seconds=now - started, message=message, time=now)
 
 
 def note_straggler(folder: Path, rank: int, found: Straggler) -> None:

@@ -16,16 +16,8 @@ from paceline.run.folder import RunFolder
 from paceline.run.location import how_to_continue
 
 if TYPE_CHECKING:
+    from paceline.run.nodes import Nodes
     from paceline.search.choice import Choice
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HostOptions:
-    """Several hosts: how many (``2`` or ``1:4``), where they meet (``HOST:PORT``), and the ranks of this one."""
-
-    counts: str
-    endpoint: str
-    ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +34,7 @@ class RunOptions:
     port: int = 0
     is_quiet: bool = False
     checks_memory: bool = True
-    hosts: HostOptions | None = None
+    hosts: Nodes | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

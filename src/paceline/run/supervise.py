@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -30,30 +30,20 @@ if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RestartNote:
-    """What a restarted attempt writes down: which restart it is, of how many, and what ended the one before."""
+def supervise(start: Callable[[list[str]], None], config: Config, location: RunLocation) -> None:
+    """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other.
 
-    number: int
-    of: int
-    reason: str
-
-
-StartRanks = Callable[[Path | None, RestartNote | None], None]
-"""Starts the ranks from a checkpoint and returns when all are done. Raises RunFailedError when one fails."""
-
-
-def supervise(start: StartRanks, config: Config, location: RunLocation) -> None:
-    """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other."""
+    ``start`` runs a command on all ranks until they are done, and raises RunFailedError when one fails.
+    """
     policy, folder = config.recovery, location.folder
     own = _line(location.checkpoint)
     is_virtual, count = config.comm.backend == "virtual", config.parallel.ranks
     ranks = f"{count} {'virtual ' if is_virtual else ''}rank{'s' if count != 1 else ''}"
     attempts: list[FailedAttempt] = []
-    checkpoint, note = location.checkpoint, None
+    command = rank_command(folder, location.checkpoint)
     while True:
         try:
-            start(checkpoint, note)
+            start(command)
             return
         except RunFailedError as error:
             attempts.append(FailedAttempt.from_failure(error.diagnosis.cause, read_progress(folder)))
@@ -64,22 +54,17 @@ def supervise(start: StartRanks, config: Config, location: RunLocation) -> None:
                 raise RunFailedError(error.diagnosis, decision) from error
             what = str(attempts[-1])
         checkpoint, step = _starting_point(config, folder, location.checkpoint, own)
-        note = RestartNote(number=decision.number, of=policy.max_restarts, reason=what)
+        note = {"number": decision.number, "of": policy.max_restarts, "reason": what}
+        command = [*rank_command(folder, checkpoint), "--restart", json.dumps(note)]
         where = f"from step {step}" if checkpoint is not None else "from the beginning: there is no checkpoint"
         smaller = " with half the microbatch" if decision.halves_microbatch else ""
         say(f"{what}; restarting {ranks} {where}{smaller} (restart {decision.number} of {policy.max_restarts})")
 
 
-def rank_command(
-    folder: Path, checkpoint: Path | str | None, restart: RestartNote | None, *, watches_itself: bool = False
-) -> list[str]:
-    """Returns what each rank runs: a module and its arguments. ``watches_itself``: no launcher watches the ranks."""
+def rank_command(folder: Path, checkpoint: Path | str | None) -> list[str]:
+    """Returns what each rank runs: a module and its arguments. ``auto`` stands for the run's newest checkpoint."""
     command = ["paceline.run.worker", str(folder), "--launcher", str(os.getpid())]
-    if checkpoint is not None:
-        command += ["--resume", str(checkpoint)]
-    if restart is not None:
-        command += ["--restart", json.dumps(asdict(restart))]
-    return [*command, "--self-watch"] if watches_itself else command
+    return command if checkpoint is None else [*command, "--resume", str(checkpoint)]
 
 
 def halve_microbatch(folder: Path) -> bool:

@@ -22,7 +22,6 @@ from paceline.run.warm import WarmRanks, warm_ranks_of
 
 if TYPE_CHECKING:
     from paceline.run.decide import Decision
-    from paceline.run.supervise import RestartNote
 
 
 def train(
@@ -60,7 +59,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
     from paceline.run.local import LocalRanks, check_port, launch_local
     from paceline.run.prediction import BackgroundPrediction, predict_run
     from paceline.run.rank_process import uses_nccl
-    from paceline.run.supervise import rank_command, supervise
+    from paceline.run.supervise import supervise
     from paceline.run.variables import rank_variables
     from paceline.run.watch import watch_policy
 
@@ -82,14 +81,11 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         watch=watch_policy(config),
     )
 
-    def start(checkpoint: Path | None, restart: RestartNote | None) -> None:
-        launch_local(rank_command(folder, checkpoint, restart), folder, asked)
-
     is_continued, written = location.is_continued, plan.to_text()
     with claim_folder(folder, dump_yaml(config), written, force=options.force, resume=is_continued) as claimed:
         if expected is not None:
             claimed.write_prediction(expected.to_text())
         prediction = BackgroundPrediction(config, folder, expected, warm)
         with explain_end(claimed), live_progress(folder, is_shown=is_shown), prediction:
-            supervise(start, config, location)
+            supervise(lambda command: launch_local(command, folder, asked), config, location)
         return read_result(folder, config, decision.choice)

@@ -8,7 +8,7 @@ all-reduce that nobody waits for; behind the next one it is there, and all of th
 
 Cost: one all-reduce of 32 bytes whose latency hides behind a step. Where steps are shorter than 100 ms it is, after the
 first 64, not issued in every one of them: how many are left out follows from the seconds in the sum, so that it is the
-same number on all ranks. Whoever asks for losses (spikes) gets them in every step, and since all ranks have the same
+same number on all ranks. Where spikes are looked for, it is issued in every step, and since all ranks have the same
 numbers they react alike, as ``recovery.py`` decides.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Final
 
@@ -46,43 +46,85 @@ class Common:
     step_s: float
 
 
-Listener = Callable[[Trainer, Common], None]
-
-
-@dataclass(frozen=True, slots=True)
-class StopWhenAsked:
-    """Saves and ends the run when any rank was asked to stop."""
-
-    request: StopRequest
-    save: Callable[[Trainer], None]
-
-    def __call__(self, trainer: Trainer, common: Common) -> None:
-        """Raises PreemptedError, on all ranks after the same step, once the state is saved.
-
-        Not after the last step: the run is done, and was saved as one that is.
-        """
-        if not common.num_wishes or trainer.step >= trainer.parts.plan.total_steps:
-            return
-        self.save(trainer)
-        number = self.request.signal
-        name = signal.Signals(number).name if number else "a signal to another rank"
-        trainer.note("preempted", {"signal": name, "ranks_asked": common.num_wishes})
-        raise PreemptedError(f"stopped by {name} after step {trainer.step}; the state is saved")
+@dataclass(slots=True)
+class _PendingSum:
+    step: int
+    position: int
+    values: torch.Tensor
+    work: Work
 
 
 @dataclass(slots=True)
-class SpikeListener:
-    """Looks at the loss of each step over all ranks, and reacts when it jumps."""
+class ConsensusHook:
+    """Adds up what the ranks know of a step; one step later, all of them act on the sum.
 
+    They go back or stop where the loss has jumped, as ``policy`` says. Where any rank was asked to stop by a signal
+    that its ``request`` holds, all of them ``save`` and leave.
+    """
+
+    request: StopRequest
+    save: Callable[[Trainer], None]
     policy: RecoveryConfig
+    _pending: _PendingSum | None = None
+    _next_step: int = 0
+    _num_sums: int = 0
+    _last_time: float = field(default_factory=time.perf_counter)
     _losses: list[tuple[int, float]] = field(default_factory=list)
 
-    def __call__(self, trainer: Trainer, common: Common) -> None:
-        """Notes a loss. Raises GoBackError or TrainingError if it is a spike and the policy says so."""
-        policy = self.policy
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Reads the sum of an earlier step, and issues that of this one if it is due."""
+        now = time.perf_counter()
+        seconds, self._last_time = now - self._last_time, now
+        common = None if self._pending is None else _read(self._pending, trainer.parts.engine.world.size)
+        self._pending = None
+        if common is not None:
+            asks_always = self._needs_losses or self._num_sums < _FREE_SUMS
+            self._next_step = result.step if asks_always else next_ask(common.step_s, result.step)
+        if not result.is_last and result.step >= self._next_step:
+            self._pending = self._issue(trainer, result, seconds)
+            self._num_sums += 1
+        if common is not None:
+            self._act(trainer, common)
+
+    @property
+    def _needs_losses(self) -> bool:
+        return self.policy.on_spike != "ignore"
+
+    def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _PendingSum:
+        comm, outcome = trainer.parts.engine.world, result.outcome
+        values = torch.tensor([float(bool(self.request.signal)), seconds, 0.0, 0.0], dtype=torch.float64)
+        values = values.to(comm.device, non_blocking=True)
+        if self._needs_losses:  # they stay on the device
+            values[_LOSS] = outcome.loss_sum.detach()
+            values[_COUNT] = outcome.count
+        return _PendingSum(result.step, result.position, values, comm.all_reduce(values))
+
+    def _act(self, trainer: Trainer, common: Common) -> None:
+        try:
+            if self._needs_losses:
+                self._look_at_loss(trainer, common)
+            # Not after the last step: the run is done, and was saved as one that is.
+            if common.num_wishes and trainer.step < trainer.parts.plan.total_steps:
+                self._save_and_stop(trainer, common.num_wishes)
+        except TrainingError:  # the run ends or goes back: the sum on its way is of no use
+            if self._pending is not None:
+                self._pending.work.wait()
+                self._pending = None
+            raise
+
+    def _save_and_stop(self, trainer: Trainer, num_wishes: int) -> None:
+        """Raises PreemptedError, on all ranks after the same step, once the state is saved."""
+        self.save(trainer)
+        number = self.request.signal
+        name = signal.Signals(number).name if number else "a signal to another rank"
+        trainer.note("preempted", {"signal": name, "ranks_asked": num_wishes})
+        raise PreemptedError(f"stopped by {name} after step {trainer.step}; the state is saved")
+
+    def _look_at_loss(self, trainer: Trainer, common: Common) -> None:
+        """Notes the loss of a step over all ranks. Raises GoBackError or TrainingError where a spike asks for it."""
         # After the run went back, steps come again.
-        self._losses = [known for known in self._losses if known[0] < common.step][-policy.spike_window :]
-        spike = find_spike(policy, [loss for _, loss in self._losses], common.loss)
+        self._losses = [known for known in self._losses if known[0] < common.step][-self.policy.spike_window :]
+        spike = find_spike(self.policy, [loss for _, loss in self._losses], common.loss)
         if spike is not None:
             self._react(trainer, common, spike)
         self._losses.append((common.step, common.loss))
@@ -100,61 +142,6 @@ class SpikeListener:
                 f"{reaction.reason} at step {common.step}\n  recovery.on_spike = {self.policy.on_spike}\n"
                 "  lower optim.lr, set optim.clip_norm, or look at the data of that step"
             )
-
-
-@dataclass(slots=True)
-class _PendingSum:
-    step: int
-    position: int
-    values: torch.Tensor
-    work: Work
-
-
-@dataclass(slots=True)
-class ConsensusHook:
-    """Adds up what the ranks know of a step, and hands it to the listeners one step later."""
-
-    request: StopRequest
-    listeners: Sequence[Listener]
-    needs_losses: bool = False
-    _pending: _PendingSum | None = None
-    _next_step: int = 0
-    _num_sums: int = 0
-    _last_time: float = field(default_factory=time.perf_counter)
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Reads the sum of an earlier step, and issues that of this one if it is due."""
-        now = time.perf_counter()
-        seconds, self._last_time = now - self._last_time, now
-        common = None if self._pending is None else _read(self._pending, trainer.parts.engine.world.size)
-        self._pending = None
-        if common is not None:
-            asks_always = self.needs_losses or self._num_sums < _FREE_SUMS
-            self._next_step = result.step if asks_always else next_ask(common.step_s, result.step)
-        if not result.is_last and result.step >= self._next_step:
-            self._pending = self._issue(trainer, result, seconds)
-            self._num_sums += 1
-        if common is not None:
-            self._tell(trainer, common)
-
-    def _tell(self, trainer: Trainer, common: Common) -> None:
-        try:
-            for listener in self.listeners:
-                listener(trainer, common)
-        except TrainingError:  # the run ends or goes back: the sum on its way is of no use
-            if self._pending is not None:
-                self._pending.work.wait()
-                self._pending = None
-            raise
-
-    def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _PendingSum:
-        comm, outcome = trainer.parts.engine.world, result.outcome
-        values = torch.tensor([float(bool(self.request.signal)), seconds, 0.0, 0.0], dtype=torch.float64)
-        values = values.to(comm.device, non_blocking=True)
-        if self.needs_losses:  # they stay on the device
-            values[_LOSS] = outcome.loss_sum.detach()
-            values[_COUNT] = outcome.count
-        return _PendingSum(result.step, result.position, values, comm.all_reduce(values))
 
 
 def _read(pending: _PendingSum, ranks: int) -> Common:

@@ -2,7 +2,6 @@
 
     a step's gradients are not finite  on_bad_step(policy, num_in_a_row, limit, ...)        asked by every rank
     the loss jumped                    find_spike(losses) then on_spike(policy, ...)        asked by every rank
-    a checkpoint cannot be written     on_full_disk(policy, ...)                            asked by every rank
 
 Nothing here talks, reads a clock or imports torch: whoever asks with the same values gets the same answer, so that
 ranks which hold the same numbers agree without a word. What is done about ranks that died or hung is decided by
@@ -15,7 +14,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from paceline.config.sections import RecoveryConfig
 from paceline.health.diagnosis import Stop
@@ -119,8 +118,3 @@ def _go_back(policy: RecoveryConfig, how: str, what: str, *, num_roll_backs: int
     if how == "lower_rate":
         return GoBack(reason=what, skips_data=False, rate_factor=policy.rate_factor)
     return GoBack(reason=what, skips_data=True)
-
-
-def on_full_disk(policy: Literal["stop", "warn"], *, is_last: bool) -> GoOn | Stop:
-    """Decides about a checkpoint that could not be written. The last one of a run or before its end must be."""
-    return GoOn(is_noted=True) if policy == "warn" and not is_last else Stop()

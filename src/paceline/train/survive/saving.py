@@ -14,49 +14,20 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import Spot, line_from
-from paceline.checkpoint.retention import Retention, retention_of
+from paceline.checkpoint.retention import retention_of
 from paceline.checkpoint.storage import FileStore
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
-from paceline.health.diagnosis import Stop
-from paceline.train.survive.recovery import on_full_disk
 from paceline.train.trainer import StepResult, Trainer, is_time
 
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
 _WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavePolicy:
-    """When a run is saved, and how. ``ask_every``: steps after which ranks ask rank 0's clock.
-
-    ``in_background`` None: where a rank writes 32 MiB or more. One that is smaller is there before training goes on.
-    """
-
-    every_steps: int | None = None
-    every_seconds: float | None = None
-    at_end: bool = True
-    in_background: bool | None = False
-    ask_every: int = 10
-    retention: Retention = field(default_factory=Retention)
-
-
-def save_policy(config: CheckpointConfig, *, ask_every: int = 10) -> SavePolicy:
-    return SavePolicy(
-        every_steps=config.every_steps,
-        every_seconds=None if config.every_minutes is None else config.every_minutes * 60.0,
-        at_end=config.at_end,
-        in_background=None if config.asynchronous == "auto" else config.asynchronous,
-        ask_every=ask_every,
-        retention=retention_of(config.model_dump()),
-    )
 
 
 class Saver:
@@ -65,16 +36,22 @@ class Saver:
     def __init__(
         self,
         folder: Path,
-        policy: SavePolicy,
+        config: CheckpointConfig,
         about: Mapping[str, Any] | None = None,
         storage: FileStore | None = None,
         on_full_disk: Literal["stop", "warn"] = "stop",
+        ask_every: int = 10,
     ) -> None:
-        """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual."""
+        """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual.
+
+        ``ask_every``: steps after which ranks ask rank 0's clock.
+        """
         self._on_full_disk = on_full_disk
         self.folder = folder
-        self.policy = policy
         self.last_saved: int | None = None
+        self._config = config
+        self._retention = retention_of(config.model_dump())
+        self._ask_every = ask_every
         self._about = dict(about or {})
         self._storage = storage
         self._writer: CheckpointWriter | None = None
@@ -90,7 +67,7 @@ class Saver:
         try:
             self._save_if_due(trainer, result)
         except CheckpointError as error:
-            if isinstance(on_full_disk(self._on_full_disk, is_last=result.is_last), Stop):
+            if self._on_full_disk == "stop" or result.is_last:
                 raise
             trainer.note("not_saved", {"reason": str(error).splitlines()[0]}, step=result.step)
             trainer.parts.meter.start()
@@ -150,27 +127,27 @@ class Saver:
 
     @property
     def _saves_on_the_way(self) -> bool:
-        policy = self.policy
-        return policy.in_background is not False and (policy.every_steps or policy.every_seconds) is not None
+        config = self._config
+        return config.asynchronous is not False and (config.every_steps or config.every_minutes) is not None
 
     def _prepare(self, trainer: Trainer) -> CheckpointWriter:
         """Makes the writer, and room to save in the background. All ranks call it when the optimizer has its state."""
-        world, policy = trainer.parts.engine.world, self.policy
-        self._writer = CheckpointWriter(self.folder, world, policy.retention, self._storage)
+        self._writer = CheckpointWriter(self.folder, trainer.parts.engine.world, self._retention, self._storage)
         self._take_line(trainer)
         if self._saves_on_the_way:
-            worth = _WORTH_BYTES if policy.in_background is None else 0
+            worth = _WORTH_BYTES if self._config.asynchronous == "auto" else 0
             self._is_in_background = self._writer.reserve(trainer.collect_state(), worth)
         return self._writer
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
-        policy, reason, seconds = self.policy, "", self.policy.every_seconds
-        if policy.every_steps is not None and result.step % policy.every_steps == 0:
+        config, step, reason = self._config, result.step, ""
+        minutes = config.every_minutes
+        if config.every_steps is not None and step % config.every_steps == 0:
             reason = "steps"
-        if seconds is not None and result.step % policy.ask_every == 0 and is_time(trainer, self._clock, seconds):
+        if minutes is not None and step % self._ask_every == 0 and is_time(trainer, self._clock, 60.0 * minutes):
             self._clock = time.monotonic()
             reason = "minutes"
-        return "end" if policy.at_end and result.is_last else reason
+        return "end" if config.at_end and result.is_last else reason
 
     def _take_line(self, trainer: Trainer) -> None:
         """Goes on with the trainer's line, or a new one where later steps lie that it did not come along."""
@@ -180,7 +157,7 @@ class Saver:
 
     def _note_best(self, trainer: Trainer) -> None:
         """Keeps the best value of the metric so far, and its step."""
-        policy = self.policy.retention
+        policy = self._retention
         value = trainer.metrics.get(policy.metric)
         known = trainer.best
         if value is None or value != value:
