@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from paceline.plan.workload import ModelShape
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
-from paceline.predict.scored.cases import in_metric, predict_case
 from paceline.predict.scored.published import PublishedRun
+from paceline.predict.scored.validation import in_metric, predict_case
 
 PULL_BLOCK = 1.0
 PULL_HEAD = 0.02

@@ -26,20 +26,19 @@ from itertools import combinations
 from pathlib import Path
 
 from fit_blocks import Key, Known, with_blocks
+from fitted_text import domain_of, format_blocks, format_constants, format_domain
 from paceline.plan.workload import Workload
 from paceline.predict.formulas.constants import (
     DEVICE_FIELDS,
     Constants,
     ConstantSets,
     fitted_constants,
-    format_constants,
     mean_of,
 )
-from paceline.predict.formulas.domain import Domain, domain_of, format_domain, kind_of
-from paceline.predict.formulas.measured_blocks import format_blocks
-from paceline.predict.scored.cases import in_metric, predict_case
+from paceline.predict.formulas.predict import Domain, kind_of
 from paceline.predict.scored.measured_table import read_table
 from paceline.predict.scored.published import read_case
+from paceline.predict.scored.validation import in_metric, predict_case
 
 START = Constants()
 BOUNDS = {

@@ -445,13 +445,13 @@ def test_a_planted_violation_is_named(plant: Plant, file: str, text: str, line: 
 @pytest.mark.parametrize("form", ["{}", IN_FUNCTION, FOR_TYPES])
 def test_modules_that_import_one_another_are_named(plant: Plant, form: str) -> None:
     files = {
-        "data/fetch.py": "from paceline.data.text import read",
+        "data/fetch.py": "from paceline.data.loader import read",
         "data/order.py": "from paceline.data import fetch",
-        "data/text.py": "",
+        "data/loader.py": "",
     }
     assert Tree(plant(files)).violations() == []
     back = form.format("from paceline.data.order import share")
-    (found,) = Tree(plant({**files, "data/text.py": back})).violations()
+    (found,) = Tree(plant({**files, "data/loader.py": back})).violations()
     assert " imports data." in str(found)
     assert ": cycle: data." in str(found)
 

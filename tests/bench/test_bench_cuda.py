@@ -8,8 +8,7 @@ import torch
 from paceline.bench.arms import arms_in_bf16
 from paceline.bench.engines import bench_bf16
 from paceline.bench.interleave import Turns
-from paceline.bench.largest import Budget
-from paceline.bench.memory import OPTIONS, Family, Option, bench_memory
+from paceline.bench.memory import OPTIONS, Budget, Family, Option, bench_memory
 from paceline.bench.workloads import BenchWorkload
 from paceline.units import GIB, MIB
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from paceline import CommunicationOptimizer
 from paceline.comm.algorithms.topology import state_topology
 from paceline.comm.base import Communicator
-from paceline.comm.compress.sparse import num_kept
+from paceline.comm.compress.policies import num_kept
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from paceline.comm.base import BucketShape, Communicator
 from paceline.comm.compress import POLICIES, Compressor
-from paceline.comm.compress.quantised import BLOCK, dequantise, pack_bits, quantise, unpack_bits
-from paceline.comm.compress.sparse import num_kept, pack, unpack
+from paceline.comm.compress.policies import BLOCK, dequantise, num_kept, pack, pack_bits, quantise, unpack, unpack_bits
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual

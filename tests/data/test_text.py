@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.data.text import EncodedText, TokenBlocks, load_text, split_blocks
+from paceline.data.registry import EncodedText, TokenBlocks, load_text, split_blocks
 from paceline.errors import DataError
 
 

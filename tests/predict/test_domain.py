@@ -9,15 +9,11 @@ import pytest
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Framework, ModelShape, Running, Workload
-from paceline.predict.formulas.domain import (
+from paceline.predict.formulas.predict import (
     calibrated_domain,
-    domain_of,
-    format_domain,
-    kind_of,
     outside_of,
-    parse_domain,
+    predict,
 )
-from paceline.predict.formulas.predict import predict
 from paceline.predict.scored.published import known_samples, known_transformer
 
 SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
@@ -76,12 +72,3 @@ def test_a_factor_of_two_is_inside() -> None:
     for width, count in ((low / 2, 0), (low / 2 - 64, 1), (high * 2, 0), (high * 2 + 64, 1)):
         work = replace(INSIDE, model=replace(SHAPE, hidden=int(width), heads=1, kv_heads=1))
         assert len(outside_of(work, AMPERE, is_fitted=True)) == count
-
-
-def test_a_domain_is_written_and_read_back() -> None:
-    key = ("ampere", "eager", kind_of(INSIDE))
-    found = domain_of({key: [INSIDE, replace(INSIDE, run=replace(RUN, seq_len=4096, compute="fp16"))]})
-    assert found[key].precisions == ("bf16", "fp16")
-    assert found[key].sizes["length"] == (2048, 4096)
-    assert parse_domain(format_domain(found)) == found
-    assert parse_domain(format_domain(calibrated_domain())) == calibrated_domain()

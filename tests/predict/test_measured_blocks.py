@@ -10,7 +10,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.workload import ModelShape, Running, Workload
 from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
-from paceline.predict.formulas.measured_blocks import Factors, format_blocks, parse_blocks, shape_of
+from paceline.predict.formulas.measured_blocks import Factors, shape_of
 from paceline.predict.formulas.predict import predict
 
 CLUSTER = load_cluster("4x a100-sxm-80gb")
@@ -77,8 +77,3 @@ def test_sets_that_were_not_fitted_know_no_blocks() -> None:
         composed, fitted = constants_for(sets, generation, "megatron")
         assert not fitted
         assert not composed.blocks
-
-
-def test_the_shipped_blocks_are_written_and_read_back() -> None:
-    known = {key: each.blocks for key, each in fitted_constants().items() if each.blocks}
-    assert parse_blocks(format_blocks(known)) == known

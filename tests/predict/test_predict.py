@@ -16,9 +16,6 @@ from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.predict.formulas.constants import (
     Constants,
     constants_for,
-    fitted_constants,
-    format_constants,
-    parse_constants,
 )
 from paceline.predict.formulas.predict import predict
 from paceline.predict.memory.footprint import footprint
@@ -218,12 +215,6 @@ def test_many_rows_weigh_more_in_a_composed_set() -> None:
     few, many = Constants(matmul=0.9, rows=4), Constants(matmul=0.6, rows=64)
     found, _ = constants_for({("hopper", "eager"): many, ("hopper", "compiled"): few}, "hopper", "megatron")
     assert found.matmul == pytest.approx(0.6 ** (8 / 10) * 0.9 ** (2 / 10))
-
-
-def test_constants_are_written_and_read_back() -> None:
-    sets = fitted_constants()
-    assert ("ampere", "eager") in sets
-    assert parse_constants(format_constants(sets)) == {key: replace(each, blocks={}) for key, each in sets.items()}
 
 
 def test_a_band_is_wider_where_nothing_was_fitted() -> None:

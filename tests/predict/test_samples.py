@@ -10,7 +10,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Compute, Running, SampleModel, Workload
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.samples import sample_step
+from paceline.predict.formulas.predict import sample_step
 from paceline.predict.scored.published import known_samples
 
 CONSTANTS = Constants()

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.predict.scored.cases import predict_case
 from paceline.predict.scored.measured_table import read_table
 from paceline.predict.scored.published import read_case
-from paceline.predict.scored.validation import rows_csv, to_json, validate
+from paceline.predict.scored.validation import predict_case, rows_csv, to_json, validate
 
 MakeTable = Callable[..., Path]
 

@@ -18,7 +18,7 @@ from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.planned import with_memory
 from paceline.search.choice import Choice, Room, apply_choice
-from paceline.search.mesh_choice import choose_mesh, overhead_of
+from paceline.search.make_plan import choose_mesh, overhead_of
 from paceline.units import GIB
 
 SEVEN_BILLION: dict[str, Any] = {

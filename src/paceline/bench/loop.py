@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.bench.interleave import Turns, interleave
-from paceline.calibrate.loop import looped_step, recording_trainer
+from paceline.calibrate.families import looped_step, recording_trainer
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.run.processes import run_processes

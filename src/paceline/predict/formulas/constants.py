@@ -48,7 +48,7 @@ class Constants(KernelRates):
     blocks: MeasuredBlocks = field(default_factory=dict)
 
 
-_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("memory", "blocks", "rows"))
+CONSTANT_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("memory", "blocks", "rows"))
 DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution", "convolution_wide")
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
@@ -116,20 +116,6 @@ def parse_constants(text: str) -> ConstantSets:
     found = {}
     for generation, frameworks in (yaml.safe_load(text) or {}).items():
         for framework, values in frameworks.items():
-            known: dict[str, Any] = {name: float(values[name]) for name in _NAMES if name in values}
+            known: dict[str, Any] = {name: float(values[name]) for name in CONSTANT_NAMES if name in values}
             found[generation, framework] = Constants(**known, rows=int(values.get("rows", 1)))
     return found
-
-
-def format_constants(sets: ConstantSets) -> str:
-    """Writes sets as YAML that ``parse_constants`` reads."""
-    lines = []
-    for generation in GENERATIONS:
-        of_generation = [each for each in FRAMEWORKS if (generation, each) in sets]
-        if of_generation:
-            lines.append(f"{generation}:")
-        for framework in of_generation:
-            found = sets[generation, framework]
-            values = ", ".join(f"{name}: {getattr(found, name):.4g}" for name in _NAMES)
-            lines.append(f"  {framework}: {{{values}, rows: {found.rows}}}")
-    return "\n".join(lines) + "\n"

@@ -45,7 +45,7 @@ class Factors:
     head: float = 1.0
 
 
-_NAMES = tuple(each.name for each in fields(BlockShape))
+SHAPE_NAMES = tuple(each.name for each in fields(BlockShape))
 MeasuredBlocks = Mapping[BlockShape, Factors]
 UNKNOWN = Factors()
 
@@ -89,13 +89,3 @@ def parse_blocks(text: str) -> dict[tuple[str, str], dict[BlockShape, Factors]]:
         )
         found[line["generation"], line["framework"]][shape] = Factors(float(line["block"]), float(line["head"]))
     return dict(found)
-
-
-def format_blocks(known: Mapping[tuple[str, str], MeasuredBlocks]) -> str:
-    """Writes factors as CSV that ``parse_blocks`` reads, the same bytes for the same factors."""
-    lines = [",".join(("generation", "framework", *_NAMES, "block", "head"))]
-    for key in sorted(known):
-        rows = [([str(getattr(shape, name)) for name in _NAMES], factors) for shape, factors in known[key].items()]
-        for row, factors in sorted(rows, key=lambda each: [f"{text:>12}" for text in each[0]]):
-            lines.append(",".join((*key, *row, f"{factors.block:.4g}", f"{factors.head:.4g}")))
-    return "\n".join(lines) + "\n"

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +26,7 @@ from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.group import check_peer
 from paceline.config import Config, layout_of
 from paceline.engines.engine import StageRunner
+from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
@@ -33,8 +36,8 @@ from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import counted, is_playable, repeat
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.calls import KnownCalls
-from paceline.rehearse.dryrun.claims import claim_states, watch_gradients, watch_update
 from paceline.rehearse.dryrun.functions import MetaFunctions
+from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data
@@ -45,6 +48,68 @@ from paceline.search.choice import MARGIN
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import train_step
+
+# What memory of a dry run is for: what the engine, its optimizer and all else of a step hold.
+
+
+def claim_states(memory: HeldMemory, parts: StepPieces) -> None:
+    """Says what the engine and the optimizer hold."""
+    engine = parts.engine
+    for group in engine.flat_groups:
+        if group.comes_and_goes:
+            memory.follow(group.full, "temporary")
+            _look_after(group, memory)
+        memory.claim([group.master] if group.resident is None else [group.master, group.resident], "parameters")
+        if group.gradient is not None:
+            memory.claim([group.gradient], "gradients")
+    memory.claim(engine.parameters(), "parameters")
+    memory.claim(engine.module.parameters(), "parameters")
+    memory.claim(engine.module.buffers(), "buffers")
+    for parameter, average in () if parts.average is None else parts.average.pairs():
+        memory.claim([average], HOST if memory.is_on_host(parameter) else "optimizer")
+    if parts.compressor is not None:
+        memory.claim(parts.compressor.held(), "buffers")
+    for parameter, state in parts.optimizer.state.items():
+        states = (value for value in state.values() if isinstance(value, torch.Tensor))
+        memory.claim(states, HOST if memory.is_on_host(parameter) else "optimizer")
+
+
+def _look_after(group: FlatGroup, memory: HeldMemory) -> None:
+    """Looks at followed storages when a group's memory comes or goes: after every kernel would take long."""
+    for name in ("allocate", "free"):
+        if name not in vars(group):
+            vars(group)[name] = functools.partial(_then_look, group, getattr(group, name), memory)
+
+
+def _then_look(group: FlatGroup, change: Callable[[], None], memory: HeldMemory) -> None:
+    change()
+    memory.look()
+    if group.resident is not None:  # another one after each update
+        memory.claim([group.resident], "parameters")
+
+
+def watch_gradients(memory: HeldMemory, model: nn.Module) -> None:
+    """Says of gradients what they are as they arrive."""
+
+    def claim(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            memory.claim([parameter.grad], "gradients")
+
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(claim)  # type: ignore[no-untyped-call]
+
+
+def watch_update(memory: HeldMemory, parts: StepPieces) -> None:
+    """Says before each update what gradients are."""
+
+    def claim(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        del optimizer, args, kwargs
+        held = (*parts.engine.parameters(), *parts.engine.module.parameters())
+        memory.claim((p.grad for p in held if p.grad is not None), "gradients")
+
+    parts.optimizer.register_step_pre_hook(claim)
+
 
 _FEW = 3  # microbatches that are run: the first, one that stands for all between, and the last
 

@@ -1,0 +1,62 @@
+"""The files of fitted constants as text: what ``predict/formulas`` reads, ``fit_constants.py`` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from paceline.plan.workload import Workload
+from paceline.predict.formulas.constants import CONSTANT_NAMES, FRAMEWORKS, GENERATIONS, ConstantSets
+from paceline.predict.formulas.measured_blocks import SHAPE_NAMES, MeasuredBlocks
+from paceline.predict.formulas.predict import Domain, Key, sizes_of
+
+
+def format_constants(sets: ConstantSets) -> str:
+    """Writes sets as YAML that ``parse_constants`` reads."""
+    lines = []
+    for generation in GENERATIONS:
+        of_generation = [each for each in FRAMEWORKS if (generation, each) in sets]
+        if of_generation:
+            lines.append(f"{generation}:")
+        for framework in of_generation:
+            found = sets[generation, framework]
+            values = ", ".join(f"{name}: {getattr(found, name):.4g}" for name in CONSTANT_NAMES)
+            lines.append(f"  {framework}: {{{values}, rows: {found.rows}}}")
+    return "\n".join(lines) + "\n"
+
+
+def format_blocks(known: Mapping[tuple[str, str], MeasuredBlocks]) -> str:
+    """Writes factors as CSV that ``parse_blocks`` reads, the same bytes for the same factors."""
+    lines = [",".join(("generation", "framework", *SHAPE_NAMES, "block", "head"))]
+    for key in sorted(known):
+        rows = [([str(getattr(shape, name)) for name in SHAPE_NAMES], factors) for shape, factors in known[key].items()]
+        for row, factors in sorted(rows, key=lambda each: [f"{text:>12}" for text in each[0]]):
+            lines.append(",".join((*key, *row, f"{factors.block:.4g}", f"{factors.head:.4g}")))
+    return "\n".join(lines) + "\n"
+
+
+def domain_of(workloads: Mapping[Key, list[Workload]]) -> dict[Key, Domain]:
+    """Returns what some workloads cover, by generation, framework and kind."""
+    found = {}
+    for key, those in workloads.items():
+        sizes = [sizes_of(each) for each in those]
+        found[key] = Domain(
+            precisions=tuple(sorted({each.run.compute for each in those})),
+            sizes={name: (min(each[name] for each in sizes), max(each[name] for each in sizes)) for name in sizes[0]},
+        )
+    return found
+
+
+def format_domain(domain: Mapping[Key, Domain]) -> str:
+    """Writes a domain as YAML that ``parse_domain`` reads: generation, framework, kind."""
+    lines: list[str] = []
+    before: tuple[str, ...] = ("", "")
+    for generation, framework, kind in sorted(domain):
+        if generation != before[0]:
+            lines.append(f"{generation}:")
+        if (generation, framework) != before:
+            lines.append(f"  {framework}:")
+        found = domain[generation, framework, kind]
+        sizes = "".join(f", {name}: [{low:g}, {high:g}]" for name, (low, high) in found.sizes.items())
+        lines.append(f"    {kind}: {{precisions: [{', '.join(found.precisions)}]{sizes}}}")
+        before = (generation, framework)
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,36 @@
+"""What ``bench/fit_constants.py`` writes is what ``predict/formulas`` reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fitted_text import domain_of, format_blocks, format_constants, format_domain
+from paceline.plan.layout import Layout
+from paceline.plan.workload import ModelShape, Running, Workload
+from paceline.predict.formulas.constants import fitted_constants, parse_constants
+from paceline.predict.formulas.measured_blocks import parse_blocks
+from paceline.predict.formulas.predict import calibrated_domain, kind_of, parse_domain
+
+SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+RUN = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16")
+WORK = Workload(model=SHAPE, layout=Layout(strategy="fsdp").for_ranks(8), run=RUN)
+
+
+def test_constants_are_written_and_read_back() -> None:
+    sets = fitted_constants()
+    assert ("ampere", "eager") in sets
+    assert parse_constants(format_constants(sets)) == {key: replace(each, blocks={}) for key, each in sets.items()}
+
+
+def test_the_shipped_blocks_are_written_and_read_back() -> None:
+    known = {key: each.blocks for key, each in fitted_constants().items() if each.blocks}
+    assert parse_blocks(format_blocks(known)) == known
+
+
+def test_a_domain_is_written_and_read_back() -> None:
+    key = ("ampere", "eager", kind_of(WORK))
+    found = domain_of({key: [WORK, replace(WORK, run=replace(RUN, seq_len=4096, compute="fp16"))]})
+    assert found[key].precisions == ("bf16", "fp16")
+    assert found[key].sizes["length"] == (2048, 4096)
+    assert parse_domain(format_domain(found)) == found
+    assert parse_domain(format_domain(calibrated_domain())) == calibrated_domain()
