@@ -82,9 +82,7 @@ def _is_compared(layout: Layout, count: int) -> bool:
 
 def _images(count: int, compute: Compute) -> Workload:
     return Workload(
-        model=_resnet(),
-        layout=Layout(microbatch=IMAGES_EACH).for_ranks(count),
-        run=Running(seq_len=1, compute=compute),
+        model=_resnet(), layout=Layout(microbatch=IMAGES_EACH).for_ranks(count), run=Running(seq_len=1, compute=compute)
     )
 
 

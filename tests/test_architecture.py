@@ -43,9 +43,7 @@ LEVELS = (
     ("cli",),
     ("__main__",),
 )
-SIDEWAYS: set[tuple[str, str]] = {
-    ("imports", "errors"),
-}
+SIDEWAYS: set[tuple[str, str]] = {("imports", "errors")}
 TORCH_FREE = (
     "chaos.faults",
     "chaos.notes",

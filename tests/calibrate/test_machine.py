@@ -23,10 +23,7 @@ from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 
 SMALL = Shapes(
-    products={"fp32": ((8, 8, 8), (16, 8, 4))},
-    attention=((1, 2, 16, 8),),
-    stream_bytes=4096,
-    linears=((16, 8, 4),),
+    products={"fp32": ((8, 8, 8), (16, 8, 4))}, attention=((1, 2, 16, 8),), stream_bytes=4096, linears=((16, 8, 4),)
 )
 
 

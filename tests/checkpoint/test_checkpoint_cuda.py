@@ -20,10 +20,7 @@ from paceline.train.assemble import build_trainer
 from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.fixture

@@ -31,11 +31,7 @@ ACCUMULATE = 4
 CLIP = 0.05  # far below the norms here, so that clipping bites
 TOLERANCE = 1e-12
 # Samples of each microbatch, by group and rank: ragged everywhere, nothing at all in two places.
-RAGGED = [
-    [[3, 5, 1, 2], [4, 1, 1, 6]],
-    [[2, 2, 7, 1], [1, 3, 0, 5]],
-    [[1, 4, 2, 3], [6, 1, 2, 0]],
-]
+RAGGED = [[[3, 5, 1, 2], [4, 1, 1, 6]], [[2, 2, 7, 1], [1, 3, 0, 5]], [[1, 4, 2, 3], [6, 1, 2, 0]]]
 
 
 def make_model() -> nn.Module:

@@ -34,10 +34,7 @@ FP16 = ["train.precision=fp16", "train.loss_scale=4194304"]
 CASES = {
     "ddp": [],
     "ddp, topk": ["comm.compression={policy: topk, ratio: 0.1, min_size: 64}"],
-    "ddp, fp16, topk": [
-        "comm.compression={policy: topk, ratio: 0.1, min_size: 64, error_feedback: false}",
-        *FP16,
-    ],
+    "ddp, fp16, topk": ["comm.compression={policy: topk, ratio: 0.1, min_size: 64, error_feedback: false}", *FP16],
     "zero2": ["parallel.strategy=zero2"],
     "zero2, fp16": ["parallel.strategy=zero2", *FP16],
     "fsdp": ["parallel.strategy=fsdp"],

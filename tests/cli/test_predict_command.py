@@ -98,13 +98,7 @@ def test_an_open_microbatch_is_the_largest_that_fits(call: Call, config: str, mo
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        ("--ranks", "16"),
-        ("parallel.ranks=16",),
-        ("--slow", "rank=99:2x"),
-        ("--price", "inf"),
-    ],
+    "words", [("--ranks", "16"), ("parallel.ranks=16",), ("--slow", "rank=99:2x"), ("--price", "inf")]
 )
 def test_what_cannot_be_is_told_before_anything_is_recorded(
     call: Call, config: str, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

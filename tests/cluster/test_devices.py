@@ -11,14 +11,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster import devices
-from paceline.cluster.devices import (
-    Catalog,
-    Cluster,
-    Device,
-    Node,
-    ShapeRate,
-    load_cluster,
-)
+from paceline.cluster.devices import Catalog, Cluster, Device, Node, ShapeRate, load_cluster
 from paceline.cluster.entries import _key, find_name, parse_catalog, shipped
 from paceline.cluster.operations import attention_rate, matmul_rate
 from paceline.errors import UsageError

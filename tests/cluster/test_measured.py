@@ -16,8 +16,7 @@ from paceline.errors import UsageError
 
 WHERE = Placement(ranks=4, hosts=2)
 TABLE = MeasuredTable(
-    where=WHERE,
-    points={"native": [(1_000, 0.001), (100_000, 0.1)], "ring": [(1_000, 0.004), (100_000, 0.05)]},
+    where=WHERE, points={"native": [(1_000, 0.001), (100_000, 0.1)], "ring": [(1_000, 0.004), (100_000, 0.05)]}
 )
 
 

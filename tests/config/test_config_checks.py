@@ -9,14 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.config import (
-    Config,
-    check_ranks,
-    config_from_dict,
-    layout_of,
-    load_config,
-    run_checks,
-)
+from paceline.config import Config, check_ranks, config_from_dict, layout_of, load_config, run_checks
 from paceline.config.checks import check_gpt_heads
 from paceline.config.layout import layout_problems
 from paceline.config.sections import GPT_SIZES

@@ -6,14 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.config import (
-    ExplainRow,
-    config_from_dict,
-    dump_yaml,
-    explain,
-    load_config,
-    load_config_with_sources,
-)
+from paceline.config import ExplainRow, config_from_dict, dump_yaml, explain, load_config, load_config_with_sources
 from paceline.config.load import leaf_values
 from paceline.errors import ConfigError
 

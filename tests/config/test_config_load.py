@@ -12,14 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.config import (
-    Config,
-    MLPModelConfig,
-    config_from_dict,
-    dump_yaml,
-    load_config,
-    load_config_with_sources,
-)
+from paceline.config import Config, MLPModelConfig, config_from_dict, dump_yaml, load_config, load_config_with_sources
 from paceline.config.yaml_text import dump_values, parse_document, parse_value
 from paceline.errors import ConfigError, Problem
 

@@ -83,10 +83,7 @@ def test_without_a_size_the_current_family_is_followed() -> None:
 
 @pytest.mark.parametrize(
     ("module", "unwanted"),
-    [
-        ("paceline.config", ("torch", "numpy", "typer", "rich")),
-        ("paceline.cli.config", ("torch", "pydantic", "yaml")),
-    ],
+    [("paceline.config", ("torch", "numpy", "typer", "rich")), ("paceline.cli.config", ("torch", "pydantic", "yaml"))],
 )
 def test_import_is_light(module: str, unwanted: tuple[str, ...]) -> None:
     code = f"import {module}, sys; found = set(sys.modules) & set({unwanted!r}); assert not found, found"

@@ -39,8 +39,7 @@ def test_bytes_are_their_own_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "dtype"),
-    [(256, torch.uint8), (257, torch.int16), (32_768, torch.int16), (32_769, torch.int32)],
+    ("vocab_size", "dtype"), [(256, torch.uint8), (257, torch.int16), (32_768, torch.int16), (32_769, torch.int32)]
 )
 def test_tokens_take_the_smallest_type_that_holds_them(tmp_path: Path, vocab_size: int, dtype: torch.dtype) -> None:
     path = tmp_path / "text.txt"

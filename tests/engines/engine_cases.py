@@ -348,13 +348,7 @@ def backward(engine: Engine, case: str, recipe: Recipe, step: int) -> None:
 
 
 def _run_slot(
-    engine: Engine,
-    case: str,
-    piece: slice,
-    inputs: torch.Tensor,
-    targets: torch.Tensor,
-    scale: torch.Tensor,
-    step: int,
+    engine: Engine, case: str, piece: slice, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, step: int
 ) -> None:
     if piece.stop == piece.start:
         engine.sit_out()

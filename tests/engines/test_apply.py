@@ -41,11 +41,7 @@ def train(engine: Engine, steps: int = 2) -> None:
         optimizer.zero_grad()
 
 
-@covering(
-    strategy=["ddp", "zero1", "zero2", "fsdp"],
-    precision=["fp32", "bf16_master"],
-    ranks=[2, 1],
-)
+@covering(strategy=["ddp", "zero1", "zero2", "fsdp"], precision=["fp32", "bf16_master"], ranks=[2, 1])
 def test_an_engine_that_nobody_holds_is_freed(strategy: str, precision: str, ranks: int) -> None:
     """Hooks of torch refer to the engine where the collector cannot look: a cycle there would stay."""
 

@@ -145,8 +145,7 @@ def test_trials_have_few_buckets_and_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("alpha_s", "bandwidth", "expected"),
-    [(1e-3, 1e9, 9e6), (1e-6, 1e9, MIB), (1e-2, 1e10, 25 * MIB)],
+    ("alpha_s", "bandwidth", "expected"), [(1e-3, 1e9, 9e6), (1e-6, 1e9, MIB), (1e-2, 1e10, 25 * MIB)]
 )
 def test_for_a_link_alone_latency_is_a_tenth_of_a_bucket(alpha_s: float, bandwidth: float, expected: float) -> None:
     sizes, _ = evenly(64, MIB, 1.0)

@@ -86,8 +86,7 @@ KINDS = ("topk", "powersgd", "int8", "bf16")  # one of each: sparse, low rank, q
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [each if each in KINDS else pytest.param(each, marks=pytest.mark.exhaustive) for each in POLICIES],
+    "policy", [each if each in KINDS else pytest.param(each, marks=pytest.mark.exhaustive) for each in POLICIES]
 )
 def test_it_learns_as_well_as_without(policy: str, plain_loss: float) -> None:
     (found, *_) = run_virtual(lambda comm: final_loss(comm, compressor(policy)), RANKS)

@@ -374,8 +374,7 @@ def test_a_whole_tensor_of_another_shape_is_refused() -> None:
 
 
 @given(
-    shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=6),
-    ranks=st.integers(1, 5),
+    shapes=st.lists(st.lists(st.integers(0, 6), max_size=3).map(tuple), min_size=1, max_size=6), ranks=st.integers(1, 5)
 )
 def test_any_shapes_on_any_ranks_come_back(shapes: list[tuple[int, ...]], ranks: int) -> None:
     def parameters() -> list[tuple[str, nn.Parameter]]:

@@ -94,9 +94,7 @@ def test_every_case_trains_as_one_process(case: str, shares: str) -> None:
 
 
 @covering(
-    always={"case": ["branches"]},
-    case=["plain", "reused", "reentrant", "branches", "unused"],
-    policy=list(POLICIES),
+    always={"case": ["branches"]}, case=["plain", "reused", "reentrant", "branches", "unused"], policy=list(POLICIES)
 )
 def test_every_policy_trains_as_one_process(case: str, policy: str) -> None:
     recipe = Recipe(shares=SHARES["ragged"], clip=None, optimizer="groups")

@@ -17,10 +17,7 @@ from paceline.engines.engine import Engine
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Offload
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 STRATEGIES = ("zero1", "zero2", "fsdp", "hybrid")
 
 

@@ -10,13 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.engines.stages.bounds import (
-    LayerCost,
-    bounds_from_layers,
-    bounds_from_names,
-    choose_bounds,
-    stage_totals,
-)
+from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds, stage_totals
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, GPTConfig
 from paceline.models.layers import model_layers

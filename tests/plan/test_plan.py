@@ -180,11 +180,7 @@ def split_config(**parallel: Any) -> Config:
             8,
             {"pipeline": 2, "replicate": 1, "shard": 2, "tensor": 2},
         ),
-        (
-            {"pipeline": 2, "strategy": "hybrid", "shard_ranks": 2},
-            8,
-            {"pipeline": 2, "replicate": 2, "shard": 2},
-        ),
+        ({"pipeline": 2, "strategy": "hybrid", "shard_ranks": 2}, 8, {"pipeline": 2, "replicate": 2, "shard": 2}),
     ],
 )
 def test_a_split_model_has_axes_of_its_own(parallel: dict[str, Any], ranks: int, axes: dict[str, int]) -> None:

@@ -9,11 +9,7 @@ import pytest
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Framework, ModelShape, Running, Workload
-from paceline.predict.formulas.predict import (
-    calibrated_domain,
-    outside_of,
-    predict,
-)
+from paceline.predict.formulas.predict import calibrated_domain, outside_of, predict
 from paceline.predict.scored.published import known_samples, known_transformer
 
 SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)

@@ -20,12 +20,7 @@ from paceline.plan.layout import Compression, Layout, Offload, Strategy
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.memory import (
-    StateFacts,
-    estimate_memory,
-    largest_microbatch,
-    optimizer_slots,
-)
+from paceline.predict.memory.memory import StateFacts, estimate_memory, largest_microbatch, optimizer_slots
 from paceline.train.assemble import build_compressor
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer

@@ -18,12 +18,7 @@ WORK = Workload(
     model=ModelShape(layers=20, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=50304),
     layout=Layout(pipeline=2, overlap=False, checkpoint_activations="full").for_ranks(4),
     run=Running(
-        global_batch=16,
-        micro_batch=2,
-        seq_len=1024,
-        compute="fp16",
-        framework="megatron",
-        fused_attention=False,
+        global_batch=16, micro_batch=2, seq_len=1024, compute="fp16", framework="megatron", fused_attention=False
     ),
 )
 KEY = ("ampere", "megatron")

@@ -13,10 +13,7 @@ from paceline.cluster.nccl import Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
 from paceline.plan.workload import ModelShape, Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
-from paceline.predict.formulas.constants import (
-    Constants,
-    constants_for,
-)
+from paceline.predict.formulas.constants import Constants, constants_for
 from paceline.predict.formulas.predict import predict
 from paceline.predict.memory.footprint import footprint
 from paceline.units import GIB

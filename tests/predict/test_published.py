@@ -198,11 +198,7 @@ def test_texts_that_are_known_may_say_more(
     make_table: MakeTable, cells: dict[str, str], recompute: str, framework: str, sharding: str
 ) -> None:
     workload = read_case(read_table(make_table(cells)).rows[0]).workload
-    assert (workload.recompute, workload.run.framework, _sharing(workload.layout)) == (
-        recompute,
-        framework,
-        sharding,
-    )
+    assert (workload.recompute, workload.run.framework, _sharing(workload.layout)) == (recompute, framework, sharding)
 
 
 def test_chunks_that_a_remark_tells_of_are_chosen(make_table: MakeTable) -> None:

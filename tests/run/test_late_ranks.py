@@ -44,9 +44,7 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
         ],
     )
     watch = WatchPolicy(
-        limits=Limits(step_s=60.0, setup_s=100.0),
-        compare_s=0.2,
-        late=LatenessPolicy(windows=3, min_steps=3),
+        limits=Limits(step_s=60.0, setup_s=100.0), compare_s=0.2, late=LatenessPolicy(windows=3, min_steps=3)
     )
     with claim_folder(folder, dump_yaml(config), force=False, resume=False):
         launch_local(

@@ -119,11 +119,7 @@ def test_nothing_is_written_of_a_run_that_failed(tmp_path: Path) -> None:
     ids=str,
 )
 def test_runs_of_real_ranks_are_predicted_kernel_by_kernel(
-    project: Path,
-    call: Callable[..., Any],
-    monkeypatch: pytest.MonkeyPatch,
-    model: tuple[str, ...],
-    changes: list[str],
+    project: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, model: tuple[str, ...], changes: list[str]
 ) -> None:
     monkeypatch.setattr(prediction, "_PATIENCE_S", 600.0)  # it gets what nobody else wants of a machine under load
     called = call("train", "tiny.yaml", *model, *changes, "--json")

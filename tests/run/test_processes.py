@@ -59,8 +59,7 @@ def test_ranks_that_do_not_finish_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "args"),
-    [(lambda comm: comm.rank, ()), (rank_functions.add_in_place, (lambda: None, 1.0))],
+    ("function", "args"), [(lambda comm: comm.rank, ()), (rank_functions.add_in_place, (lambda: None, 1.0))]
 )
 def test_what_cannot_be_sent_is_refused_before_a_process_starts(function: Any, args: tuple[Any, ...]) -> None:
     with pytest.raises(UsageError, match="define the function at the top level of a module"):

@@ -9,14 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.schedule.schedules import (
-    Action,
-    Schedule,
-    check_schedule,
-    lower,
-    make_schedule,
-    parse_action,
-)
+from paceline.schedule.schedules import Action, Schedule, check_schedule, lower, make_schedule, parse_action
 
 
 def of(*rows: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 1) -> Schedule:
@@ -72,9 +65,7 @@ BROKEN = {
     ),
     "messages out of order": (
         of(
-            "F0.0 SF0.0 F0.1 SF0.1 RB0.0 RB0.1 B0.0 B0.1",
-            "RF1.1 RF1.0 F1.0 F1.1 B1.0 SB1.0 B1.1 SB1.1",
-            microbatches=2,
+            "F0.0 SF0.0 F0.1 SF0.1 RB0.0 RB0.1 B0.0 B0.1", "RF1.1 RF1.0 F1.0 F1.1 B1.0 SB1.0 B1.1 SB1.1", microbatches=2
         ),
         "rank 1, slot 0: RF1.1 comes before RF1.0, and SF0.0 is sent before SF0.1",
     ),

@@ -47,11 +47,7 @@ def test_only_whether_it_fits_is_known(samples: int, largest: int, first: int) -
     """Memory that runs out where the peaks so far gave no warning."""
     sizes = microbatch_sizes(samples)
     found = search_microbatch(
-        sizes,
-        lambda size: 2 * size if size <= largest else None,
-        base_bytes=0,
-        limit_bytes=10**9,
-        first=first,
+        sizes, lambda size: 2 * size if size <= largest else None, base_bytes=0, limit_bytes=10**9, first=first
     )
     assert found.samples == max(size for size in sizes if size <= largest)
 

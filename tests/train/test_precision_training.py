@@ -34,13 +34,7 @@ def make_config(strategy: str = "ddp", ranks: int = 1, clip: float | None = 1.0,
             "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "vocab_size": 13, "context": 8},
             "data": {"kind": "synthetic_tokens", "samples": 24, "context": 8, "vocab_size": 13, "eval_fraction": 0.25},
             "parallel": {"strategy": strategy} | ({"shard_ranks": 2} if strategy == "hybrid" else {}),
-            "optim": {
-                "kind": "sgd",
-                "lr": 0.25,
-                "momentum": 0.5,
-                "schedule": {"kind": "constant"},
-                "clip_norm": clip,
-            },
+            "optim": {"kind": "sgd", "lr": 0.25, "momentum": 0.5, "schedule": {"kind": "constant"}, "clip_norm": clip},
             "train": {"steps": 3, "global_batch": 8, "accumulate": PARTS // ranks, "seed": 2} | train,
         }
     )

@@ -10,14 +10,7 @@ import pytest
 
 from paceline.config.sections import RecoveryConfig
 from paceline.health.diagnosis import Stop
-from paceline.train.survive.recovery import (
-    GoBack,
-    GoOn,
-    Spike,
-    find_spike,
-    on_bad_steps,
-    on_spike,
-)
+from paceline.train.survive.recovery import GoBack, GoOn, Spike, find_spike, on_bad_steps, on_spike
 
 
 def spike(losses: Sequence[float], loss: float, **settings: Any) -> Spike | None:
@@ -60,10 +53,7 @@ SPIKE = Spike(loss=9.0, median=2.0, times=4.5)
         ("ignore", GoOn()),
         ("note", GoOn(is_noted=True)),
         ("roll_back", GoBack(reason="the loss jumped to 9 after a median of 2", skips_data=True)),
-        (
-            "lower_rate",
-            GoBack(reason="the loss jumped to 9 after a median of 2", skips_data=False, rate_factor=0.25),
-        ),
+        ("lower_rate", GoBack(reason="the loss jumped to 9 after a median of 2", skips_data=False, rate_factor=0.25)),
         ("stop", Stop(reason="the loss jumped to 9 after a median of 2")),
     ],
 )

@@ -158,12 +158,7 @@ def test_a_rank_without_samples_has_a_record_without_a_loss() -> None:
 
 def test_every_runs_its_hook_at_multiples_and_at_the_end() -> None:
     notes = [Note() for _ in range(4)]
-    hooks = [
-        Every(5, notes[0]),
-        Every(5, notes[1], at_end=False),
-        Every(None, notes[2]),
-        Every(4, notes[3]),
-    ]
+    hooks = [Every(5, notes[0]), Every(5, notes[1], at_end=False), Every(None, notes[2]), Every(4, notes[3])]
     solo(hooks=hooks).run()
     assert [note.steps for note in notes] == [[5, 10, 12], [5, 10], [12], [4, 8, 12]]
 

@@ -323,10 +323,7 @@ RATE_BUGS: dict[str, tuple[list[str], Callable[[float, int, int], float]]] = {
 
 @pytest.mark.parametrize(("overrides", "count"), RATE_BUGS.values(), ids=RATE_BUGS.keys())
 def test_schedules_that_count_the_wrong_thing_are_found(
-    overrides: list[str],
-    count: Callable[[float, int, int], float],
-    short_text: str,
-    monkeypatch: pytest.MonkeyPatch,
+    overrides: list[str], count: Callable[[float, int, int], float], short_text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overrides = [*overrides, short_text]
     alone = clean_trace(tuple(overrides))

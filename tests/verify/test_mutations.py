@@ -465,10 +465,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(DataParallel, "_launch", one_sent_twice), case=KNOWN, shows="gradient", module="wide"
     ),
     "bucket sent too early": Bug(
-        plant=replacing(DataParallel, "_arrive", sent_too_early),
-        case=KNOWN,
-        shows="gradient",
-        step=1,
+        plant=replacing(DataParallel, "_arrive", sent_too_early), case=KNOWN, shows="gradient", step=1
     ),
     "stale slot of a missing gradient": Bug(
         plant=replacing(ReplicaBucket, "fill", stale_slots),
@@ -481,11 +478,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(ReplicaBucket, "fill", stale_gradients), case=KNOWN, shows="gradient"
     ),
     "bucket never cleared": Bug(
-        plant=replacing(ReplicaBucket, "fill", not_cleared),
-        case=KNOWN,
-        shows="gradient",
-        step=2,
-        settings=THREE_STEPS,
+        plant=replacing(ReplicaBucket, "fill", not_cleared), case=KNOWN, shows="gradient", step=2, settings=THREE_STEPS
     ),
     "slots overlap": Bug(
         plant=lambda m: m.setattr("paceline.engines.buckets.gradients.flat_layout", misplaced(flat_layout)),
@@ -493,10 +486,7 @@ BUGS: dict[str, Bug] = {
         shows="gradient",
     ),
     "order of buckets not agreed": Bug(
-        plant=replacing(DataParallel, "_learn", order_not_agreed),
-        case=known(Branches),
-        shows="gradient",
-        step=1,
+        plant=replacing(DataParallel, "_learn", order_not_agreed), case=known(Branches), shows="gradient", step=1
     ),
     "gradients travel in single precision": Bug(
         plant=replacing(VirtualCommunicator, "all_reduce", narrow), case=KNOWN, shows="gradient"

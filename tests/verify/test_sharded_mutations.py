@@ -116,10 +116,7 @@ def norm_over(choose: Callable[[Any], Any]) -> Any:
 
         return clip_grad_norm_
 
-    return also(
-        replacing(FullySharded, "clip_grad_norm_", make),
-        replacing(ZeroParallel, "clip_grad_norm_", make),
-    )
+    return also(replacing(FullySharded, "clip_grad_norm_", make), replacing(ZeroParallel, "clip_grad_norm_", make))
 
 
 # Parameters.
@@ -439,12 +436,7 @@ BUGS: dict[str, Bug] = {
         **TIED,
     ),
     **in_each("replicas apart", replacing(Unit, "start_replicate", nothing), "gradient", "hybrid"),
-    **in_each(
-        "replicas exchanged too often",
-        replacing(FullySharded, "_finish", replicas_added),
-        "gradient",
-        "hybrid",
-    ),
+    **in_each("replicas exchanged too often", replacing(FullySharded, "_finish", replicas_added), "gradient", "hybrid"),
     # Used or not.
     **in_each(
         "unused parameter decays", replacing(FullySharded, "_ask_others", all_used), "gradient", "fsdp hybrid", **UNUSED

@@ -26,13 +26,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.engines.combined_state import (
-    global_groups,
-    load_by_name,
-    merge_over,
-    named_states,
-    numbered_states,
-)
+from paceline.engines.combined_state import global_groups, load_by_name, merge_over, named_states, numbered_states
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
 from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import gather_optimizer_state

@@ -36,10 +36,7 @@ from paceline.schedule.schedules import Schedule, check_schedule, make_schedule
 
 
 def combine(
-    model: nn.Module,
-    comm: Communicator,
-    asked: Layout,
-    share: Callable[[nn.Module, Communicator], ModuleEngine],
+    model: nn.Module, comm: Communicator, asked: Layout, share: Callable[[nn.Module, Communicator], ModuleEngine]
 ) -> CombinedParallel:
     """Spreads a model over the ranks of ``comm``; ``share`` makes the engine of a stage over its data axis."""
     axes = _axes(comm, asked)

@@ -31,13 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import (
-    BucketReduction,
-    BucketShape,
-    Communicator,
-    GradientCompression,
-    control_device,
-)
+from paceline.comm.base import BucketReduction, BucketShape, Communicator, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals

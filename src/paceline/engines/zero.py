@@ -55,11 +55,7 @@ class ZeroParallel(ShardedEngine):
     can_leave_pass = True
 
     def __init__(
-        self,
-        module: nn.Module,
-        comm: Communicator,
-        layout: Layout,
-        precision: Precision | None = None,
+        self, module: nn.Module, comm: Communicator, layout: Layout, precision: Precision | None = None
     ) -> None:
         self.layout = layout
         super().__init__(module, comm, precision or Precision(), layout.buffers)

@@ -103,9 +103,7 @@ def measure_model(
         temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
         source="measured",
         work=replace(
-            more.work,
-            flops=(more.work.flops - few.work.flops) / 2,
-            written=(more.work.written - few.work.written) / 2,
+            more.work, flops=(more.work.flops - few.work.flops) / 2, written=(more.work.written - few.work.written) / 2
         ),
     )
 

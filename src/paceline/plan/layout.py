@@ -206,12 +206,7 @@ class Layout:
         Tensor ranks, which talk the most, are neighbours, then those that share a copy of the model; stages, which talk
         least, are farthest apart.
         """
-        sizes = {
-            "pipeline": self.pipeline,
-            "replicate": self.replicas,
-            "shard": self.shards,
-            "tensor": self.tensor,
-        }
+        sizes = {"pipeline": self.pipeline, "replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
         return Mesh.of(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "replicate"})
 
     @property

@@ -40,11 +40,7 @@ class ProgressView:
     """
 
     def __init__(
-        self,
-        console: Console | None = None,
-        *,
-        plain_every_s: float = 5.0,
-        clock: Callable[[], float] = time.monotonic,
+        self, console: Console | None = None, *, plain_every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console if console is not None else Console()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal

@@ -177,12 +177,7 @@ def take_first(
     if chosen is None:
         raise ConfigError([_nothing_fits(ladder, model, room, key)], source="config")
     return Choice(
-        chosen=chosen,
-        ladder=tuple(ladder),
-        room=room,
-        parameters=model.parameters,
-        key=key,
-        left_out=left_out,
+        chosen=chosen, ladder=tuple(ladder), room=room, parameters=model.parameters, key=key, left_out=left_out
     )
 
 

@@ -42,12 +42,7 @@ def plan_for(
     found = _search(request, order)
     as_written, not_judged, changes = _judge(request, found)
     result = PlanResult(
-        request=request,
-        found=found,
-        as_written=as_written,
-        not_judged=not_judged,
-        changes=tuple(changes),
-        price=price,
+        request=request, found=found, as_written=as_written, not_judged=not_judged, changes=tuple(changes), price=price
     )
     return replace(result, scaling=_tables(request, result, gpus, order)) if gpus else result
 

@@ -47,11 +47,7 @@ class FlatGroup:
     """Parameters of one dtype that are gathered, reduced and updated together."""
 
     def __init__(
-        self,
-        named: Sequence[tuple[str, nn.Parameter]],
-        comm: Communicator,
-        precision: Precision,
-        offload: Offload,
+        self, named: Sequence[tuple[str, nn.Parameter]], comm: Communicator, precision: Precision, offload: Offload
     ) -> None:
         """Moves the parameters into a flat buffer on the device; ``keep_slice`` ends with a rank owning its slice.
 

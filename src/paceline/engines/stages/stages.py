@@ -130,11 +130,7 @@ class Stage(nn.Module):
 
 
 def split_model(
-    model: nn.Module,
-    bounds: Sequence[int],
-    keep: Collection[int],
-    *,
-    layers: Sequence[PipelineLayer] | None = None,
+    model: nn.Module, bounds: Sequence[int], keep: Collection[int], *, layers: Sequence[PipelineLayer] | None = None
 ) -> dict[int, Stage]:
     """Cuts a model: stage s runs layers ``bounds[s]`` to ``bounds[s + 1]``. Returns the stages in ``keep``, by number.
 

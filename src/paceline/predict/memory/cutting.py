@@ -40,11 +40,7 @@ class LayerCost:
 
 
 def choose_bounds(
-    costs: Sequence[LayerCost],
-    stages: int,
-    *,
-    memory_bytes: float = math.inf,
-    in_flight: Sequence[int] | None = None,
+    costs: Sequence[LayerCost], stages: int, *, memory_bytes: float = math.inf, in_flight: Sequence[int] | None = None
 ) -> tuple[int, ...]:
     """Returns the cut into ``stages`` whose slowest stage is the fastest, among those that fit into ``memory_bytes``.
 

@@ -202,11 +202,7 @@ def _groups(events: Sequence[Event]) -> dict[int, int]:
 
 
 def _fused(
-    members: list[Run],
-    group: int,
-    readers: dict[int, set[int]],
-    again: set[int],
-    made_of: dict[int, dict[int, int]],
+    members: list[Run], group: int, readers: dict[int, set[int]], again: set[int], made_of: dict[int, dict[int, int]]
 ) -> Run:
     """Makes one kernel of a group; ``made_of`` learns what the groups in ``again`` read in the place of its results."""
     reads: dict[int, int] = {}

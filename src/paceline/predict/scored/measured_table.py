@@ -94,9 +94,7 @@ class Table:
                 f"  splits of this file: {names}"
             )
         return Table(
-            self.source,
-            tuple(self.rows[place] for place in keep),
-            tuple(self.measured[place] for place in keep),
+            self.source, tuple(self.rows[place] for place in keep), tuple(self.measured[place] for place in keep)
         )
 
 

@@ -57,11 +57,7 @@ def _choices(case: PublishedRun) -> list[Workload]:
     each = max(1, layers // workload.layout.pipeline)
     chunks = [count for count in (1, 2, 3, 4) if each % count == 0] if case.chooses_chunks else [workload.layout.chunks]
     found = [
-        replace(
-            workload,
-            run=replace(workload.run, micro_batch=size),
-            layout=replace(workload.layout, chunks=count),
-        )
+        replace(workload, run=replace(workload.run, micro_batch=size), layout=replace(workload.layout, chunks=count))
         for size in sizes
         if not case.chooses_micro_batch or (size <= local and local % size == 0)
         for count in chunks

@@ -64,12 +64,7 @@ def empty_model(config: Config, data: DataSplits) -> nn.Module:
 
 
 def build_parts(
-    config: Config,
-    layout: Layout,
-    model: nn.Module,
-    data: DataSplits,
-    comm: DryCommunicator,
-    memory: HeldMemory,
+    config: Config, layout: Layout, model: nn.Module, data: DataSplits, comm: DryCommunicator, memory: HeldMemory
 ) -> StepPieces:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
