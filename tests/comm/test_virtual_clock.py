@@ -16,7 +16,8 @@ from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.combined import CombinedParallel
 from paceline.errors import UsageError
-from paceline.schedule.schedules import make_schedule, measure_schedule
+from paceline.schedule.measure import measure_schedule
+from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import LossValue
 
 

@@ -19,7 +19,9 @@ from paceline.engines.apply import parallelize
 from paceline.engines.combined import CombinedParallel
 from paceline.errors import PacelineError, RankFailedError
 from paceline.models.gpt import GPT, gpt_config
-from paceline.schedule.schedules import Action, Schedule, make_schedule, measure_schedule
+from paceline.schedule.grid import Action, Schedule
+from paceline.schedule.measure import measure_schedule
+from paceline.schedule.schedules import make_schedule
 from paceline.search.choice import Room
 from paceline.train.loss import LossValue
 from paceline.verify.case import FunctionCase

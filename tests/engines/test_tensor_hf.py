@@ -11,9 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines.tensor.apply import apply_tensor_parallel
+from paceline.engines.tensor.apply import GPT2_PLAN, LLAMA_PLAN, apply_tensor_parallel, plan_for
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plan import GPT2_PLAN, LLAMA_PLAN, plan_for
 from paceline.errors import UsageError
 
 TOLERANCE = 1e-10

@@ -24,7 +24,8 @@ from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
 from paceline.predict.memory.parts import bounds_of, num_in_flight, part_of, parts_of, stage_bounds, stages_of
-from paceline.schedule.schedules import make_schedule, measure_schedule
+from paceline.schedule.measure import measure_schedule
+from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 

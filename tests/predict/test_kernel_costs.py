@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paceline.cluster.operations import Family, Operation
 from paceline.predict.replay.events import Event, Issue, Run
-from paceline.predict.replay.kernel_costs import bytes_not_kept, fuse_blocks
+from paceline.predict.replay.kernel_costs import _kept, fuse_blocks
 
 SIZE = 100
 
@@ -31,6 +31,11 @@ def _run(
 
 def _names(events: list[Event]) -> list[str]:
     return [event.operation.name for event in events if isinstance(event, Run)]
+
+
+def bytes_not_kept(events: list[Event]) -> int:
+    """Returns how many bytes less compiled blocks keep for their backward than they do as they stand."""
+    return sum(_kept(events).values()) - sum(_kept(fuse_blocks(events)).values())
 
 
 def test_neighbours_are_one_kernel_that_goes_through_memory_once() -> None:

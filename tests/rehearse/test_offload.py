@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from program_counts import count_bytes
 
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.operations import Operation
@@ -81,11 +82,11 @@ def test_the_device_holds_what_the_estimate_says(strategy: str, offload: tuple[s
 
 
 def test_gradients_leave_with_every_microbatch_and_parameters_come_with_every_gather() -> None:
-    moved = recorded("fsdp", *ALL).count_bytes()
+    moved = count_bytes(recorded("fsdp", *ALL))
     assert moved[TO_HOST] == MICROBATCHES * shard_bytes()
     gathered = moved["all_gather"]
     assert moved[TO_DEVICE] == gathered // 4  # of each gather this rank's slice
-    alone = recorded("fsdp", "gradients").count_bytes()
+    alone = count_bytes(recorded("fsdp", "gradients"))
     assert alone[TO_HOST] == (MICROBATCHES - 1) * shard_bytes()  # the last one stays, and gets the sum of the others
     assert alone[TO_DEVICE] == shard_bytes()
 
@@ -107,7 +108,7 @@ def test_the_update_runs_on_the_host_and_waits_for_gradients() -> None:
 def test_bus_and_host_have_a_price(name: str) -> None:
     cluster, program = load_cluster(name), recorded("fsdp", *ALL)
     found = replay(program, cluster).longest
-    moved = program.count_bytes()
+    moved = count_bytes(program)
     for kind in (TO_HOST, TO_DEVICE):
         assert found.communication[kind] == pytest.approx(moved[kind] / bus_bytes_per_s(cluster))
         assert found.moved[kind] == moved[kind]
@@ -133,7 +134,7 @@ def test_a_composed_step_is_the_whole_one(strategy: str) -> None:
     whole = record(make_config(strategy, offload), ranks=4, is_whole=True)
     program, cluster = recorded(strategy, *offload), load_cluster("1x dgx-h100")
     assert replay(program, cluster).seconds == pytest.approx(replay(whole, cluster).seconds, rel=1e-9)
-    assert program.count_bytes() == whole.count_bytes()
+    assert count_bytes(program) == count_bytes(whole)
 
 
 def test_one_rank_waits_for_its_parameters_when_it_reads_them() -> None:

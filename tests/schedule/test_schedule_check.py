@@ -9,7 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.schedule.schedules import Action, Schedule, check_schedule, lower, make_schedule, parse_action
+from paceline.schedule.check import check_schedule
+from paceline.schedule.grid import Action, Schedule, parse_action
+from paceline.schedule.lowering import lower
+from paceline.schedule.schedules import make_schedule
 
 
 def of(*rows: str, placement: tuple[int, ...] = (0, 1), microbatches: int = 1) -> Schedule:

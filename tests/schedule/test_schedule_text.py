@@ -10,21 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.schedule.schedules import (
-    SCHEDULE_NAMES,
-    ScheduleCosts,
-    StageCost,
-    check_schedule,
-    draw,
-    format_csv,
-    lower,
-    make_schedule,
-    measure_schedule,
-    parse_csv,
-    read_csv,
-    render_text,
-    write_csv,
-)
+from paceline.schedule.check import check_schedule
+from paceline.schedule.lowering import lower
+from paceline.schedule.measure import ScheduleCosts, StageCost, measure_schedule
+from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
+from paceline.schedule.text import draw, format_csv, parse_csv, read_csv, render_text, write_csv
 
 
 @settings(max_examples=40)

@@ -9,19 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from paceline.errors import UsageError
-from paceline.schedule.schedules import (
-    SCHEDULE_NAMES,
-    Action,
-    Schedule,
-    ScheduleCosts,
-    StageCost,
-    check_schedule,
-    equal_costs,
-    lower,
-    make_schedule,
-    measure_schedule,
-    parse_action,
-)
+from paceline.schedule.check import check_schedule
+from paceline.schedule.grid import Action, Schedule, parse_action
+from paceline.schedule.lowering import lower
+from paceline.schedule.measure import ScheduleCosts, StageCost, equal_costs, measure_schedule
+from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 
 MESSAGES = ("SF", "RF", "SB", "RB")
 

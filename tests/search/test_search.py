@@ -17,7 +17,8 @@ from paceline.plan.workload import ModelShape, Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned
 from paceline.predict.formulas.predict import COMPOSED_P90, Prediction, predict
 from paceline.predict.formulas.tuning import zero_bubble_share
-from paceline.schedule.schedules import make_schedule, measure_schedule
+from paceline.schedule.measure import measure_schedule
+from paceline.schedule.schedules import make_schedule
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.search.scaling import resized, scaling_rows
 from paceline.search.search import (

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import EvaluateHook, Every, EverySeconds, StepResult, Trainer
+from paceline.train.trainer import EvaluateHook, Every, StepResult, Trainer, is_time
 
 CPU = torch.device("cpu")
 
@@ -41,6 +42,21 @@ def make_config(**changes: dict[str, Any]) -> Config:
     for section, content in changes.items():
         values[section] = values.get(section, {}) | content
     return config_from_dict(values)
+
+
+@dataclass(slots=True)
+class EverySeconds:
+    """Runs a hook every ``seconds`` of rank 0's clock, which all ranks ask every ``ask_every`` steps."""
+
+    seconds: float
+    hook: Callable[[Trainer, StepResult], None]
+    ask_every: int
+    last: float
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step % self.ask_every == 0 and is_time(trainer, self.last, self.seconds):
+            self.last = import_module("paceline.train.trainer").time.monotonic()
+            self.hook(trainer, result)
 
 
 class Note:
@@ -192,7 +208,7 @@ def test_ranks_agree_on_hooks_by_steps_and_by_seconds(monkeypatch: pytest.Monkey
 
         # Rank 0 is due after 11 readings; the others would never be, or always.
         seconds = [11.0, 1e9, 0.0][comm.rank]
-        hooks = [Every(5, meet(met[0])), EverySeconds(seconds, meet(met[1]), ask_every=2, _last=0.0)]
+        hooks = [Every(5, meet(met[0])), EverySeconds(seconds, meet(met[1]), ask_every=2, last=0.0)]
         build_trainer(make_config(train={"steps": 40, "global_batch": 9}), comm, hooks=hooks).run()
         return met
 
@@ -209,7 +225,7 @@ def test_seconds_count_from_the_last_run_of_the_hook(monkeypatch: pytest.MonkeyP
     fast_clock(monkeypatch, lambda: 1.0)
     note = Note()
     # One reading a step asked for, and one more when the hook is due: so it is due every third step asked for.
-    solo(make_config(train={"steps": 24}), hooks=[EverySeconds(3.0, note, ask_every=2, _last=-1.0)]).run()
+    solo(make_config(train={"steps": 24}), hooks=[EverySeconds(3.0, note, ask_every=2, last=-1.0)]).run()
     assert note.steps == [6, 12, 18, 24]
 
 

@@ -2,17 +2,105 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Turns, interleave
+from paceline.bench.interleave import Timing, Turns, interleave
 from paceline.calibrate.families import looped_step, recording_trainer
-from paceline.comm.base import Communicator
+from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.ledger.communicator import LedgerCommunicator
+from paceline.comm.ledger.ledger import Ledger
+from paceline.comm.shared.communicator import share_memory
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, config_from_dict
+from paceline.engines.apply import parallelize
+from paceline.models.mlp import MLPClassifier
 from paceline.run.processes import run_processes
 from paceline.train.step import train_step
+
+# What the ledger costs: an operation alone, and steps of a small model with and without it, in turns.
+#
+# The two arms of a step are two engines of the same ranks, traced as in training, which take blocks of steps in turns:
+# what disturbs the machine disturbs both. The operation alone is one that does nothing, so that what is left is the
+# ledger.
+
+
+BLOCK, WIDTH, BATCH = 10, 512, 64
+BACKENDS = ("gloo", "shared_memory")
+
+
+def bench_ledger(blocks: int) -> list[dict[str, Any]]:
+    """Returns a row for an operation alone, and one for the steps of two ranks over each backend."""
+    alone = operation_seconds()
+    rows: list[dict[str, Any]] = [{"what": "operation", **{f"{name}_s": seconds for name, seconds in alone.items()}}]
+    for backend in BACKENDS:
+        with tempfile.TemporaryDirectory() as folder:
+            bare, kept = run_processes(time_steps, 2, args=(folder, blocks, backend))[0]
+        seconds = {f"{each.arm}_s": each.median_ms / 1e3 / BLOCK for each in (bare, kept)}
+        spread = {"ratio": kept.ratio, "ratio_low": kept.ratio_low, "ratio_high": kept.ratio_high}
+        rows.append({"what": f"step, {backend}", **seconds, **spread})
+    return rows
+
+
+class Nothing(SoloCommunicator):
+    """An all-reduce that is done at once."""
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+        """Does nothing."""
+        del tensor, op
+        return DONE
+
+
+def operation_seconds() -> dict[str, float]:
+    """Returns the least time of an operation in blocks of 200, without and with a ledger."""
+    comm: Communicator = Nothing(torch.device("cpu"))
+    with tempfile.TemporaryDirectory() as folder:
+        kept = LedgerCommunicator(comm, Ledger(rank=0, world=1, path=Path(folder) / "x.ledger"))
+        times: dict[str, list[float]] = {"without": [], "with": []}
+        tensor = torch.zeros(1000)
+        for _ in range(300):
+            for name, each in (("without", comm), ("with", kept)):
+                start = time.perf_counter()
+                for _ in range(200):
+                    each.all_reduce(tensor).wait()
+                times[name].append((time.perf_counter() - start) / 200)
+    return {name: min(found) for name, found in times.items()}
+
+
+def time_steps(comm: Communicator, folder: str, blocks: int, backend: str) -> list[Timing]:
+    """Times blocks of steps of two engines that take turns, without and with a ledger."""
+    base = share_memory(comm, timeout_s=60.0) if backend == "shared_memory" else comm
+    ledger = Ledger(rank=comm.rank, world=comm.size, path=Path(folder) / f"{backend}-{comm.rank}.ledger")
+    arms = {"without": _arm(base), "with": _arm(LedgerCommunicator(base, ledger))}
+    turns = Turns(rounds=blocks, steps_per_turn=1, warm_up=2)
+    return interleave(arms, turns, baseline="without", device=comm.device)
+
+
+def _arm(comm: Communicator) -> Callable[[], None]:
+    """Returns a block of steps."""
+    torch.manual_seed(0)
+    trace = Trace(comm.device)
+    engine = parallelize(MLPClassifier(64, WIDTH, 10), TracedCommunicator(comm, trace), "ddp")
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+    inputs, targets = torch.randn(BATCH, 64), torch.randint(0, 10, (BATCH,))
+
+    def run_block() -> None:
+        for _ in range(BLOCK):
+            torch.nn.functional.cross_entropy(engine(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            engine.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            trace.take_waits()
+
+    return run_block
+
 
 # A turn is as many steps as the trainer reads at once, and timed as a whole.
 PROTOCOLS = {

@@ -28,7 +28,8 @@ from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds, s
 from paceline.engines.stages.bounds import LayerCost, choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.gpt import gpt_config
-from paceline.schedule.schedules import ScheduleCosts, ScheduleMeasure, StageCost, make_schedule, measure_schedule
+from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, measure_schedule
+from paceline.schedule.schedules import make_schedule
 
 KIND = "on the virtual clock, modelled"
 _WORKLOAD = BenchWorkload(model="gpt-124m", batch=32, context=1024)

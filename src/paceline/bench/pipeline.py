@@ -26,7 +26,8 @@ from paceline.comm.base import Communicator
 from paceline.errors import UsageError
 from paceline.models.gpt import gpt_config
 from paceline.run.processes import run_processes
-from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule, measure_schedule
+from paceline.schedule.measure import measure_schedule
+from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 
 PARTS = ("speed", "features", "modelled", "bubbles")
 TOLERANCE = 1e-5

@@ -328,7 +328,7 @@ def ledger(
 
       paceline bench ledger --blocks 20 --json
     """
-    from paceline.bench.ledger import BATCH, BLOCK, WIDTH, bench_ledger
+    from paceline.bench.loop import BATCH, BLOCK, WIDTH, bench_ledger
 
     settings = {"device": "cpu", "ranks": 2, "width": WIDTH, "batch": BATCH, "block": BLOCK, "blocks": blocks}
     show_record("ledger", settings, [bench_ledger(blocks)], output, as_json=as_json)

@@ -12,7 +12,8 @@ from paceline.cli.options import print_json
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
-    from paceline.schedule.schedules import Schedule, ScheduleCosts, ScheduleMeasure
+    from paceline.schedule.grid import Schedule
+    from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure
 
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
 
@@ -60,7 +61,9 @@ def schedule(
 
     Example:  paceline schedule mine.csv
     """
-    from paceline.schedule.schedules import check_schedule, draw, measure_schedule
+    from paceline.schedule.check import check_schedule
+    from paceline.schedule.measure import measure_schedule
+    from paceline.schedule.text import draw
 
     found = _find(name, stages, microbatches, chunks)
     check_schedule(found)
@@ -76,7 +79,8 @@ def schedule(
 
 
 def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
-    from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule, read_csv
+    from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
+    from paceline.schedule.text import read_csv
 
     if name in SCHEDULE_NAMES or not (name.endswith(".csv") or Path(name).exists()):
         ranks, microbatches = ranks or 4, microbatches or 8
@@ -97,7 +101,7 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
 
 def _read_costs(text: str | None, communication: float, found: Schedule) -> ScheduleCosts | None:
     """Reads ``1,1.5:3,2:2:1``: a stage's forward; with its backward; or with the two parts of that."""
-    from paceline.schedule.schedules import ScheduleCosts, StageCost, equal_costs
+    from paceline.schedule.measure import ScheduleCosts, StageCost, equal_costs
 
     if text is None:
         return replace(equal_costs(found), communication=communication)
@@ -125,7 +129,7 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
 
 
 def _with_messages(found: Schedule) -> Schedule:
-    from paceline.schedule.schedules import lower
+    from paceline.schedule.lowering import lower
 
     programs = lower(found)
     slots = max(map(len, programs))
@@ -133,7 +137,7 @@ def _with_messages(found: Schedule) -> Schedule:
 
 
 def _write_csv(found: Schedule, target: str) -> None:
-    from paceline.schedule.schedules import format_csv, write_csv
+    from paceline.schedule.text import format_csv, write_csv
 
     if target == "-":
         typer.echo(format_csv(found), nl=False)
@@ -147,7 +151,8 @@ def _write_csv(found: Schedule, target: str) -> None:
 def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
     import shutil
 
-    from paceline.schedule.schedules import lower, render_text
+    from paceline.schedule.lowering import lower
+    from paceline.schedule.text import render_text
 
     typer.echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
     if messages:
@@ -156,7 +161,7 @@ def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
 
 
 def _to_json(found: Schedule, measure: ScheduleMeasure) -> dict[str, Any]:
-    from paceline.schedule.schedules import lower
+    from paceline.schedule.lowering import lower
 
     measured = ("makespan", "bubble", "overhead", "busy", "in_flight", "in_flight_share")
     return {

@@ -118,7 +118,7 @@ def _layout(config: Config, *, schedule: str | None, strategy: str | None, **opt
     """Puts the options on top of the layout that the config asks for; its buckets are small ones."""
     from paceline.config import layout_of
     from paceline.plan.layout import Compression, Offload
-    from paceline.schedule.schedules import read_csv
+    from paceline.schedule.text import read_csv
     from paceline.verify.settings import SMALL_BUCKETS
 
     asked = layout_of(config)

@@ -32,7 +32,9 @@ from paceline.mesh import Mesh
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
-from paceline.schedule.schedules import Schedule, check_schedule, make_schedule
+from paceline.schedule.check import check_schedule
+from paceline.schedule.grid import Schedule
+from paceline.schedule.schedules import make_schedule
 
 
 def combine(

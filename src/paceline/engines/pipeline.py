@@ -38,8 +38,8 @@ from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError
-from paceline.schedule.lowering import RankProgram
-from paceline.schedule.schedules import Action, Schedule, lower
+from paceline.schedule.grid import Action, Schedule
+from paceline.schedule.lowering import RankProgram, lower
 
 
 class _Asked(BaseException):

@@ -32,35 +32,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from paceline.errors import UsageError
-from paceline.schedule.check import check_schedule
-from paceline.schedule.grid import Action, Kind, Schedule, align, parse_action
-from paceline.schedule.lowering import lower
-from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, equal_costs, measure_schedule
-from paceline.schedule.text import draw, format_csv, parse_csv, read_csv, render_text, write_csv
-
-__all__ = [
-    "Action",
-    "Schedule",
-    "SCHEDULE_NAMES",
-    "make_schedule",
-    "gpipe",
-    "one_f_one_b",
-    "interleaved",
-    "check_schedule",
-    "lower",
-    "ScheduleCosts",
-    "ScheduleMeasure",
-    "StageCost",
-    "equal_costs",
-    "measure_schedule",
-    "parse_action",
-    "read_csv",
-    "write_csv",
-    "parse_csv",
-    "format_csv",
-    "render_text",
-    "draw",
-]
+from paceline.schedule.grid import Action, Kind, Schedule, align
 
 
 def gpipe(ranks: int, microbatches: int) -> Schedule:

@@ -11,7 +11,7 @@ Candidates stand in the order of what they cost; the first that fits is taken:
 Recomputation costs time on every rank and offload more still, so that every strategy is tried before the next of them.
 Where this machine can be priced, the fastest of those that fit takes the place of the first (``search/automatic.py``).
 A margin of the device's memory is kept free: allocators lose some, and estimates are estimates. Models that are split
-themselves are chosen among in ``mesh_choice.py``.
+themselves are chosen among in ``make_plan.py``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import contextlib
 import math
 import time
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -131,23 +131,6 @@ class Every:
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
         is_due = self.steps is not None and result.step % self.steps == 0
         if is_due or (self.at_end and result.is_last):
-            self.hook(trainer, result)
-
-
-@dataclass(slots=True)
-class EverySeconds:
-    """Runs a hook every ``seconds`` of rank 0's clock: all ranks ask it every ``ask_every`` steps, and agree."""
-
-    seconds: float
-    hook: Hook
-    ask_every: int = 10
-    _last: float = field(default_factory=time.monotonic)
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step % self.ask_every:
-            return
-        if is_time(trainer, self._last, self.seconds):
-            self._last = time.monotonic()
             self.hook(trainer, result)
 
 

@@ -86,11 +86,6 @@ def fuse_blocks(events: Sequence[Event]) -> list[Event]:
     return found
 
 
-def bytes_not_kept(events: Sequence[Event]) -> int:
-    """Returns how many bytes less compiled blocks keep for their backward than they do as they stand."""
-    return sum(_kept(events).values()) - sum(_kept(fuse_blocks(events)).values())
-
-
 def without_what_is_made_again(events: Sequence[Event]) -> tuple[Event, ...]:
     """Leaves out memory that eager blocks keep for their backward and compiled ones do not."""
     kept = _kept(fuse_blocks(events)).keys()

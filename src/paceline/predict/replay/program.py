@@ -58,21 +58,6 @@ class Program:
     def kernels(self) -> Iterator[Operation]:
         return (event.operation for event in self.all_events if isinstance(event, Run))
 
-    def count_operations(self) -> Counter[str]:
-        """Counts what is handed to the backend by kind: messages, of a collective that is made of them."""
-        return self._count_travels(1)
-
-    def count_bytes(self) -> Counter[str]:
-        """Adds up what is communicated by kind."""
-        return self._count_travels(2)
-
-    def _count_travels(self, place: int) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for event in self.all_events:
-            for travel in event.travels if isinstance(event, Issue) else ():
-                found[travel[0]] += int(travel[place])
-        return found
-
     def peak_memory(self) -> dict[str, int]:
         """Returns bytes by category at the moment when they are most together."""
         now: Counter[str] = Counter(self.resident)

@@ -42,8 +42,8 @@ from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
+from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
-from paceline.schedule.schedules import Action
 from paceline.search.choice import MARGIN
 from paceline.train.batch_search import microbatch_sizes
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
