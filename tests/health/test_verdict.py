@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView, views_from_text, views_to_text
+from paceline.health.ledger_text import views_from_text, views_to_text
+from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.verdict import HangVerdict, Limits, judge
 
 WORLD = GroupName((0, 1, 2))

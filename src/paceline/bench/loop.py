@@ -53,7 +53,6 @@ class Nothing(SoloCommunicator):
     """An all-reduce that is done at once."""
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Does nothing."""
         del tensor, op
         return DONE
 

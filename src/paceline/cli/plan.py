@@ -168,7 +168,7 @@ def _write(output: Path, found: PlanResult) -> None:
 
 
 def _draw(png: Path, found: PlanResult) -> bool:
-    from paceline.search.scaling_picture import draw_scaling
+    from paceline.search.scaling import draw_scaling
 
     tables = {name: list(rows) for name, rows in found.scaling.items()}
     if not any(row.best for rows in tables.values() for row in rows):

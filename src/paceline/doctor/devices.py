@@ -39,15 +39,10 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def _backends() -> Iterator[MachineFinding]:
-    import torch
-    import torch.distributed as dist
+    from paceline.comm.backends import available_backends, nccl_version
 
-    found = []
-    if dist.is_available():
-        built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available(), "mpi": dist.is_mpi_available()}
-        found = [name for name, is_there in built.items() if is_there]
-    nccl: Any = torch.cuda.nccl  # not annotated
-    version = ".".join(map(str, nccl.version())) if "nccl" in found and torch.cuda.is_available() else None
+    found = available_backends()
+    version = nccl_version()
     shown = [f"{name} {version}" if name == "nccl" and version else name for name in found]
     yield finding(
         "backends",

@@ -293,7 +293,6 @@ class ModuleEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
         before, self._is_syncing = self._is_syncing, False
         try:
             yield
@@ -330,7 +329,6 @@ class ModuleEngine(Engine):
             broadcast_tensors(self.comm, [buffer for buffer in found if buffer is not None])
 
     def shards(self) -> Iterator[Shard]:
-        """Yields what this rank holds of the parameters and buffers: the tensors themselves, to save or to fill."""
         named = dict(self.named_parameters())
         places = piece_places(self.flat_groups)
         for name, parameter in named.items():

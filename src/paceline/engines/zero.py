@@ -145,7 +145,6 @@ class ZeroParallel(ShardedEngine):
             self._finish()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers on the CPU, gathered one group at a time."""
         state = super().full_state_dict(rank0_only=rank0_only)
         for name, built in self._frozen.items() if state else ():
             if torch.equal(state[name], built.to(state[name].dtype)):  # else somebody has changed it since

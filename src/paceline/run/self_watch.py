@@ -32,7 +32,7 @@ from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness, RankLook
-from paceline.health.ledger_view import looks_from_text, looks_to_text, views_from_text, views_to_text
+from paceline.health.ledger_text import looks_from_text, looks_to_text, views_from_text, views_to_text
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangVerdict, Limits, judge
 from paceline.run.notes import note_hang

@@ -160,7 +160,6 @@ class _Below:
         self._prefix = prefix
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        """Returns the shapes of the tensors whose names begin so, by what follows."""
         return self._checkpoint.shapes(self._prefix + prefix)
 
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:

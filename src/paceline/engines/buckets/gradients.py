@@ -157,7 +157,6 @@ class ReplicaBucket(GradientBucket):
         return self.views[place]
 
     def reset(self) -> None:
-        """Ends a backward: no gradient of the next one has arrived."""
         super().reset()
         self.work, self.wire = DONE, None
         self._is_in = [False] * len(self.members)
@@ -297,7 +296,6 @@ class SlicedBucket(GradientBucket):
         self.reset()
 
     def reset(self) -> None:
-        """Ends a backward: no gradient of the next one has arrived."""
         super().reset()
         self._is_in_backward = False
         if not self._keeps_buffer:

@@ -185,7 +185,7 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
     """Shows meta tensors in place of the model's own, tied ones as tied ones, for as long as it is open."""
     before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
     try:
-        drop_values(model)
+        drop_values(model, renews_meta=True)
         yield
     finally:
         for module, parameters, buffers in before:

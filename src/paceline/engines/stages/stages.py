@@ -264,15 +264,18 @@ def _held(
             yield path, module
 
 
-def drop_values(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
-    """Replaces tensors by meta tensors, tied ones by tied ones, except those that a module in ``kept`` has itself."""
+def drop_values(model: nn.Module, kept: Collection[nn.Module] = (), *, renews_meta: bool = False) -> None:
+    """Replaces tensors by meta tensors, tied ones by tied ones, except those that a module in ``kept`` has itself.
+
+    With ``renews_meta`` parameters on the meta device are replaced too: gradients go to the new ones.
+    """
     tensors = [t for module in kept for t in (*module._parameters.values(), *module._buffers.values())]
     used = {id(tensor) for tensor in tensors if tensor is not None}
     empty: dict[int, nn.Parameter] = {}
     before: list[nn.Parameter] = []  # alive until all are replaced: an id is used again after that
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and id(parameter) not in used and not parameter.is_meta:
+            if parameter is not None and id(parameter) not in used and (renews_meta or not parameter.is_meta):
                 before.append(parameter)
                 if id(parameter) not in empty:
                     values = torch.empty_like(parameter, device="meta")
