@@ -33,6 +33,24 @@ os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves to the exhaustive run all but ``some(n)`` cases of a test, spread evenly over them."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("some") and not item.get_closest_marker("exhaustive"):
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("some")
+        assert marker is not None
+        count = min(marker.args[0], len(cases))
+        taken = {place * (len(cases) - 1) // max(count - 1, 1) for place in range(count)}
+        for place, case in enumerate(cases):
+            if place not in taken:
+                case.add_marker(pytest.mark.exhaustive)
+
+
 FROZEN_MODULES = pytest.StashKey[int]()
 
 

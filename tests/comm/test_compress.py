@@ -383,6 +383,7 @@ def bytes_sent(chosen: Compression | None, side: int = 1000, ranks: int = 2) -> 
     return run_virtual(work, ranks)[0]
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("chosen", "least", "most"),
     [

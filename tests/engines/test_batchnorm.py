@@ -194,6 +194,7 @@ def test_ranks_without_samples_stand_in(name: str) -> None:
         check_close(found, expected)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "twice"])
 def test_a_rank_may_stand_in_before_it_has_ever_run(name: str) -> None:
     shares = [(None, 6), (None, 5), (2, 4)]

@@ -34,6 +34,7 @@ def make_tuned(module: nn.Module, comm: Communicator, **options: Any) -> DataPar
     return DataParallel(module, comm, sized(200, 100, tunes_buckets=True, **options))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("case", ["tied", "branches", "reentrant", "odd shapes", "tiny", "frozen"])
 def test_training_equals_one_process(case: str) -> None:
     recipe = Recipe(shares=SHARES["ragged"], steps=STEPS)
@@ -142,6 +143,7 @@ def test_measuring_costs_one_exchange_and_no_more_collectives_than_the_buckets_h
         assert [count.get("all_gather", 0) for count in counts] == [*[0] * 8, 1, 0, 0]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("policy", ["topk", "powersgd", "int8"])
 def test_compression_goes_with_it(policy: Any) -> None:
     """What a step did not send is not lost when buckets change: the sum of all updates stays near the plain one's."""

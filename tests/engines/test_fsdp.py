@@ -140,6 +140,7 @@ def test_a_weight_may_be_read_outside_its_module_where_the_root_owns_it() -> Non
         assert_same(result, single("borrowed", recipe))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("case", ["plain", "tied", "branches", "odd shapes"])
 def test_real_ranks_train_as_one_process(case: str, gloo_pool: GlooPool) -> None:
     recipe = Recipe(shares=((3, 3), (6, 0)))
@@ -188,6 +189,7 @@ def loops(model: Any, x: torch.Tensor, step: int) -> Any:
     return (model(x, times=2 + step % 2) ** 2).mean()
 
 
+@pytest.mark.some(5)
 @covering(
     always={"reshard": [True]},
     call=[two_forwards, sometimes_evaluates, skips, calls_a_part, loops],
@@ -243,6 +245,7 @@ def test_the_forward_of_a_model_can_raise_and_training_goes_on() -> None:
         assert found == pytest.approx(expected, abs=1e-10)
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_compiled_blocks_keep_the_numbers(monkeypatch: pytest.MonkeyPatch, checkpointing: str) -> None:

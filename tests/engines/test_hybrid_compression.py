@@ -76,6 +76,7 @@ def owed(state: Saved) -> dict[str, torch.Tensor]:
     return {name: rows.mean(0) for name, rows in residuals(state).items()}
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_sent_and_what_is_owed_add_up_to_the_gradients(policy: str) -> None:
     steps = 3

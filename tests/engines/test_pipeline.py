@@ -101,6 +101,7 @@ def test_every_schedule_computes_what_one_process_does(schedule: str, ranks: int
     )
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("strategy", "schedule"),
     [
@@ -129,7 +130,7 @@ def test_hybrid_sharding_inside_a_pipeline() -> None:
 @pytest.mark.parametrize(
     ("strategy", "spread"),
     [
-        ("zero1", {"schedule": "1f1b"}),
+        pytest.param("zero1", {"schedule": "1f1b"}, marks=exhaustive),
         ("ddp", {"schedule": "zb-v", "sequence_parallel": True}),
         pytest.param("zero2", {"schedule": "zb-h1"}, marks=exhaustive),
         pytest.param("fsdp", {"schedule": "interleaved"}, marks=exhaustive),
@@ -139,11 +140,13 @@ def test_three_dimensions(strategy: str, spread: dict[str, Any]) -> None:
     check(settings_of(8, 3, strategy, pipeline=2, tensor=2, data=2, **spread))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_tensor_parallelism_alone(strategy: str) -> None:
     check(settings_of(4, 2, strategy, tensor=2))
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_ranks_without_samples_in_some_microbatches(strategy: str) -> None:
     check(settings_of(4, 4, strategy, pipeline=2), samples=3)
@@ -172,6 +175,7 @@ def test_mixed_precision_in_a_pipeline(precision: str) -> None:
     assert found.passed, found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ranks", "strategy", "spread"),
     [
@@ -271,6 +275,7 @@ MESHES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

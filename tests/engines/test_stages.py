@@ -267,6 +267,7 @@ def train_alone(
     return engine.full_state_dict()
 
 
+@pytest.mark.some(8)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize(
     ("tied", "where", "bounds"),

@@ -153,6 +153,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("is_sequence", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
 def test_models_that_are_changed_after_being_split(change: str, is_sequence: bool) -> None:

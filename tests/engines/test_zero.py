@@ -92,6 +92,7 @@ def test_without_clipping(stage: int, shares: str) -> None:
         assert_same(outcome, expected("tied", shares, None))
 
 
+@pytest.mark.some(5)
 @covering(
     always={"case": ["odd shapes"]},
     stage=[1, 2],
@@ -104,6 +105,7 @@ def test_plain_optimizers_with_parameter_groups(stage: int, case: str, optimizer
         assert_same(outcome, expected(case, "ragged", 0.5, optimizer))
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("bucket_bytes", [0, 10**6])
 @pytest.mark.parametrize("overlap", [True, False])
 @STAGES
@@ -118,6 +120,7 @@ def train_on_real_ranks(comm: Communicator, stage: int, case: str, recipe: Recip
     return engine_cases.train(comm, stage_maker(stage), case, recipe)
 
 
+@pytest.mark.some(2)
 @covering(always={"case": ["branches"]}, stage=[1, 2], case=["tied", "reentrant", "branches"])
 def test_real_ranks(gloo_pool: GlooPool, stage: int, case: str) -> None:
     shares = "two ranks" if case == "tied" else "ragged"
@@ -1070,6 +1073,7 @@ def test_norms_with_statistics_stay_as_they_were_built() -> None:
 # Compiled blocks.
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 @STAGES
 def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:

@@ -77,6 +77,7 @@ def test_steps_before_compression_begins_are_not_told_of() -> None:
     assert record(now, ranks=2).to_text() == record(later, ranks=2).to_text()
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("algorithm", "strategy"),
     [

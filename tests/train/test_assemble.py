@@ -41,6 +41,7 @@ def expected() -> dict[str, torch.Tensor]:
     return run(1, {"strategy": "ddp"})[0]
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize(
     ("parallel", "options", "axes"),
     [

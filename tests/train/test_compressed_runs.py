@@ -38,6 +38,7 @@ def run_steps(trainer: Trainer, until: int) -> None:
             break
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "compression",
     [{"policy": "topk", "ratio": 0.05}, {"policy": "randomk", "ratio": 0.1}, {"policy": "powersgd", "factor_rank": 2}],

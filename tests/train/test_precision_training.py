@@ -86,6 +86,7 @@ def train_on_real_ranks(comm: Communicator, strategy: str, precision: str) -> di
     return train(comm, make_config(strategy, comm.size, None, precision=precision))[0]
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16_master"), ("zero1", "fp16"), ("fsdp", "bf16_master")]
 )
@@ -103,6 +104,7 @@ def test_precisions_are_different_and_close() -> None:
     assert all(loss == pytest.approx(losses["fp32"], rel=0.02) for loss in losses.values())
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str, tmp_path: Path) -> None:
     """The scale starts far too large: steps are left out until it fits, and the run is cut in the middle of that."""

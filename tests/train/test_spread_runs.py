@@ -80,6 +80,7 @@ MESHES: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("ranks", "parallel"), MESHES, ids=str)
 def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any]) -> None:
     alone = alone_on_one_rank()
@@ -98,6 +99,7 @@ def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any
             assert found == pytest.approx(expected_row, abs=1e-9)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("before", "after"), [(None, MESHES[3]), (MESHES[3], MESHES[0]), (MESHES[1], None)], ids=str)
 def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any, tmp_path: Path) -> None:
     alone = alone_on_one_rank()

@@ -182,6 +182,7 @@ SCHEDULES = {
 }
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("overrides", SCHEDULES.values(), ids=SCHEDULES.keys())
 def test_any_cut_is_the_same_run(overrides: list[str], short_text: str) -> None:
     """Order and rates exactly, losses to 1e-9, over ragged batches and the end of an epoch."""

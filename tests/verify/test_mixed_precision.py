@@ -58,6 +58,7 @@ def verify(model: Any = Net, batch: Any = make_batch, **options: Any) -> Certifi
     return paceline.verify(model, batch, F.cross_entropy, **options)
 
 
+@pytest.mark.some(4)
 @covering(
     always={"strategy": ["fsdp"]},
     strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
@@ -83,6 +84,7 @@ def test_any_number_of_ranks_rounds_alike(ranks: int) -> None:
         assert found.errors.largest < 2e-6
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16"), ("zero2", "bf16_master"), ("fsdp", "fp16"), ("fsdp", "bf16_master")]
 )
@@ -174,6 +176,7 @@ def test_a_loss_that_is_scaled_needs_no_other_bound(monkeypatch: pytest.MonkeyPa
 # Real processes.
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16"), ("zero1", "fp16"), ("fsdp", "bf16"), ("fsdp", "bf16_master")]
 )

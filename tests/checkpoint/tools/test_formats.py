@@ -99,6 +99,7 @@ def test_torch_own_dcp_is_taken_in_with_its_optimizer(tmp_path: Path) -> None:
     assert made.found["optimizer/norm.weight"]["values"]["step"] == 1
 
 
+@pytest.mark.some(6)
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -182,6 +183,7 @@ def test_hugging_faces_model_computes_the_same(saved: Save, tmp_path: Path, mode
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", ["m.safetensors", "m.pt", "m"])
 def test_a_round_trip_fills_other_ranks_with_the_same_optimizer(
