@@ -24,6 +24,7 @@ def make_config(**sections: Any) -> Config:
     return config_from_dict(values | sections)
 
 
+@pytest.mark.exhaustive
 def test_every_policy_gets_a_row_beside_the_uncompressed_run() -> None:
     rows = {(row["policy"], row["setting"]): row for row in bench_compression(make_config(), ranks=2, steps=6)}
     plain = rows.pop(("none", ""))

@@ -27,6 +27,7 @@ def make_config(**sections: Any) -> Config:
     return config_from_dict(values | sections)
 
 
+@pytest.mark.exhaustive
 def test_every_policy_runs_with_feedback_and_without_beside_the_plain_run() -> None:
     told: list[str] = []
     rows = bench_convergence(make_config(), ranks=2, seeds=1, progress=told.append)

@@ -87,6 +87,7 @@ def test_hybrid_sharding_trains_as_fsdp2_does_on_a_mesh(gloo_pool: GlooPool) -> 
         assert losses["paceline hybrid"][-1] < losses["paceline hybrid"][0]
 
 
+@pytest.mark.exhaustive
 def test_all_arms_in_bf16_train_the_same_model() -> None:
     rows = bench_bf16(NANO, SHORT, CPU, compiled=False)
     assert [row["arm"] for row in rows] == [arm.name for arm in arms_in_bf16()]

@@ -46,9 +46,9 @@ def check_ranks(attempts: list[dict[str, Any]]) -> None:
 
 
 def test_a_save_that_is_killed_costs_no_more_than_itself(tmp_path: Path) -> None:
-    found = kill(tmp_path, 6, ranks=2)
-    check(found[:6])
-    check_ranks(found[6:])
+    found = kill(tmp_path, 4, ranks=2)
+    check(found[:4])
+    check_ranks(found[4:])
 
 
 @pytest.mark.soak

@@ -84,6 +84,7 @@ def test_scaling_tables(call: Call) -> None:
     assert found["scaling"]["weak"][0]["efficiency"] == 1.0
 
 
+@pytest.mark.some(1)
 def test_scaling_is_drawn_as_predicted(call: Call, tmp_path: Path) -> None:
     words = ("plan", CONFIG, "train.global_batch=16", "--cluster", "dgx-h100", "--gpus", "1,8")
     shown = call(*words, "--png", str(tmp_path / "scaling.png"))

@@ -165,6 +165,7 @@ def test_ctrl_c_ends_everything(project: Path, start: Start, ends: Ends, all_gon
         assert end.step > 0
 
 
+@pytest.mark.some(1)
 def test_a_launcher_that_is_killed_takes_ranks_and_loader_workers_along(
     start: Start, call: Call, all_gone: AllGone
 ) -> None:

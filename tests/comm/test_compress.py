@@ -80,6 +80,7 @@ def residual_of(compressor: Compressor) -> torch.Tensor:
 # What holds for all policies.
 
 
+@pytest.mark.some(5)
 @pytest.mark.parametrize("policy", POLICIES)
 @given(ranks=RANKS, shape=SHAPES, seed=SEEDS)
 def test_ranks_get_the_same_bits_and_nothing_is_lost(

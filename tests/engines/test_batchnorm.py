@@ -171,6 +171,7 @@ def cut(shares: Shares, ranks: int) -> Shares:
 # Parity.
 
 
+@pytest.mark.some(8)
 @covering(always={"ranks": [3]}, name=list(MODELS), ranks=[1, 2, 3, 4])
 def test_training_is_that_of_one_process(name: str, ranks: int) -> None:
     shares = cut(RAGGED if ranks % 2 else EVEN, ranks)
@@ -183,6 +184,7 @@ def test_training_is_that_of_one_process(name: str, ranks: int) -> None:
         check_close(found, expected)
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("name", MODELS)
 def test_ranks_without_samples_stand_in(name: str) -> None:
     expected = train_alone(make(name), SOME_SIT_OUT)

@@ -93,6 +93,7 @@ def test_every_case_trains_as_one_process(case: str, shares: str) -> None:
         assert_same(result, single(case, recipe))
 
 
+@pytest.mark.some(5)
 @covering(
     always={"case": ["branches"]}, case=["plain", "reused", "reentrant", "branches", "unused"], policy=list(POLICIES)
 )
@@ -102,6 +103,7 @@ def test_every_policy_trains_as_one_process(case: str, policy: str) -> None:
         assert_same(result, single(case, recipe))
 
 
+@pytest.mark.some(3)
 @covering(always={"case": ["branches"]}, case=["plain", "reused", "branches"], reshard=[1, 2, 4])
 def test_a_smaller_group_may_keep_what_backward_needs(case: str, reshard: int) -> None:
     recipe, policy = Recipe(shares=SHARES["ragged"]), Layout(reshard_after_forward=reshard)

@@ -129,6 +129,7 @@ def test_a_run_goes_on_exactly_from_its_state(policy: str) -> None:
     run_virtual(work, RANKS)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("policy", ["topk", "powersgd"])
 @pytest.mark.parametrize(("before", "after"), [("hybrid", "ddp"), ("ddp", "hybrid")])
 def test_the_other_strategy_owes_the_same(policy: str, before: str, after: str) -> None:

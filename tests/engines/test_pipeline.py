@@ -152,11 +152,13 @@ def test_ranks_without_samples_in_some_microbatches(strategy: str) -> None:
     check(settings_of(4, 4, strategy, pipeline=2), samples=3)
 
 
+@pytest.mark.some(2)
 @covering(strategy=["ddp", "zero1", "zero2"], samples=[3, 7])
 def test_ranks_without_samples_where_two_stages_of_a_rank_share_a_weight(strategy: str, samples: int) -> None:
     check(settings_of(4, 4, strategy, pipeline=2, schedule="zb-v"), samples=samples)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("strategy", "schedule"), [("zero1", "zb-h1"), ("fsdp", "1f1b")])
 def test_stages_may_compute_their_activations_again(strategy: str, schedule: str) -> None:
     settings = settings_of(4, 2, strategy, pipeline=2, schedule=schedule)
@@ -210,6 +212,7 @@ def summed_loss(model: Callable[..., Any], batch: Any) -> LossValue:
     return LossValue(total, count)
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_ranks_do_what_the_schedule_says_and_the_bubble_is_that_of_the_formula(schedule: str) -> None:
     ranks, microbatches = 3, 6

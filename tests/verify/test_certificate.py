@@ -68,6 +68,7 @@ def built_in(name: str) -> Config:
     return config_from_dict({**BUILT_IN[name], "train": {"dtype": "float64"}})
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks", "accumulate"),
     [
@@ -90,6 +91,7 @@ def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: i
     assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
 
 
+@pytest.mark.some(7)
 @covering(
     always={"options": ["more parts than samples"]},
     options={

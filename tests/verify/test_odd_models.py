@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from covering import covering
@@ -135,6 +136,7 @@ class Tiny(Net):
         return super().forward(self.norm(x[..., None])[..., 0] * self.scale + self.shift + self.empty.sum() + x)
 
 
+@pytest.mark.some(8)
 @covering(
     always={"model": [Branches]},
     model=[Frozen, Reused, Tied, Trees, Branches, Blind, Recurrent, Tiny],
@@ -145,6 +147,7 @@ def test_odd_models_pass(model: type[nn.Module], strategy: str) -> None:
     assert found.passed, found.divergence
 
 
+@pytest.mark.some(3)
 @covering(model=[Frozen, Reused, Tied, Trees, Branches, Blind], strategy=["fsdp", "zero2"])
 def test_odd_models_pass_when_they_are_checkpointed(model: type[nn.Module], strategy: str) -> None:
     options: dict[str, Any] = {"strategy": strategy, "ranks": 3, "checkpoint_activations": "full"}
