@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from gloo_pool import GlooPool
 
 # A deadline would be an assertion about time. The same examples every time: a change is judged by what it changed;
-# `pytest --hypothesis-profile=explore` looks for new ones, `make test-all` takes four times as many.
-settings.register_profile("paceline", deadline=None, max_examples=25, derandomize=True)
+# `pytest --hypothesis-profile=explore` looks for new ones, `make test-all` takes seven times as many.
+settings.register_profile("paceline", deadline=None, max_examples=15, derandomize=True)
 settings.register_profile("all", deadline=None, max_examples=100, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile("paceline")

@@ -54,6 +54,7 @@ def measure_arms(comm: Communicator) -> list[MeasuredArm]:
     return _measure(comm, SHORT, ARMS)
 
 
+@pytest.mark.exhaustive
 def test_arms_train_the_same_model(gloo_pool: GlooPool) -> None:
     by_rank = gloo_pool.run(measure_arms, ranks=2, group_timeout_s=60.0, timeout_s=150.0)
     measured = [_with_losses(each) for each in zip(*by_rank, strict=True)]

@@ -34,6 +34,7 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.mark.exhaustive
 def test_the_page_shows_what_the_script_prints() -> None:
     run = subprocess.run([sys.executable, "-c", ALONE, str(SCRIPT)], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr

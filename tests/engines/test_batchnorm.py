@@ -512,6 +512,7 @@ def compiled_work(comm: Communicator, shares: Shares) -> dict[str, torch.Tensor]
     return train_rank(model, comm, shares)
 
 
+@pytest.mark.exhaustive
 def test_blocks_may_be_compiled_checkpointed_or_not(gloo_pool: GlooPool) -> None:
     shares = cut(RAGGED, 2)
     expected = train_alone(make("plain"), shares)

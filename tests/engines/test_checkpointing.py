@@ -306,6 +306,7 @@ def test_a_copy_runs_its_own_blocks() -> None:
     assert all(parameter.grad is not None for parameter in twin.parameters())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # the compiler looks at it
 @pytest.mark.parametrize(("factory", "policy"), [(Stack, "matmuls"), (ConvStack, "full")])

@@ -467,6 +467,7 @@ def test_double_differentiation_is_refused() -> None:
         assert "no_sync" in refusal(work)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced and differentiated block by block (without code generation, which needs a compiler on the machine)."""

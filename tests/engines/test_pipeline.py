@@ -101,7 +101,7 @@ def test_every_schedule_computes_what_one_process_does(schedule: str, ranks: int
     )
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "schedule"),
     [
@@ -177,7 +177,7 @@ def test_mixed_precision_in_a_pipeline(precision: str) -> None:
     assert found.passed, found
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("ranks", "strategy", "spread"),
     [
@@ -278,7 +278,7 @@ MESHES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -76,7 +76,7 @@ def expected(case: str, shares: str, clip: float | None = 0.5, optimizer: str = 
 # Training gives what one process gives.
 
 
-@pytest.mark.some(10)
+@pytest.mark.some(8)
 @pytest.mark.parametrize(
     "shares", ["ragged", *(pytest.param(shares, marks=pytest.mark.exhaustive) for shares in OTHERS)]
 )

@@ -61,7 +61,7 @@ def train(
     return trainer.parts.engine.full_state_dict(), sink.steps, trainer, evaluation.loss
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(3)
 @covering(always={"strategy": ["fsdp"]}, strategy=STRATEGIES, policy=["fp16, clipped", "fp16", "bf16_master", "bf16"])
 def test_every_strategy_trains_as_one_process_of_the_same_policy(strategy: str, policy: str) -> None:
     """Half precision gradients of each part are the same; only the order of their fp32 sum is another.

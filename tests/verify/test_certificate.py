@@ -91,7 +91,7 @@ def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: i
     assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
 
 
-@pytest.mark.some(7)
+@pytest.mark.some(5)
 @covering(
     always={"options": ["more parts than samples"]},
     options={
@@ -642,7 +642,7 @@ def verified_on_this_rank(comm: Communicator, name: str, settings: Settings, sha
     return [compare(ours, expected).largest for ours, expected in pairs]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [
@@ -663,7 +663,7 @@ def test_real_processes_compute_what_one_would(
         assert max(errors) < 1e-12
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),
     [
