@@ -48,6 +48,7 @@ def test_every_policy_runs_with_feedback_and_without_beside_the_plain_run() -> N
     assert len(told) == len(ARMS)
 
 
+@pytest.mark.exhaustive
 def test_a_gpt_is_judged_by_its_loss_and_seeds_are_averaged() -> None:
     config = make_config(
         model={"kind": "gpt", "layers": 1, "heads": 1, "width": 8, "context": 8},

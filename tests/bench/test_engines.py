@@ -104,6 +104,7 @@ def _without(what: str, model: nn.Module, comm: Communicator) -> Wrapped:
     return dataclasses.replace(wrapped, parameters=wrapped.parameters[:-1])
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("what", ["clipping", "a layer"])
 def test_an_arm_that_computes_something_else_is_named(what: str) -> None:
     plain = arms_alone()[0]

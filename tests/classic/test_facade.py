@@ -386,6 +386,7 @@ class Blocks(nn.Module):
         return output
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_the_usual_script_runs_with_everything_switched_on(strategy: str, tmp_path: Path) -> None:
     """Sharded or not: mixed precision, accumulation, clipping, checkpointed activations, offload, saving."""

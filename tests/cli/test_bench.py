@@ -32,6 +32,7 @@ def short_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(CPU_WORKLOADS, "mlp", (workload, replace(protocol, steps_per_turn=2, warm_up=4)))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("short_turns")
 def test_engines_prints_and_writes_one_record_in_which_all_arms_agree(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "record.json"

@@ -171,7 +171,7 @@ def cut(shares: Shares, ranks: int) -> Shares:
 # Parity.
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(5)
 @covering(always={"ranks": [3]}, name=list(MODELS), ranks=[1, 2, 3, 4])
 def test_training_is_that_of_one_process(name: str, ranks: int) -> None:
     shares = cut(RAGGED if ranks % 2 else EVEN, ranks)

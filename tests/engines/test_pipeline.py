@@ -85,7 +85,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
 # Every schedule by default, and each of the numbers of microbatches at the edges with one of them.
-BY_DEFAULT = {("gpipe", 2, 5), ("1f1b", 3, 3), ("interleaved", 3, 3), ("zb-h1", 2, 5), ("zb-v", 2, 1), ("zb-v", 3, 3)}
+BY_DEFAULT = {("gpipe", 2, 5), ("1f1b", 3, 3), ("interleaved", 3, 3), ("zb-h1", 2, 5), ("zb-v", 2, 1)}
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def assert_same(found: list[tuple[list[float], Values, Values]], name: str, chan
             assert torch.equal(value, found[0][1][key]), key
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @covering(
     always={"case": ["current on 4"]},
     case={

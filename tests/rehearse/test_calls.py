@@ -34,7 +34,7 @@ def texts(config: Config, calls: KnownCalls | None = None) -> list[str]:
     return [program.to_text() for program in record_stages(config, ranks=4, calls=calls)]
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     "parallel",
     [
