@@ -93,7 +93,7 @@ def bench_bubbles(ranks: Sequence[int] = range(2, 9), shares: Sequence[int] = (1
 
 def ideal_overhead(schedule: str, ranks: int, microbatches: int) -> float | None:
     """Returns idle time over work as the formula has it, None where it does not hold: too few microbatches."""
-    parts = {"gpipe": 1, "1f1b": 1, "interleaved": _CHUNKS["interleaved"], "zb-h1": 3, "zb-v": 6}[schedule]
+    parts = {"interleaved": _CHUNKS["interleaved"], "zb-h1": 3, "zb-v": 6}.get(schedule, 1)
     if schedule == "zb-v" and microbatches < 1.5 * ranks:
         return None
     return (ranks - 1) / (parts * microbatches)

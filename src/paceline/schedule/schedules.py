@@ -11,7 +11,7 @@ p ranks hold the stages of a model, m microbatches pass through them; with equal
     zb-v          2 p      (p-1) / (6 m)          p
 
 gpipe and 1f1b for any m, the others for m >= p (zb-v: 1.5 p); with fewer microbatches those fill and drain longer. A
-schedule is a pure function of these numbers; ``schedule_measure`` says what it comes to with the costs of real stages.
+schedule is a pure function of these numbers; ``measure.py`` says what it comes to with the costs of real stages.
 
 The zero-bubble schedules run backward in two parts, and the part that no rank waits for fills the gaps. Of a backward,
 the next rank waits only for the gradient of the stage's input (I). The gradient of the weights (W) can be made whenever
