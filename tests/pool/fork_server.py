@@ -95,7 +95,8 @@ def ask(command: Sequence[str], files: dict[int, int], *, env: Any = None, cwd: 
 def status_of(pid: int, is_waiting: bool) -> int | None:
     """Returns the exit status of a process, as ``os.waitpid`` would; None while there is none."""
     link = _links[pid]
-    if not is_waiting and not select.select([link], [], [], 0)[0]:
+    # The status of a process that has ended may still be on its way, where a parent would see it at once.
+    if not is_waiting and not select.select([link], [], [], 0)[0] and not has_ended(pid):
         return None
     try:
         status: int = NUMBER.unpack(receive(link, NUMBER.size))[0]
@@ -103,6 +104,15 @@ def status_of(pid: int, is_waiting: bool) -> int | None:
         status = signal.SIGKILL  # the server is gone
     _links.pop(pid).close()
     return status
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process is gone, or waits to be reaped by the server."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state in ("Z", "X")
 
 
 class ForkedPopen(plain_popen):  # type: ignore[type-arg]
