@@ -30,16 +30,11 @@ if TYPE_CHECKING:
     from paceline.checkpoint.read import open_checkpoint as open_checkpoint
     from paceline.checkpoint.writer import CheckpointWriter as CheckpointWriter
 
-_HOMES = {
-    "load": "loops",
-    "save": "loops",
-    "Checkpoint": "read",
-    "open_checkpoint": "read",
-    "CheckpointWriter": "writer",
-}
+_NAMES = {"loops": ("load", "save"), "read": ("Checkpoint", "open_checkpoint"), "writer": ("CheckpointWriter",)}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"paceline.checkpoint.{_HOMES[name]}"), name)
+    for home, names in _NAMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"paceline.checkpoint.{home}"), name)
+    raise AttributeError(f"module 'paceline.checkpoint' has no attribute {name!r}")

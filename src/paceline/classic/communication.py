@@ -8,6 +8,18 @@ A thin face over ``comm/compress`` (top-k with error feedback) and the averages 
 communicators or torch process groups. Tensors are left as they are; results are new ones, the same bits on every rank.
 Bytes are those of the policies: a top-k of ratio r sends 6 r bytes an element in place of 4. Engines do all this by
 themselves, while backward runs: ``parallelize(..., compression=...)``.
+
+An average over two groups: of the ranks inside a host, and of those that stand for the hosts.
+
+For B bytes, H hosts of L ranks, what a rank sends inside a host, and what a host sends across:
+
+    every rank has a group across    2 B (L-1)/L inside,  2 B (H-1)/H across, on the links of all its ranks
+    one rank of a host has           3 B at most inside,  2 B (H-1)/H across, on the link of that rank
+
+The first reduces and scatters inside, averages each slice across, and gathers inside; the second averages inside,
+then across, and hands the result round. Both end with the same bits on every rank.
+``comm/algorithms/communicator.py`` does the same on one group whose hosts it knows; this is for groups that are
+there already.
 """
 
 from __future__ import annotations
@@ -33,19 +45,6 @@ from paceline.comm.torch_dist import Group, communicator_of, is_outside
 from paceline.errors import UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import flat_layout, round_up
-
-# An average over two groups: of the ranks inside a host, and of those that stand for the hosts.
-#
-# For B bytes, H hosts of L ranks, what a rank sends inside a host, and what a host sends across:
-#
-#     every rank has a group across    2 B (L-1)/L inside,  2 B (H-1)/H across, on the links of all its ranks
-#     one rank of a host has           3 B at most inside,  2 B (H-1)/H across, on the link of that rank
-#
-# The first reduces and scatters inside, averages each slice across, and gathers inside; the second averages inside,
-# then across, and hands the result round. Both end with the same bits on every rank.
-# ``comm/algorithms/communicator.py`` does the same on one group whose hosts it knows; this is for groups that are
-# there already.
-
 
 STAGES = 4  # of a piece at most: inside, across, inside again, there
 

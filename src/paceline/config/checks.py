@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TypeAlias, cast
+from typing import Any, TypeAlias, cast
 
 from paceline.config.batch import check_batch
 from paceline.config.layout import layout_problems
@@ -41,14 +41,23 @@ _LONGEST_NAME = 100
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
 
 
+class _BrokenSectionError(Exception):
+    """A rule reads a section that is broken."""
+
+
+class _SoundSections(SimpleNamespace):
+    def __getattr__(self, name: str) -> Any:
+        raise _BrokenSectionError(name)
+
+
 def run_checks(config: Config, sections: Collection[str] | None = None) -> list[Problem]:
     """Lists the problems of a config; with ``sections``, only by the rules that read no other section."""
     if sections is None:
         found = [problem for check in CHECKS for problem in check(config)]
     else:
-        found, sound = [], cast(Config, SimpleNamespace(**{name: getattr(config, name) for name in sections}))
+        found, sound = [], cast(Config, _SoundSections(**{name: getattr(config, name) for name in sections}))
         for check in CHECKS:
-            with contextlib.suppress(AttributeError):  # the rule reads another section
+            with contextlib.suppress(_BrokenSectionError):
                 found += list(check(sound))
     ranks = None if config.parallel.ranks == "auto" else config.parallel.ranks
     return found + layout_problems(config, ranks, node_ranks=0, sections=sections)

@@ -4,6 +4,28 @@
 
 A strategy that the config leaves open is chosen by memory and predicted time (``choose_layout``), which needs to know
 the model and the memory that is free.
+
+``parallel.sharding_strategy: auto``: how a number of ranks is spread over pipeline, tensor and data, and why.
+
+Whole models are cheapest, so the ladder of ``choice.py`` comes first, and models are split before it ends in what
+costs most: computing the whole forward again, and the host's memory. The order:
+
+    1  whole models         checkpoint none, matmuls
+    2  split models         checkpoint none, matmuls; the least overhead first
+    3  whole, split         checkpoint full
+    4  whole models         offload
+
+The overhead of a split model is the time of a step beside computing, in parts of computing. For p stages, m
+microbatches, T tensor ranks and D data ranks, a part of P bytes, L blocks in it, and a stream of B bytes:
+
+    bubble        (p - 1) / m                   equally, (p-1)/(m+p-1) of the step
+    recompute     0, 0.1, 1/3                   none, matmuls, full
+    tensor        8 B L m (T-1)/T bytes         inside a host always
+    pipeline      2 B m bytes
+    data          2 P (D-1)/D bytes for ddp and zero1; (m + 1) P for zero2 and 3 m P for fsdp, each microbatch anew
+
+A byte that is sent inside a host counts as long as 128 operations, one between hosts as eight times that. This is a
+rule of thumb for an order, not a prediction: nothing overlaps, and no link is measured.
 """
 
 from __future__ import annotations
@@ -34,29 +56,6 @@ from paceline.search.choice import (
     judge,
     take_first,
 )
-
-# ``parallel.sharding_strategy: auto``: how a number of ranks is spread over pipeline, tensor and data, and why.
-#
-# Whole models are cheapest, so the ladder of ``choice.py`` comes first, and models are split before it ends in what
-# costs most: computing the whole forward again, and the host's memory. The order:
-#
-#     1  whole models         checkpoint none, matmuls
-#     2  split models         checkpoint none, matmuls; the least overhead first
-#     3  whole, split         checkpoint full
-#     4  whole models         offload
-#
-# The overhead of a split model is the time of a step beside computing, in parts of computing. For p stages, m
-# microbatches, T tensor ranks and D data ranks, a part of P bytes, L blocks in it, and a stream of B bytes:
-#
-#     bubble        (p - 1) / m                   equally, (p-1)/(m+p-1) of the step
-#     recompute     0, 0.1, 1/3                   none, matmuls, full
-#     tensor        8 B L m (T-1)/T bytes         inside a host always
-#     pipeline      2 B m bytes
-#     data          2 P (D-1)/D bytes for ddp and zero1; (m + 1) P for zero2 and 3 m P for fsdp, each microbatch anew
-#
-# A byte that is sent inside a host counts as long as 128 operations, one between hosts as eight times that. This is a
-# rule of thumb for an order, not a prediction: nothing overlaps, and no link is measured.
-
 
 _KEY = "parallel.sharding_strategy"
 # What all split candidates are judged with, whatever the config says of it.

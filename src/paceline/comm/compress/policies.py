@@ -1,4 +1,42 @@
-"""The policies by name."""
+"""How a flat vector is exchanged in fewer bytes: the policies by name, in three kinds.
+
+Few elements of many: the largest, a random choice, or all above a threshold.
+
+Bytes that a rank hands over for n float32 elements, of which it keeps k, against 4 n:
+
+    top-k, threshold    6 k + n / 16384     values, 16 bits of each index, and how many lie in each block of 65,536
+    random-k            4 k                 values alone: all ranks draw the same indices from a shared seed
+
+Random-k values are all-reduced, so that a rank sends 2 (N-1)/N times that, as for dense gradients. The others are
+all-gathered: a rank sends (N-1) times its message. Against a dense all-reduce that is 4 n / (3 k N): at 1 %, 67 times
+less between two ranks, and as much as a dense reduction at 133 ranks.
+
+Compute: top-k selects in O(n), random-k touches k elements, threshold takes two passes, and the host reads how many
+elements there are (a sync point).
+
+All elements in fewer bits: one bit, eight bits, or sixteen.
+
+Bytes that a rank hands over for n float32 elements, against 4 n:
+
+    sign        n / 8 + 4 a tensor      all-gathered: a rank sends (N-1) times that, 64 / N times less than dense
+    int8        n + n / 64              twice: to the owner of each slice, and back; 3.94 times less at any N
+    fp16, bf16  2 n                     all-reduced: half
+
+Compute: a few passes over the elements; sign unpacks the messages of all N ranks.
+
+PowerSGD: a matrix as the product of two thin ones, found by one power iteration a step (Vogels et al., 2019).
+
+For a matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m + n) bytes in place of 4 m n:
+
+    P = M Q            averaged over ranks, then made orthonormal: the same on all of them
+    Q = M' P           averaged over ranks, and kept: the next step starts from it (warm start)
+    M becomes P Q'     exact where the average has no more than rank r
+
+Compute: 4 m n r for the two products and 2 m n r for the result, and a thin QR of each P. Messages are sums, so that
+their size does not grow with the number of ranks. What is not sent is M less P Q', the same product on every rank.
+
+A piece of a matrix that begins or ends inside a row is filled up with zeros; what P Q' has there is left out.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +52,6 @@ from paceline.plan.layout import COMPRESSIONS, Compression
 from paceline.shards import round_up
 
 # Few elements of many: the largest, a random choice, or all above a threshold.
-#
-# Bytes that a rank hands over for n float32 elements, of which it keeps k, against 4 n:
-#
-#     top-k, threshold    6 k + n / 16384     values, 16 bits of each index, and how many lie in each block of 65,536
-#     random-k            4 k                 values alone: all ranks draw the same indices from a shared seed
-#
-# Random-k values are all-reduced, so that a rank sends 2 (N-1)/N times that, as for dense gradients. The others are
-# all-gathered: a rank sends (N-1) times its message. Against a dense all-reduce that is 4 n / (3 k N): at 1 %, 67 times
-# less between two ranks, and as much as a dense reduction at 133 ranks.
-#
-# Compute: top-k selects in O(n), random-k touches k elements, threshold takes two passes, and the host reads how many
-# elements there are (a sync point).
 
 
 _BLOCK = 2**16  # elements whose place in a block fits into 16 bits
@@ -144,14 +170,6 @@ def _num_blocks(length: int) -> int:
 
 
 # All elements in fewer bits: one bit, eight bits, or sixteen.
-#
-# Bytes that a rank hands over for n float32 elements, against 4 n:
-#
-#     sign        n / 8 + 4 a tensor      all-gathered: a rank sends (N-1) times that, 64 / N times less than dense
-#     int8        n + n / 64              twice: to the owner of each slice, and back; 3.94 times less at any N
-#     fp16, bf16  2 n                     all-reduced: half
-#
-# Compute: a few passes over the elements; sign unpacks the messages of all N ranks.
 
 
 BLOCK = 256  # elements that share a scale
@@ -270,17 +288,6 @@ def dequantise(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 # PowerSGD: a matrix as the product of two thin ones, found by one power iteration a step (Vogels et al., 2019).
-#
-# For a matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m + n) bytes in place of 4 m n:
-#
-#     P = M Q            averaged over ranks, then made orthonormal: the same on all of them
-#     Q = M' P           averaged over ranks, and kept: the next step starts from it (warm start)
-#     M becomes P Q'     exact where the average has no more than rank r
-#
-# Compute: 4 m n r for the two products and 2 m n r for the result, and a thin QR of each P. Messages are sums, so that
-# their size does not grow with the number of ranks. What is not sent is M less P Q', the same product on every rank.
-#
-# A piece of a matrix that begins or ends inside a row is filled up with zeros; what P Q' has there is left out.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,20 @@
-"""A prediction: step time and memory of a workload on a cluster."""
+"""A prediction: step time and memory of a workload on a cluster.
+
+What a data-parallel step takes for models known by what a sample costs: convolutional, recurrent, translation.
+
+step = max(device, host) for each microbatch + gradients that nothing hides + the slowest of N ranks' spread
+
+device   3 x FLOPs / (ceiling x share of the kind) + bytes / bandwidth
+share    convolutions have rates of their own, on 16-bit tensor units and else; other kinds part of matrix products'
+bytes    passes x activations; a recurrence reads its weights again for each token of a sentence
+spread   sigma E[max of N normal deviates]: batches of sentences differ in length from rank to rank
+
+What the rows cover that constants were fitted on, and in what a workload lies outside of it, in words.
+
+For each generation of devices, class of frameworks and kind of model, ``calibrated_domain.yaml`` holds the precisions
+of those rows and the least and most of their sizes; ``bench/fit_constants.py`` writes it beside the constants. A size
+is outside where it is less than half of the least or more than twice the most.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +33,6 @@ from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, ConstantSets, between, constants_for, fitted_constants
 from paceline.predict.formulas.step import StepParts, expected_most, reduce_behind, transformer_step
 from paceline.predict.memory.footprint import Footprint, footprint
-
-# What a data-parallel step takes for models known by what a sample costs: convolutional, recurrent, translation.
-#
-# step = max(device, host) for each microbatch + gradients that nothing hides + the slowest of N ranks' spread
-#
-# device   3 x FLOPs / (ceiling x share of the kind) + bytes / bandwidth
-# share    convolutions have rates of their own, on 16-bit tensor units and else; other kinds part of matrix products'
-# bytes    passes x activations; a recurrence reads its weights again for each token of a sentence
-# spread   sigma E[max of N normal deviates]: batches of sentences differ in length from rank to rank
-
 
 _BUCKETS = 8
 _OPTIMIZER_BYTES = 40
@@ -98,13 +104,6 @@ def _gradients(
     alone = collective_seconds("all_reduce", model.params * 4 / _BUCKETS, group_of(cluster, ranks), cluster)
     each = (alone + CALL_S) * constants.slowdown
     return reduce_behind(_BUCKETS, backward / _BUCKETS, each)
-
-
-# What the rows cover that constants were fitted on, and in what a workload lies outside of it, in words.
-#
-# For each generation of devices, class of frameworks and kind of model, ``calibrated_domain.yaml`` holds the precisions
-# of those rows and the least and most of their sizes; ``bench/fit_constants.py`` writes it beside the constants. A size
-# is outside where it is less than half of the least or more than twice the most.
 
 
 MARGIN = 2.0

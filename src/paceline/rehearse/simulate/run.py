@@ -5,6 +5,25 @@
     found.summary           steps, throughput, exposed and hidden communication, idle time
 
 One step is the step of ``paceline train``: the same code, on the same engine.
+
+What a rank's compute takes on another device: every operation of torch is run here, and priced for there.
+
+    on a device of the catalog  the kernels that a dry run would count, by its measured tables where it has any, else
+                                by the formulas with fitted constants (predict/replay/kernel_costs.py)
+    on no device in particular  max(floating point operations / rate, bytes read and written / bandwidth)
+    on a host                   + what it takes to call it
+    on a GPU                    at least what it takes to launch it: launches run ahead of the device
+
+Views cost nothing. The same run costs the same on every machine, to the bit: nothing is measured.
+
+What the clocks of a simulated run come to: where the time of its steps went.
+
+For N ranks, over all steps (evaluations and set-up are left out):
+
+    step        the longest of the ranks, median over the steps
+    exposed     what ranks waited for others and for the network
+    hidden      the share of the time of operations in which their rank computed, in steps whose spans it has kept
+    efficiency  compute of all ranks / (N x time of the steps): 1 where nobody ever waits
 """
 
 from __future__ import annotations
@@ -39,17 +58,6 @@ from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, 
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
 from paceline.train.trainer import EvaluateHook, Every, Trainer
-
-# What a rank's compute takes on another device: every operation of torch is run here, and priced for there.
-#
-#     on a device of the catalog  the kernels that a dry run would count, by its measured tables where it has any, else
-#                                 by the formulas with fitted constants (predict/replay/kernel_costs.py)
-#     on no device in particular  max(floating point operations / rate, bytes read and written / bandwidth)
-#     on a host                   + what it takes to call it
-#     on a GPU                    at least what it takes to launch it: launches run ahead of the device
-#
-# Views cost nothing. The same run costs the same on every machine, to the bit: nothing is measured.
-
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -141,16 +149,6 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> f
     """Two products, of the queries with the keys and of the weights with the values."""
     heads = math.prod(query[:-2])
     return 2.0 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
-
-
-# What the clocks of a simulated run come to: where the time of its steps went.
-#
-# For N ranks, over all steps (evaluations and set-up are left out):
-#
-#     step        the longest of the ranks, median over the steps
-#     exposed     what ranks waited for others and for the network
-#     hidden      the share of the time of operations in which their rank computed, in steps whose spans it has kept
-#     efficiency  compute of all ranks / (N x time of the steps): 1 where nobody ever waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
