@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from kept_records import Kept
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
+from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
 from paceline.data.datasets import DataShape, TensorPairs
 from paceline.data.registry import DataSplits
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
+from paceline.train.assemble import build_trainer
 from paceline.train.loss import IGNORED, CrossEntropy, CustomLoss, LossValue, build_loss
 from paceline.verify.case import ConfigCase
 
+DYNAMO_WARNS = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 CLASSES = DataShape(kind="classes", features=4, classes=3)
 TOKENS = DataShape(kind="tokens", vocab_size=5, context=6)
 
@@ -240,3 +246,49 @@ def test_a_path_that_leads_nowhere_is_refused(user_module: str, path: Any, messa
     with pytest.raises(UsageError, match=r"train\.loss") as refusal:
         build_loss(path.format(user_module), CLASSES)
     assert message.format(user_module) in str(refusal.value)
+
+
+@DYNAMO_WARNS
+def test_a_compiled_loss_is_the_same_and_takes_ragged_batches_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+    torch._dynamo.reset()
+    compiled = CrossEntropy(None, compiles=True)
+    for samples in (7, 5, 6):
+        logits = torch.randn(samples, 3, 11, dtype=torch.float64)
+        targets = torch.randint(11, (samples, 3))
+        targets[0, 0] = IGNORED
+        found = []
+        for loss in (compiled, CrossEntropy(None)):
+            own = logits.clone().requires_grad_()
+            value = loss(lambda _, own=own: own, (None, targets))
+            value.total.backward()
+            assert own.grad is not None
+            found.append((value.total.detach(), own.grad, value.count))
+        for ours, plain in zip(*found, strict=True):
+            torch.testing.assert_close(ours, plain, rtol=0, atol=1e-10)
+    assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+@DYNAMO_WARNS
+def test_a_run_of_a_compiled_model_compiles_its_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def losses(*, compiles: bool, precision: str) -> list[float]:
+        values = {
+            "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8, "compile": compiles},
+            "data": {"kind": "synthetic_tokens", "samples": 32, "context": 8, "vocab_size": 16},
+            "train": {"steps": 3, "global_batch": 8, "precision": precision},
+        }
+        sink = Kept()
+        build_trainer(config_from_dict(values), SoloCommunicator(torch.device("cpu")), sink=sink).run()
+        return [record.loss_sum for record in sink.steps]
+
+    counter = CompileCounterWithBackend("aot_eager")
+    for precision in ("fp32", "bf16_master"):
+        plain = losses(compiles=False, precision=precision)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
+            torch._dynamo.reset()
+            assert losses(compiles=True, precision=precision) == pytest.approx(plain, rel=1e-2)
+    assert counter.frame_count == 4  # the model and its loss, both whole, in each precision
+    torch._dynamo.reset()

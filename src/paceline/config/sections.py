@@ -41,7 +41,10 @@ class Section(BaseModel):
 
 class _Model(Section):
     kind: str  # first, so that it stands first in a dump; each model narrows it
-    compile: bool = Field(default=False, description="apply torch.compile to each block")
+    compile: bool = Field(
+        default=False,
+        description="apply torch.compile to each block, or to the whole model on one rank under ddp, and to the loss",
+    )
 
 
 class MLPModelConfig(_Model):

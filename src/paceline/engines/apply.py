@@ -230,7 +230,7 @@ def _share(
     _check_host(layout.offload, comm.device, num_parameters(model) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
-    _prepare_blocks(model, comm, layout, precision)
+    _prepare_blocks(model, comm, layout)
     if layout.is_fully_sharded:
         return _shard(model, comm, layout, precision, compressor)
     model.to(comm.device)
@@ -248,7 +248,7 @@ def _share(
     return engine
 
 
-def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> None:
+def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout) -> None:
     """Synchronises batch norm, checkpoints and compiles blocks, in this order."""
     if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
@@ -257,7 +257,7 @@ def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precis
         checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
     if layout.compile:
         # One rank has no communication to overlap: one graph loses nothing.
-        is_whole = comm.size == 1 and layout.strategy == "ddp" and precision.param_dtype is None and is_plain
+        is_whole = comm.size == 1 and layout.strategy == "ddp" and is_plain
         compile_model(model, whole=is_whole)
 
 

@@ -232,7 +232,8 @@ def build_trainer(
     talking = _build_comm(config, comm, trace, node_ranks)
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
-    loss = build_loss(config.train.loss, work.data.shape, may_ignore=config.data.kind == "factory")
+    may_ignore = config.data.kind == "factory"
+    loss = build_loss(config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.compile)
     if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)

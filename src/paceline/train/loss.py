@@ -49,9 +49,14 @@ class Loss(Protocol):
 class CrossEntropy:
     """Cross entropy of classes (B, C) or tokens (B, T, V), whose logits may be split by vocabulary over ranks."""
 
-    def __init__(self, elements_per_sample: float | None) -> None:
-        """Takes one for classes, the context for tokens, None where targets may be ignored."""
+    def __init__(self, elements_per_sample: float | None, *, compiles: bool = False) -> None:
+        """Takes one for classes, the context for tokens, None where targets may be ignored.
+
+        With ``compiles`` one kernel reads the logits: no copy of them in float32 is made, or kept for backward.
+        """
         self.elements_per_sample = elements_per_sample
+        self.sum: Callable[..., torch.Tensor] = torch.compile(_summed) if compiles else _summed
+        self._is_compiled = compiles
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
         inputs, targets = batch
@@ -71,10 +76,17 @@ class CrossEntropy:
     def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, SplitLogits):
             return logits.cross_entropy(targets, IGNORED)
-        rows = logits.reshape(-1, logits.shape[-1])
-        if rows.dtype in _HALF:  # a module of bf16 parameters gives those; sums and exponentials need more digits
-            rows = rows.float()
-        return F.cross_entropy(rows, targets.reshape(-1), reduction="sum", ignore_index=IGNORED)
+        rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        if self._is_compiled:
+            for each in (rows, flat):
+                torch._dynamo.maybe_mark_dynamic(each, 0)  # one graph for ragged batches too
+        return self.sum(rows, flat)
+
+
+def _summed(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    if rows.dtype in _HALF:  # a module of bf16 parameters gives those; sums and exponentials need more digits
+        rows = rows.float()
+    return F.cross_entropy(rows, targets, reduction="sum", ignore_index=IGNORED)
 
 
 class CustomLoss:
@@ -108,17 +120,16 @@ class CustomLoss:
     score = __call__
 
 
-def build_loss(kind: str, shape: DataShape, *, may_ignore: bool = False) -> Loss:
-    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy.
+def build_loss(kind: str, shape: DataShape, *, may_ignore: bool = False, compiles: bool = False) -> Loss:
+    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy, which may be compiled.
 
     ``may_ignore`` says that targets may be ``IGNORED``, as in a user's own data: what counts is then counted each step.
     """
     if kind != "auto":
         return CustomLoss(import_from_path(kind, "train.loss"), kind)
-    if may_ignore:
-        return CrossEntropy(None)
-    if shape.kind == "classes":
-        return CrossEntropy(1.0)
-    if shape.kind == "tokens" and shape.context is not None:
-        return CrossEntropy(float(shape.context))
-    return CrossEntropy(None)
+    elements = None
+    if not may_ignore and shape.kind == "classes":
+        elements = 1.0
+    elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
+        elements = float(shape.context)
+    return CrossEntropy(elements, compiles=compiles)

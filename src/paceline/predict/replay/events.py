@@ -15,6 +15,8 @@ from typing import TypeAlias
 
 from paceline.cluster.operations import Operation
 
+LOSS = "loss"  # the block of a compiled loss: its kernels are fused, softmax and all
+
 
 @dataclass(frozen=True, slots=True)
 class Run:

@@ -31,7 +31,7 @@ from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
-from paceline.predict.replay.events import END, Event, EventMark, Run, Turn
+from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import counted, is_playable, repeat
 from paceline.predict.replay.replay import replay
@@ -46,6 +46,7 @@ from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
 from paceline.search.choice import MARGIN
 from paceline.train.batch_search import microbatch_sizes
+from paceline.train.loss import CrossEntropy
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import train_step
 
@@ -168,6 +169,8 @@ class _Recording:
             watch_gradients(recorder.memory, model)
         with self._telling(model), _without_collections(), recorder, functions:
             parts = build_parts(config, layout, model, self._data, comm, recorder.memory)
+            if layout.compile and isinstance(parts.loss, CrossEntropy):
+                parts.loss.sum = recorder.watched(LOSS, parts.loss.sum, functions)
             claim_states(recorder.memory, parts)
             watch_update(recorder.memory, parts)
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model

@@ -121,7 +121,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Notes when blocks begin and end."""
         for index, block in enumerate(blocks):
             # Not by hooks: a block that is computed again is not called, but its forward is.
-            block.forward = functools.partial(self._call_block, f"block {index}", block.forward, functions)
+            block.forward = self.watched(f"block {index}", block.forward, functions)
+
+    def watched(self, label: str, function: Callable[..., Any], functions: MetaFunctions) -> Callable[..., Any]:
+        """Returns a function whose kernels are those of a block."""
+        return functools.partial(self._call_block, label, function, functions)
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
