@@ -109,7 +109,7 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (GPT, ["parallel.tensor=2", "parallel.strategy=auto"], "parallel.strategy = auto with parallel.tensor = 2"),
     (PIPE, ["train.microbatch=auto"], "train.microbatch = auto with parallel.pipeline = 2"),
     (GPT, ["parallel.tensor=2", "train.microbatch=auto"], "train.microbatch = auto with parallel.tensor = 2"),
-    (PIPE, ["model.compile=true", "parallel.schedule=zb-h1"], "model.compile = true with parallel.schedule = zb-h1"),
+    (PIPE, ["model.compile=true", "parallel.schedule=zb-h1"], "model.compile = auto with parallel.schedule = zb-h1"),
     (PIPE, ["comm.compression.policy=topk"], "comm.compression.policy = topk with parallel.pipeline = 2"),
     (PIPE, ["parallel.strategy=zero1", "memory.offload=[optimizer]"], "memory.offload = [optimizer] with parallel.pip"),
     # the batch is shared by data ranks alone

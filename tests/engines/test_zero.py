@@ -40,7 +40,8 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.baton import Baton
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines.apply import compile_model, parallelize
+from paceline.engines.apply import parallelize
+from paceline.engines.compiled import compile_model
 from paceline.engines.buckets.buckets import BucketPolicy
 from paceline.engines.buckets.gradients import SlicedBucket
 from paceline.engines.ddp import DataParallel

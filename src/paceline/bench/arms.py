@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
-from paceline.engines.apply import compile_model, parallelize
+from paceline.engines.apply import parallelize
+from paceline.engines.compiled import compile_model
 from paceline.engines.precision import Precision, precision_named
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks

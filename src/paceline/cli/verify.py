@@ -132,7 +132,7 @@ def _layout(config: Config, *, schedule: str | None, strategy: str | None, **opt
         changes = {"schedule": made, "chunks": 0, **changes}
     if options["pipeline"] is not None and options["pipeline"] != asked.pipeline:  # a cut is for the stages it has
         changes = {"stages": "estimated", "stage_layers": None, **changes}
-    plain = {"offload": Offload(), "compression": Compression(), "compile": False, "algorithm": "native"}
+    plain = {"offload": Offload(), "compression": Compression(), "compile": "none", "algorithm": "native"}
     return replace(asked, **{**plain, **SMALL_BUCKETS, "tunes_buckets": False, **changes})
 
 

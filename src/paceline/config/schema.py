@@ -338,6 +338,11 @@ class TrainConfig(Section):
         default="fp32",
         description="fp32: computes in dtype; bf16, fp16: autocast; bf16_master: bf16 parameters with fp32 masters",
     )
+    cuda_graphs: bool | Literal["auto"] = Field(
+        default="auto",
+        description="CUDA, one rank: replay the step from a graph, so that the host issues it as one call; auto: where "
+        "the host is measured to be what limits the first steps",
+    )
     loss_scale: Positive = Field(default=65536.0, description="fp16: what the loss is first multiplied by")
     max_bad_steps: Count = Field(
         default=10, description="steps in a row without finite gradients, skipped, that stop the run"

@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from paceline.errors import Problem
+from paceline.plan.layout import Compile
 
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 NotNegativeCount: TypeAlias = Annotated[int, Field(ge=0)]
@@ -41,9 +42,10 @@ class Section(BaseModel):
 
 class _Model(Section):
     kind: str  # first, so that it stands first in a dump; each model narrows it
-    compile: bool = Field(
+    compile: bool | Compile = Field(
         default=False,
-        description="apply torch.compile to each block, or to the whole model on one rank under ddp, and to the loss",
+        description="torch.compile: none, blocks (each one a graph), whole (one graph), or auto (true): whole on one "
+        "rank under ddp, else blocks; the loss is compiled too",
     )
 
 

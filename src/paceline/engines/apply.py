@@ -24,6 +24,7 @@ from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.buckets.choice import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
+from paceline.engines.compiled import compile_model
 from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine, ModuleEngine
@@ -252,24 +253,10 @@ def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout) -> Non
     """Synchronises batch norm, checkpoints and compiles blocks, in this order."""
     if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
-    is_plain = layout.checkpoint_activations == "none"
-    if not is_plain:
+    if layout.checkpoint_activations != "none":
         checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
-    if layout.compile:
-        # One rank has no communication to overlap: one graph loses nothing.
-        is_whole = comm.size == 1 and layout.strategy == "ddp" and is_plain
-        compile_model(model, whole=is_whole)
-
-
-def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
-    """Compiles each block in place, or the whole model where it has none; names stay as they are.
-
-    The forward function is compiled, not the call: hooks on the module run outside of the graph.
-    """
-    blocks = [model] if whole else model_blocks(model) or [model]
-    for block in blocks:
-        block.forward = torch.compile(block.forward)
-    return blocks
+    if layout.is_compiled:
+        compile_model(model, whole=layout.compile == "whole")
 
 
 def _shard(

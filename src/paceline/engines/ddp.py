@@ -162,6 +162,10 @@ class DataParallel(ModuleEngine):
             self._masters.may_have_changed = True
             self._masters.refresh()
 
+    def mark_updated(self) -> None:
+        if self._masters is not None:
+            self._masters.may_have_changed = True
+
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         if self._masters is None:
             self.module.load_state_dict(state)

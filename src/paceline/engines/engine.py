@@ -275,6 +275,9 @@ class Engine(ABC):
         for group in self.flat_groups:
             group.mark_changed()
 
+    def mark_updated(self) -> None:  # noqa: B027 - most engines have nothing to note
+        """Tells the engine that a step was replayed: parameters have changed, and none of its passes has run."""
+
 
 class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""

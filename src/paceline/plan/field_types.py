@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any, get_args
 
 from paceline.errors import Problem
-from paceline.plan.layout import CHECKPOINTS, STRATEGIES, Algorithm, Buffers, Compression, Layout, Offload
+from paceline.plan.layout import CHECKPOINTS, STRATEGIES, Algorithm, Buffers, Compile, Compression, Layout, Offload
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import CHUNKS
 
@@ -17,6 +17,7 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "algorithm": get_args(Algorithm),
     "checkpoint_activations": CHECKPOINTS,
     "buffers": get_args(Buffers),
+    "compile": get_args(Compile),
 }
 _AT_LEAST = {  # whole numbers
     **dict.fromkeys(("pipeline", "tensor", "context", "expert", "microbatch", "accumulate"), 1),

@@ -35,6 +35,7 @@ Checkpointing: TypeAlias = Literal["none", "full", "matmuls", "every_2", "every_
 OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
 Policy: TypeAlias = Literal["none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16"]
 Buffers: TypeAlias = Literal["broadcast", "local"]
+Compile: TypeAlias = Literal["none", "blocks", "whole", "auto"]  # auto: decided with the ranks
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
@@ -179,12 +180,20 @@ class Layout:
     precision: str = "fp32"
     checkpoint_activations: str = "none"
     offload: Offload = Offload()
-    compile: bool = False
+    compile: Compile | bool = "none"  # True is auto, False is none
     buffers: Buffers = "broadcast"
     sync_batchnorm: bool = True
     # The batch.
     microbatch: int = 1
     accumulate: int = 1
+
+    def __post_init__(self) -> None:
+        if isinstance(self.compile, bool):
+            object.__setattr__(self, "compile", "auto" if self.compile else "none")
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.compile != "none"
 
     @property
     def ranks(self) -> int:
@@ -259,7 +268,11 @@ class Layout:
         if not shards:  # Tensor ranks are neighbours, and data ranks come next: those of one host.
             shards = min(data, max(1, local // self.tensor)) if self.is_split else local
         chunks = self.num_stages // self.pipeline
-        return replace(self, data=data, shard_ranks=shards, node_ranks=local, chunks=chunks)
+        compiles = self.compile
+        if compiles == "auto":  # one rank has nothing to overlap, and one graph is faster than many
+            is_alone = ranks == 1 and self.strategy == "ddp" and self.checkpoint_activations == "none"
+            compiles = "whole" if is_alone else "blocks"
+        return replace(self, data=data, shard_ranks=shards, node_ranks=local, chunks=chunks, compile=compiles)
 
     def to_json(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}

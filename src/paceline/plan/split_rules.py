@@ -159,11 +159,11 @@ def split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
     layout, key = case.layout, case.key
     if not layout.is_split:
         return
-    if layout.compile and layout.splits_backward:
+    if layout.is_compiled and layout.splits_backward:
         yield Problem(
             what=f"{case.said('compile')} with {key('schedule')} = {layout.schedule_name}",
             rule="it runs backward in two parts, which a compiled block does in one",
-            fix=f"set {key('schedule')} = 1f1b or interleaved, or {key('compile')} = false",
+            fix=f"set {key('schedule')} = 1f1b or interleaved, or {key('compile')} = none",
         )
     if layout.compression.is_any:
         yield Problem(

@@ -48,7 +48,7 @@ def task_of(
         model=shape or own,
         global_batch=train.global_batch or config_batch(config, devices).global_batch,
         compute=_COMPUTE[train.precision],
-        framework="compiled" if compiles else "eager",
+        framework="eager" if compiles in (False, "none") else "compiled",
         base=Layout(precision=train.precision, prefetch=config.parallel.prefetch, compile=compiles),
         **details,
     )

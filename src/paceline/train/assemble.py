@@ -42,12 +42,13 @@ from paceline.search.choice import MARGIN
 from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
 from paceline.train.ema import WeightAverage
+from paceline.train.graphed_step import GraphedStep, RunStep, graph_problem
 from paceline.train.loss import Loss, build_loss
 from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
-from paceline.train.step import Passes, StepPolicy, accumulate
+from paceline.train.step import Passes, StepPolicy, accumulate, train_step
 from paceline.train.survive.retry import (
     PassState,
     Retry,
@@ -56,7 +57,7 @@ from paceline.train.survive.retry import (
     is_out_of_memory,
     release_memory,
 )
-from paceline.train.trainer import BucketHook, Hook, Trainer
+from paceline.train.trainer import BucketHook, CompileHook, Hook, Trainer
 from paceline.units import format_bytes
 
 # ``train.microbatch: auto``: the largest microbatch that fits into memory, found by a few passes on real samples.
@@ -233,7 +234,7 @@ def build_trainer(
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     may_ignore = config.data.kind == "factory"
-    loss = build_loss(config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.compile)
+    loss = build_loss(config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.is_compiled)
     if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
@@ -259,10 +260,24 @@ def build_trainer(
         compressor=compressor,
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
         evaluates_average=config.train.ema_eval,
+        run_step=_choose_step(config, plan, loss),
     )
     if layout.tunes_buckets:
         hooks = [BucketHook(), *hooks]
+    if layout.is_compiled:
+        hooks = [CompileHook(), *hooks]
     return Trainer(parts, hooks, sink)
+
+
+def _choose_step(config: Config, plan: Plan, loss: Loss) -> RunStep:
+    """Returns what runs a step: as it is, or from a CUDA graph where that is possible and asked for."""
+    asked = config.train.cuda_graphs
+    problem = graph_problem(config, plan, loss)
+    if asked is True and problem:
+        raise TrainingError(f"train.cuda_graphs = true\n  {problem}\n  take train.cuda_graphs = auto, or false")
+    if asked is False or problem:
+        return train_step
+    return GraphedStep("on" if asked is True else "auto")
 
 
 def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: int | None) -> Communicator:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from paceline.data.datasets import DataShape
+from paceline.engines.compiled import Compiled
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
@@ -55,8 +56,7 @@ class CrossEntropy:
         With ``compiles`` one kernel reads the logits: no copy of them in float32 is made, or kept for backward.
         """
         self.elements_per_sample = elements_per_sample
-        self.sum: Callable[..., torch.Tensor] = torch.compile(_summed) if compiles else _summed
-        self._is_compiled = compiles
+        self.sum: Callable[..., torch.Tensor] = Compiled(_summed, "the loss") if compiles else _summed
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
         inputs, targets = batch
@@ -77,9 +77,6 @@ class CrossEntropy:
         if isinstance(logits, SplitLogits):
             return logits.cross_entropy(targets, IGNORED)
         rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        if self._is_compiled:
-            for each in (rows, flat):
-                torch._dynamo.maybe_mark_dynamic(each, 0)  # one graph for ragged batches too
         return self.sum(rows, flat)
 
 

@@ -25,11 +25,12 @@ from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
 from paceline.shards import Region
 from paceline.train.ema import WeightAverage
+from paceline.train.graphed_step import RunStep
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.scaler import make_scaler
-from paceline.train.step import StepPolicy
+from paceline.train.step import StepPolicy, train_step
 from paceline.train.survive.bad_steps import BadSteps
 from paceline.train.survive.retry import Retry
 
@@ -52,6 +53,7 @@ class TrainerParts:
     compressor: Compressor | None = None
     average: WeightAverage | None = None
     evaluates_average: bool = False
+    run_step: RunStep = train_step
 
 
 class RunState:

@@ -24,14 +24,16 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config.sections import RecoveryConfig
 from paceline.data.loader import EvalLoader, StepBatch
+from paceline.engines.compiled import take_notes
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
+from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
-from paceline.train.step import Passes, StepOutcome, place, train_step
+from paceline.train.step import Passes, StepOutcome, place
 from paceline.train.survive.bad_steps import BadStep
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
 from paceline.train.survive.recovery import GoBack, GoOn, on_bad_steps
@@ -167,6 +169,23 @@ class BucketHook:
             trainer.note("buckets", {**choice.detail()}, step=result.step)
 
 
+@dataclass(slots=True)
+class CompileHook:
+    """Records what was compiled and how long that took, and what could not be."""
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        if result.step > 3 and result.step % 100 and not result.is_last:
+            return
+        notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
+        done = [note for note in notes if not note.problem]
+        if done:
+            seconds = sum(note.seconds for note in done)
+            trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
+        for note in notes:
+            if note.problem:
+                trainer.note("not_compiled", {"what": note.what, "why": note.problem})
+
+
 class GoBackError(TrainingError):
     """A run that must go back to its last checkpoint: what was decided, about which step, and where its data ends."""
 
@@ -200,9 +219,14 @@ class Trainer(RunState):
         self._reports_samples = parts.engine.reports_samples
         if parts.passes is not None:
             parts.passes.on_cut = self._note_cut
+        if isinstance(parts.run_step, GraphedStep):
+            parts.run_step.on_decided = lambda detail: self.note("cuda_graphs", detail)
 
     def run(self) -> None:
         """Runs all remaining steps and their hooks, and waits for the last records. Goes back where that is decided."""
+        layout = self.parts.plan.layout
+        if layout.is_compiled:
+            self.note("compiling", {"what": "the whole model" if layout.compile == "whole" else "each block"})
         try:
             while True:
                 try:
@@ -355,7 +379,7 @@ class Trainer(RunState):
     def _step(self, batch: StepBatch) -> StepResult:
         parts, plan, step = self.parts, self.parts.plan, self.step + 1
         lr = self._set_learning_rate(batch)
-        outcome = train_step(
+        outcome = parts.run_step(
             parts.engine,
             parts.optimizer,
             batch,

@@ -68,7 +68,7 @@ def build_parts(
 ) -> StepPieces:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
-    layout = replace(layout, compile=False, compression=replace(layout.compression, plain_steps=0))
+    layout = replace(layout, compile="none", compression=replace(layout.compression, plain_steps=0))
     if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
         layout = replace(layout, offload=Offload())
     compressor = build_compressor(layout)

@@ -169,7 +169,7 @@ class _Recording:
             watch_gradients(recorder.memory, model)
         with self._telling(model), _without_collections(), recorder, functions:
             parts = build_parts(config, layout, model, self._data, comm, recorder.memory)
-            if layout.compile and isinstance(parts.loss, CrossEntropy):
+            if layout.is_compiled and isinstance(parts.loss, CrossEntropy):
                 parts.loss.sum = recorder.watched(LOSS, parts.loss.sum, functions)
             claim_states(recorder.memory, parts)
             watch_update(recorder.memory, parts)
@@ -212,7 +212,7 @@ class _Recording:
             element="tokens" if self._data.shape.kind == "tokens" else "samples",
             model_flops=_model_flops(counted(done.events, order)),
             dtype=dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32),
-            is_compiled=layout.compile,
+            is_compiled=layout.is_compiled,
             stage=rank // self.stage_ranks,
             stages=layout.pipeline,
             order=order,

@@ -341,10 +341,11 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
     """Raises UsageError where a config's ranks (see ``prepare``) cannot run so: before anything does."""
     if conditions.compute not in COMPUTE_KINDS:
         raise UsageError(f"compute = {conditions.compute!r}\n  it is one of {', '.join(COMPUTE_KINDS)}")
-    if conditions.compute == "modelled" and config.model.compile:
+    if conditions.compute == "modelled" and config.model.compile not in (False, "none"):
         raise UsageError(
-            "model.compile = true with modelled compute\n  operations inside a compiled block are not seen one by one\n"
-            "  set model.compile = false, or take measured compute"
+            f"model.compile = {config.model.compile} with modelled compute\n"
+            "  operations inside a compiled block are not seen one by one\n"
+            "  set model.compile = none, or take measured compute"
         )
     ranks, timing = _timing(config, conditions)
     timing.start(ranks, torch.device("cpu"))

@@ -1,0 +1,240 @@
+"""CUDA graphs: a step that the host issues as one call.
+
+A step of a small model is hundreds of short kernels, and the device waits while the host issues them. A graph holds
+them all, recorded once, and replaying it is one call.
+
+    steps 1 to 5    run as they are; from the third on, the host is timed
+    step 6          is recorded, unless the host took too small a share of the time (``auto``); then it is replayed
+    later steps     the batch is copied to where the recorded one was, and the graph is replayed
+
+What changes from step to step is read from the device: the batch, the learning rates, the optimizer's count of steps,
+and random numbers, whose generator torch moves on at each replay by what the graph draws. So a run with graphs trains
+as one without. A step of another shape, such as a ragged last batch, runs as it is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from paceline.config import Config
+from paceline.data.loader import StepBatch
+from paceline.engines.engine import Engine, OnPhase, ignore_phase
+from paceline.errors import TrainingError
+from paceline.plan.plan import Plan
+from paceline.train.loss import Loss
+from paceline.train.scaler import LossScaler
+from paceline.train.step import RunPasses, StepOutcome, StepPolicy, place, train_step
+
+GraphChoice = Literal["auto", "on", "off"]
+_TIMED = (3, 4, 5)  # steps; the first ones compile, and make the optimizer's state
+_HOST_BOUND = 0.7  # share of a step's time after which a graph pays: below it the device has enough to do
+_Shape = tuple[Any, ...]
+
+
+def graph_problem(config: Config, plan: Plan, loss: Loss) -> str:
+    """Says why the steps of a run cannot be replayed from a graph; nothing where they can."""
+    layout = plan.layout
+    problems = {
+        f"the device is {plan.device}, and graphs are CUDA's": plan.device != "cuda",
+        f"there are {layout.ranks} ranks, and a graph holds one rank's step": layout.ranks > 1,
+        f"parallel.strategy = {layout.strategy} gathers and frees memory around passes": layout.strategy != "ddp",
+        "the optimizer's state is offloaded to the host": layout.offload.is_any,
+        f"optim.kind = {config.optim.kind} may read numbers on the host": config.optim.kind != "adamw",
+        "train.precision = fp16 moves its loss scale on the host": layout.precision == "fp16",
+        "train.microbatch = auto may change the microbatches": plan.finds_microbatch,
+        "the loss counts its elements anew in every step": loss.elements_per_sample is None,
+    }
+    return next((problem for problem, is_there in problems.items() if is_there), "")
+
+
+class RunStep(Protocol):
+    """Trains on one global batch, as ``train_step`` does."""
+
+    def __call__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        batch: StepBatch,
+        loss: Loss,
+        policy: StepPolicy,
+        on_phase: OnPhase = ignore_phase,
+        scaler: LossScaler | None = None,
+        passes: RunPasses | None = None,
+    ) -> StepOutcome:
+        """Runs the step."""
+
+
+class GraphedStep:
+    """Runs steps, and replays them from a graph where that is faster (``auto``), or always (``on``).
+
+    ``on_decided`` is called once with what was decided, and why.
+    """
+
+    def __init__(self, choice: GraphChoice) -> None:
+        self.on_decided: Callable[[dict[str, Any]], None] = _ignore
+        self._choice = choice
+        self._num_steps = 0
+        self._host_shares: list[float] = []
+        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._is_decided = False
+        self._shape: _Shape = ()
+        self._inputs: list[torch.Tensor] = []
+        self._rates: list[torch.Tensor] = []
+        self._last_rates: list[float] = []
+        self._outcome: StepOutcome | None = None
+
+    def __call__(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        batch: StepBatch,
+        loss: Loss,
+        policy: StepPolicy,
+        on_phase: OnPhase = ignore_phase,
+        scaler: LossScaler | None = None,
+        passes: RunPasses | None = None,
+    ) -> StepOutcome:
+        """Trains on one global batch."""
+
+        def run(batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
+            return train_step(engine, optimizer, batch, loss, policy, on_phase, scaler, passes)
+
+        self._num_steps += 1
+        if self._is_decided and self._graph is None:
+            return run(batch, on_phase)
+        if self._graph is not None:
+            if _shape(batch) == self._shape:
+                return self._replay(engine, optimizer, batch, on_phase)
+            return run(batch, on_phase)
+        if self._num_steps <= _TIMED[-1]:
+            return self._timed(lambda: run(batch, on_phase))
+        if self._decide() and self._record(engine, optimizer, batch, policy, run):
+            return self._replay(engine, optimizer, batch, on_phase)
+        return run(batch, on_phase)
+
+    def _timed(self, run: Callable[[], StepOutcome]) -> StepOutcome:
+        """Runs a step on the stream that a graph will be recorded on, and takes the host's share of its time."""
+        if self._num_steps in _TIMED:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        with _on_stream(self._stream):
+            outcome = run()
+        issued = time.perf_counter()
+        if self._num_steps in _TIMED:
+            torch.cuda.synchronize()
+            self._host_shares.append((issued - start) / (time.perf_counter() - start))
+        return outcome
+
+    def _decide(self) -> bool:
+        """Decides once whether to record a graph."""
+        self._is_decided = True
+        share = sorted(self._host_shares)[len(self._host_shares) // 2]
+        wants = self._choice == "on" or share >= _HOST_BOUND
+        if not wants:
+            self.on_decided({"used": False, "why": f"the host took {share:.0%} of a step: the device is busy"})
+        return wants
+
+    def _record(
+        self,
+        engine: Engine,
+        optimizer: torch.optim.Optimizer,
+        batch: StepBatch,
+        policy: StepPolicy,
+        run: Callable[[StepBatch, OnPhase], StepOutcome],
+    ) -> bool:
+        """Records the step of a batch; nothing is computed yet. Returns whether that was possible."""
+        device = engine.comm.device
+        placed = place(batch.microbatches, device, policy.dtype)
+        static = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, placed)
+        rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # a graph has memory of its own
+        try:
+            with _capturable(optimizer, rates), torch.cuda.graph(graph, stream=self._stream):
+                outcome = run(replace(batch, microbatches=static), ignore_phase)
+        except Exception as error:  # a host that reads what the device computes, memory that runs out, ...
+            torch.cuda.synchronize()
+            reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            if self._choice == "on":
+                raise TrainingError(
+                    f"train.cuda_graphs = true: the step cannot be recorded: {reason}\n"
+                    "  a graph replays the same kernels: nothing in the step may wait for the device, or branch on "
+                    "what it computed\n  take train.cuda_graphs = auto, which goes on without a graph"
+                ) from error
+            self.on_decided({"used": False, "why": f"the step cannot be recorded: {reason}"})
+            return False
+        self._graph, self._outcome, self._shape = graph, outcome, _shape(batch)
+        self._inputs, self._rates = _tensors(static), rates
+        self._last_rates = [float(group["lr"]) for group in optimizer.param_groups]
+        share = sorted(self._host_shares)[len(self._host_shares) // 2]
+        self.on_decided({"used": True, "why": f"the host took {share:.0%} of a step", "counted_as": "forward"})
+        return True
+
+    def _replay(
+        self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, on_phase: OnPhase
+    ) -> StepOutcome:
+        assert self._graph is not None
+        assert self._outcome is not None
+        for target, source in zip(self._inputs, _tensors(batch.microbatches), strict=True):
+            target.copy_(source, non_blocking=True)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if rates != self._last_rates:
+            for tensor, rate in zip(self._rates, rates, strict=True):
+                tensor.fill_(rate)
+            self._last_rates = rates
+        self._graph.replay()
+        engine.mark_updated()
+        on_phase("forward")
+        outcome = self._outcome
+        # Copies: the next replay writes into the same memory.
+        count = outcome.count.clone() if isinstance(outcome.count, torch.Tensor) else outcome.count
+        return replace(outcome, loss_sum=outcome.loss_sum.clone(), count=count, grad_norm=outcome.grad_norm.clone())
+
+
+def _ignore(detail: dict[str, Any]) -> None:
+    """Ignores what was decided."""
+
+
+def _tensors(batch: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
+
+
+def _shape(batch: StepBatch) -> _Shape:
+    """Returns what must be the same for a graph to stand for a step."""
+    return (batch.global_samples, *((each.shape, each.dtype) for each in _tensors(batch.microbatches)))
+
+
+@contextmanager
+def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Runs on another stream, after what was issued before, and before what is issued after."""
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@contextmanager
+def _capturable(optimizer: torch.optim.Optimizer, rates: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Lets an optimizer read its learning rates from the device for a while."""
+    groups = optimizer.param_groups
+    before = [(group["lr"], group.get("capturable")) for group in groups]
+    for group, rate in zip(groups, rates, strict=True):
+        group["lr"], group["capturable"] = rate, True
+    try:
+        yield
+    finally:
+        for group, (rate, is_capturable) in zip(groups, before, strict=True):
+            group["lr"] = rate
+            if is_capturable is not None:
+                group["capturable"] = is_capturable
+            else:
+                del group["capturable"]
