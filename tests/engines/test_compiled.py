@@ -1,4 +1,4 @@
-"""torch.compile of blocks and whole models: one graph for ragged batches, notes of what was done, and what cannot be."""
+"""torch.compile of blocks and whole models: one graph for ragged batches, and notes of what was done."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_each_block_is_noted(counter: CompileCounterWithBackend) -> None:
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(graph: Any, inputs: Any) -> Any:
+    def refuse(*_: Any) -> Any:
         raise ValueError("no such kernel")
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=refuse))
@@ -75,7 +75,7 @@ def test_what_cannot_be_compiled_runs_as_it_is_and_says_so(monkeypatch: pytest.M
 
 
 def test_an_error_of_the_model_itself_stays_an_error(counter: CompileCounterWithBackend) -> None:
-    def fail(x: torch.Tensor) -> torch.Tensor:
+    def fail(_: torch.Tensor) -> torch.Tensor:
         raise UsageError("of the model")
 
     with pytest.raises(Exception, match="of the model"):
