@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from paceline.config import Config
 
 
+_COMPILED = "TORCHINDUCTOR_CACHE_DIR"
+
+
 def node_ranks(config: Config) -> int | None:
     """Returns how many ranks share this host: as the config says, or the launcher; None: all of them."""
     detected = os.environ.get("LOCAL_WORLD_SIZE")
@@ -91,6 +94,20 @@ def leave_process(code: int) -> NoReturn:
         sys.stderr.flush()
     end_children()
     os._exit(code)
+
+
+def keep_compiled(config: Config) -> None:
+    """Lets torch keep what it compiles from run to run, in the user's cache; a folder that the user names stays.
+
+    Where that folder cannot be written, torch's own is used, which may be gone after a restart of the machine.
+    """
+    if config.model.compile in (False, "none") or _COMPILED in os.environ:
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "paceline" / "compiled"
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            os.environ[_COMPILED] = str(folder)
 
 
 def allocator_variables() -> dict[str, str]:

@@ -30,6 +30,7 @@ from paceline.run.folder import config_of, read_plan
 from paceline.run.notes import forget, is_over, note_hang, note_process, read_failures
 from paceline.run.rank_process import (
     end_with_parent,
+    keep_compiled,
     keep_cores,
     leave_process,
     node_ranks,
@@ -71,6 +72,7 @@ def main() -> None:
             _run_virtual(config, plan, attempt, arguments.resume)
             return
         keep_cores(config)
+        keep_compiled(config)
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
         plan = read_plan(folder)
         if plan is None or plan.layout.ranks != comm.size:  # where hosts come and go, ranks may be fewer or more

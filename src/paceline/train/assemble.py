@@ -272,7 +272,7 @@ def build_trainer(
 def _choose_step(config: Config, plan: Plan, loss: Loss) -> RunStep:
     """Returns what runs a step: as it is, or from a CUDA graph where that is possible and asked for."""
     asked = config.train.cuda_graphs
-    problem = graph_problem(config, plan, loss)
+    problem = graph_problem(config, plan.layout, plan.device, loss)
     if asked is True and problem:
         raise TrainingError(f"train.cuda_graphs = true\n  {problem}\n  take train.cuda_graphs = auto, or false")
     if asked is False or problem:

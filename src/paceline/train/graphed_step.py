@@ -27,7 +27,7 @@ from paceline.config import Config
 from paceline.data.loader import StepBatch
 from paceline.engines.engine import Engine, OnPhase, ignore_phase
 from paceline.errors import TrainingError
-from paceline.plan.plan import Plan
+from paceline.plan.layout import Layout
 from paceline.train.loss import Loss
 from paceline.train.scaler import LossScaler
 from paceline.train.step import RunPasses, StepOutcome, StepPolicy, place, train_step
@@ -38,17 +38,16 @@ _HOST_BOUND = 0.7  # share of a step's time after which a graph pays: below it t
 _Shape = tuple[Any, ...]
 
 
-def graph_problem(config: Config, plan: Plan, loss: Loss) -> str:
+def graph_problem(config: Config, layout: Layout, device: str, loss: Loss) -> str:
     """Says why the steps of a run cannot be replayed from a graph; nothing where they can."""
-    layout = plan.layout
     problems = {
-        f"the device is {plan.device}, and graphs are CUDA's": plan.device != "cuda",
+        f"the device is {device}, and graphs are CUDA's": device != "cuda",
         f"there are {layout.ranks} ranks, and a graph holds one rank's step": layout.ranks > 1,
         f"parallel.strategy = {layout.strategy} gathers and frees memory around passes": layout.strategy != "ddp",
         "the optimizer's state is offloaded to the host": layout.offload.is_any,
         f"optim.kind = {config.optim.kind} may read numbers on the host": config.optim.kind != "adamw",
         "train.precision = fp16 moves its loss scale on the host": layout.precision == "fp16",
-        "train.microbatch = auto may change the microbatches": plan.finds_microbatch,
+        "train.microbatch = auto may change the microbatches": config.train.microbatch == "auto",
         "the loss counts its elements anew in every step": loss.elements_per_sample is None,
     }
     return next((problem for problem, is_there in problems.items() if is_there), "")

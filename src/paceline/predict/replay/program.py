@@ -13,7 +13,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
@@ -30,7 +30,8 @@ class Program:
 
     ``resident``: bytes by category that are there before the step and after it. ``samples`` are those of the global
     batch, and ``elements`` what these count as: tokens, or samples. ``model_flops`` are what this rank's part of the
-    model takes by the usual count: three times its forward, attention in full, nothing twice.
+    model takes by the usual count: three times its forward, attention in full, nothing twice. ``graphs``: whether the
+    step is replayed from a CUDA graph; auto: where the host would be what limits it.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Program:
     model_flops: float = 0.0
     dtype: str = "fp32"
     is_compiled: bool = False
+    graphs: Literal["off", "auto", "on"] = "off"
     stage: int = 0
     stages: int = 1
     order: tuple[Turn, ...] = ()

@@ -62,17 +62,25 @@ def replay(
     framework = "compiled" if rows[0].is_compiled else "eager"
     fitted, is_fitted = constants_for(fitted_constants(), cluster.device.generation, framework)
     used = constants or fitted
-    actors = [
-        _Actor(program, cluster, used, rank, factor, keeps_spans=keeps_spans)
-        for program, rank, factor in _cast(rows, slow)
-    ]
-    for actor in actors:
-        actor.begin(cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
-    _Actors(actors, wire_cost(cluster, rows[0].ranks), cluster, used).run()
+
+    def times(*, is_graphed: bool) -> tuple[ReplayedRank, ...]:
+        actors = [
+            _Actor(program, cluster, used, rank, factor, keeps_spans=keeps_spans, is_graphed=is_graphed)
+            for program, rank, factor in _cast(rows, slow)
+        ]
+        for actor in actors:
+            actor.begin(0.0 if is_graphed else cluster.device.step_s, cluster.device.loop_s if with_loop else 0.0)
+        _Actors(actors, wire_cost(cluster, rows[0].ranks), cluster, used).run()
+        return tuple(actor.times() for actor in actors)
+
+    graphs = "off" if cluster.device.is_cpu else rows[0].graphs
+    found = times(is_graphed=graphs == "on")
+    if graphs == "auto" and found[0].seconds - found[0].compute > _HOST_BOUND * found[0].seconds:
+        found = times(is_graphed=True)
     return ReplayedStep(
         programs=tuple(rows),
         cluster=cluster,
-        times=tuple(actor.times() for actor in actors),
+        times=found,
         memory=_memory(rows, cluster),
         is_fitted=is_fitted or bool(cluster.device.memory_rates),
         slow=dict(slow),
@@ -132,6 +140,7 @@ def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
 
 
 _COPIES = (TO_HOST, TO_DEVICE)
+_HOST_BOUND = 0.1  # share of a step in which the device waits: from there on a run is measured to gain by a graph
 
 
 class _Stretch:
@@ -171,14 +180,25 @@ class _Actor:
     """One rank: its streams, and how far it has come."""
 
     def __init__(
-        self, program: Program, cluster: Cluster, constants: Constants, rank: int, factor: float, *, keeps_spans: bool
+        self,
+        program: Program,
+        cluster: Cluster,
+        constants: Constants,
+        rank: int,
+        factor: float,
+        *,
+        keeps_spans: bool,
+        is_graphed: bool,
     ) -> None:
         self.program = program
         self.is_cpu = cluster.device.is_cpu
         self.factor = factor
         events: Sequence[Event] = fuse_blocks(program.events) if program.is_compiled else program.events
         self.costs = KernelCosts(
-            slowest_device(cluster.device, program.ranks), constants, is_compiled=program.is_compiled
+            slowest_device(cluster.device, program.ranks),
+            constants,
+            is_compiled=program.is_compiled,
+            is_graphed=is_graphed,
         )
         timed = [event for event in events if not isinstance(event, Hold | Drop)]
         self.events = list(self._stretches(play(timed, program.order) if program.order else timed))

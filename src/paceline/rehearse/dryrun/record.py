@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
 from paceline.search.choice import MARGIN
 from paceline.train.batch_search import microbatch_sizes
+from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import train_step
@@ -196,6 +197,12 @@ class _Recording:
             made = made_at(self._config)
             raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error
 
+    def _graphs(self, parts: StepPieces) -> Literal["off", "auto", "on"]:
+        asked, device = self._config.train.cuda_graphs, "cpu" if self._config.parallel.device == "cpu" else "cuda"
+        if asked is False or graph_problem(self._config, self._layout, device, parts.loss):
+            return "off"
+        return "on" if asked is True else "auto"
+
     def _told(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
         config, layout = self._config, self._layout
         precision = precision_named(layout.precision)
@@ -213,6 +220,7 @@ class _Recording:
             model_flops=_model_flops(counted(done.events, order)),
             dtype=dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32),
             is_compiled=layout.is_compiled,
+            graphs=self._graphs(parts),
             stage=rank // self.stage_ranks,
             stages=layout.pipeline,
             order=order,
