@@ -38,7 +38,7 @@ def task_of(
 
     Raises UsageError for a model whose shape is not known.
     """
-    train, compiles = config.train, config.model.compile
+    train, compiles = config.train, Layout(compile=config.model.compile).for_ranks(devices).compile
     own: ModelShape | SampleModel
     if isinstance(config.model, GPTModelConfig):
         own, details = _of_gpt(config, config.model)
@@ -48,7 +48,7 @@ def task_of(
         model=shape or own,
         global_batch=train.global_batch or config_batch(config, devices).global_batch,
         compute=_COMPUTE[train.precision],
-        framework="eager" if compiles in (False, "none") else "compiled",
+        framework="eager" if compiles == "none" else "compiled",
         base=Layout(precision=train.precision, prefetch=config.parallel.prefetch, compile=compiles),
         **details,
     )
