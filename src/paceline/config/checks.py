@@ -380,6 +380,12 @@ CHECKS: tuple[Check, ...] = (
         fix="set comm.backend = auto, or parallel.device = cpu",
     ),
     _refuse(
+        when=lambda c: c.train.fused_loss is True and c.train.loss != "auto",
+        what="train.fused_loss = true with train.loss = {c.train.loss}",
+        rule="it is the cross entropy that is fused with the output layer, and a loss of one's own has logits",
+        fix="set train.loss = auto, or leave train.fused_loss out",
+    ),
+    _refuse(
         when=lambda c: c.comm.bucket_mb == "auto" and c.train.deterministic,
         what="comm.bucket_mb = auto with train.deterministic = true",
         rule="measured sizes differ from run to run, and with them the order in which some sums are rounded",

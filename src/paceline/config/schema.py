@@ -351,6 +351,11 @@ class TrainConfig(Section):
         default="auto",
         description="auto: cross entropy; or package.module:function of (model, batch) that returns (sum, count)",
     )
+    fused_loss: Literal["auto"] | bool = Field(
+        default=_LAYOUT.fused_loss,
+        description="compute the loss with the output layer, in chunks, so that there are never the logits of all "
+        "tokens; auto: on a GPU, for vocabularies of 8192 and more",
+    )
     eval_every: Count | None = Field(default=None, description="steps between evaluations; null: at the end only")
     ema_decay: Decay | None = Field(
         default=None, description="keep a moving average of the parameters with this decay, such as 0.999"

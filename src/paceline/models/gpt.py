@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTShape, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
+from paceline.models.head_loss import head_loss
 from paceline.models.layers import PipelineLayer
 
 _INIT_STD = 0.02
@@ -87,17 +88,22 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _make_norm(config)
-        self.head = None if config.tied else Linear(config.width, config.vocab_size)
+        self.head = None if config.tied else OutputLayer(config.width, config.vocab_size)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Returns the logits of the token that follows each position.
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+        """Returns the logits of the token that follows each position; with ``targets`` the summed loss instead.
 
+        That never holds the logits of all tokens; with ``counts``, it is a pair with the number of right answers.
         Raises UsageError for sequences that are longer than the context.
         """
         x = self.embed(tokens)
         for block in self.layers:
             x = block(x)
-        return self.unembed(x)
+        return self.unembed(x, targets, counts=counts)
+
+    def loss_vocabulary(self) -> int:
+        """Returns the number of logits of a token, which ``forward`` does not make if it is given targets."""
+        return self.config.vocab_size
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Returns the stream (batch, length, width) before the first block. Raises UsageError as ``forward`` does."""
@@ -112,12 +118,12 @@ class GPT(nn.Module):
             x = x + self.position_embedding(torch.arange(length, device=tokens.device))
         return cast("Tensor", self.dropout(x))
 
-    def unembed(self, x: Tensor) -> Tensor:
-        """Returns the logits of the stream after the last block."""
+    def unembed(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+        """Returns the logits of the stream after the last block, or the loss, as ``forward`` does."""
         x = self.norm(x)
-        if self.head is not None:
-            return cast("Tensor", self.head(x))
-        return self.token_embedding.project(x)  # tied: see [Note: initialisation] in models/__init__.py
+        # Tied: see [Note: initialisation] in models/__init__.py.
+        project = self.token_embedding.project if self.head is None else self.head
+        return project(x) if targets is None else project(x, targets, counts=counts)
 
     def pipeline_layers(self) -> list[PipelineLayer]:
         """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut."""
@@ -272,6 +278,14 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
+class OutputLayer(Linear):
+    """The linear layer that makes logits, or their loss: its own forward reads the weight, which may be sharded."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+        """Returns the logits; with ``targets`` their summed cross entropy, with ``counts`` right answers too."""
+        return super().forward(x) if targets is None else head_loss(x, self.weight, targets, counts=counts)
+
+
 class Embedding(nn.Embedding):
     """An embedding drawn from a normal distribution, as narrow as that of the linear layers."""
 
@@ -279,9 +293,9 @@ class Embedding(nn.Embedding):
         """Draws the weight."""
         nn.init.normal_(self.weight, std=_INIT_STD)
 
-    def project(self, x: Tensor) -> Tensor:
-        """Returns the products of x with all rows: the logits of an output layer that is tied to the embedding."""
-        return F.linear(x, self.weight)
+    def project(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+        """Returns what an output layer that is tied to the embedding does: the logits, or their loss."""
+        return F.linear(x, self.weight) if targets is None else head_loss(x, self.weight, targets, counts=counts)
 
 
 def _make_norm(config: GPTConfig) -> nn.Module:

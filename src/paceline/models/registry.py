@@ -83,6 +83,17 @@ def model_apart(model: nn.Module) -> list[nn.Module]:
     return _ask(model, "apart")
 
 
+def loss_vocabulary(model: nn.Module) -> int | None:
+    """Returns how many logits a model would make of a token if it were not asked for the loss; None: it has no loss.
+
+    A model says so with a method ``loss_vocabulary()``. It promises that ``model(inputs, targets=targets)`` returns the
+    summed cross entropy, in which targets of -100 count nothing, and ``model(inputs, targets=targets, counts=True)``
+    a pair of it and the number of right answers. See ``paceline.models.head_loss``.
+    """
+    method: object = getattr(model, "loss_vocabulary", None)
+    return int(method()) if callable(method) else None
+
+
 def _ask(model: nn.Module, name: str) -> list[nn.Module]:
     """Returns what a model's method says; nothing without one. Some models have a module of this name."""
     method: object = getattr(model, name, None)

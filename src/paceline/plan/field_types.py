@@ -84,6 +84,7 @@ def _mixed(name: str, value: Any) -> Iterator[Problem]:
         "units": (value is None or _holds(value, str), "names of modules, or None"),
         "stage_layers": (value is None or _holds(value, int), "a count of blocks for each stage, or None"),
         "precision": (isinstance(value, str), "the name of a precision"),
+        "fused_loss": (value == "auto" or isinstance(value, bool), "auto, True or False"),
     }
     is_good, rule = rules[name]
     if not is_good:

@@ -36,6 +36,7 @@ OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
 Policy: TypeAlias = Literal["none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16"]
 Buffers: TypeAlias = Literal["broadcast", "local"]
 Compile: TypeAlias = Literal["none", "blocks", "whole", "auto"]  # auto: decided with the ranks
+FusedLoss: TypeAlias = Literal["auto"] | bool
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
@@ -142,7 +143,8 @@ class Layout:
                 model is cut
     tensor      ``sequence_parallel``: tokens are split between layers; ``gathers_logits``: whole logits for the loss
     rank        ``precision``; ``checkpoint_activations``: what backward computes again; ``offload`` to the host;
-                ``compile``; ``buffers``: those of rank 0 for all, or each its own; ``sync_batchnorm`` over ranks
+                ``compile``; ``fused_loss``: of the output layer, without all logits; ``buffers``: those of rank 0 for
+                all, or each its own; ``sync_batchnorm`` over ranks
     batch       ``microbatch``: samples at once; ``accumulate``: microbatches of a step
 
     ``context`` and ``expert`` are axes that predictions know and the engines do not have yet.
@@ -181,6 +183,7 @@ class Layout:
     checkpoint_activations: str = "none"
     offload: Offload = Offload()
     compile: Compile | bool = "none"  # True is auto, False is none
+    fused_loss: FusedLoss = "auto"
     buffers: Buffers = "broadcast"
     sync_batchnorm: bool = True
     # The batch.

@@ -273,6 +273,31 @@ def _has_blocks(case: RuleCase) -> Iterator[Problem]:
         )
 
 
+def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
+    """The loss is fused with an output layer over a vocabulary, which one rank has whole beside the model's stream."""
+    if case.layout.fused_loss is not True:
+        return
+    what, fix = case.said("fused_loss"), f"leave {case.key('fused_loss')} out"
+    if case.layout.tensor > 1:
+        yield Problem(
+            what=f"{what} with {case.said('tensor')}",
+            rule="ranks that share the output layer have a cross entropy of their own, which gathers no logits either",
+            fix=fix,
+        )
+    if case.layout.pipeline > 1:
+        yield Problem(
+            what=f"{what} with {case.said('pipeline')}",
+            rule="the last stage of a pipeline returns logits, and the loss is computed of them",
+            fix=fix,
+        )
+    if case.model.kind in ("mlp", "resnet"):
+        yield Problem(
+            what=f"{what} with model.kind = {case.model.kind}",
+            rule="it is for output layers over a large vocabulary, and that of a classifier is small",
+            fix=fix,
+        )
+
+
 def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
     """Context and expert parallelism can be predicted, and not run."""
     for name in ("context", "expert"):
@@ -307,5 +332,6 @@ RULES: tuple[Rule, ...] = (
     Rule(reads=("tensor", "heads", "context"), find=split_rules.tensor_fits),
     Rule(reads=("pipeline", "compression", "offload"), find=split_rules.split_suits_the_rest),
     Rule(reads=("heads", "checkpoint_activations"), find=_has_blocks),
+    Rule(reads=("fused_loss", "pipeline", "tensor", "heads"), find=_fused_loss_has_the_output_layer),
     Rule(reads=(), find=_engines_have_the_axes),
 )

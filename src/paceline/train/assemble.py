@@ -43,7 +43,7 @@ from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
 from paceline.train.ema import WeightAverage
 from paceline.train.graphed_step import GraphedStep, RunStep, graph_problem
-from paceline.train.loss import Loss, build_loss
+from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
 from paceline.train.resolve import resolve_together
@@ -231,10 +231,13 @@ def build_trainer(
     seed_everything(config.train.seed)  # a model without values draws them now
     compressor = build_compressor(layout)
     talking = _build_comm(config, comm, trace, node_ranks)
+    is_fused = fuses_loss(config.train.loss, layout, work.model, comm.device.type)
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     may_ignore = config.data.kind == "factory"
-    loss = build_loss(config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.is_compiled)
+    loss = build_loss(
+        config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.is_compiled, is_fused=is_fused
+    )
     if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)

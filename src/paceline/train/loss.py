@@ -7,21 +7,27 @@ tokens) and how many there were; the step divides by the count over all ranks an
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from paceline.data.datasets import DataShape
 from paceline.engines.compiled import Compiled
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
+from paceline.models.causal import is_causal, with_head_loss
+from paceline.models.registry import loss_vocabulary
+from paceline.plan.layout import Layout
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
+_LARGE_VOCABULARY = 8192  # from here on logits take more memory and time than the chunks cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,34 +56,48 @@ class Loss(Protocol):
 class CrossEntropy:
     """Cross entropy of classes (B, C) or tokens (B, T, V), whose logits may be split by vocabulary over ranks."""
 
-    def __init__(self, elements_per_sample: float | None, *, compiles: bool = False) -> None:
+    def __init__(self, elements_per_sample: float | None, *, compiles: bool = False, is_fused: bool = False) -> None:
         """Takes one for classes, the context for tokens, None where targets may be ignored.
 
-        With ``compiles`` one kernel reads the logits: no copy of them in float32 is made, or kept for backward.
+        With ``compiles`` one kernel reads the logits: no copy of them in float32 is made, or kept for backward. Where
+        it ``is_fused``, the model computes the loss itself, and nobody has the logits of all tokens.
         """
         self.elements_per_sample = elements_per_sample
+        self.is_fused = is_fused
         self.sum: Callable[..., torch.Tensor] = Compiled(_summed, "the loss") if compiles else _summed
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
         inputs, targets = batch
-        return self._sum_and_count(model(inputs), targets)
+        if self.is_fused:
+            return LossValue(model(inputs, targets=targets), self._count(targets))
+        return self._sum_and_count(_logits(model(inputs)), targets)
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """Returns the summed cross entropy and the number of right answers."""
         inputs, targets = batch
-        logits = model(inputs)
+        if self.is_fused:
+            total, correct = model(inputs, targets=targets, counts=True)
+            return LossValue(total, self._count(targets), correct)
+        logits = _logits(model(inputs))
         return replace(self._sum_and_count(logits, targets), correct=(logits.argmax(-1) == targets).sum())
 
     def _sum_and_count(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> LossValue:
+        return LossValue(self._total(logits, targets), self._count(targets))
+
+    def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
         is_known = self.elements_per_sample is not None
-        count = float(targets.numel()) if is_known else (targets != IGNORED).sum()
-        return LossValue(self._total(logits, targets), count)
+        return float(targets.numel()) if is_known else (targets != IGNORED).sum()
 
     def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, SplitLogits):
             return logits.cross_entropy(targets, IGNORED)
         rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         return self.sum(rows, flat)
+
+
+def _logits(output: Any) -> Any:
+    """Returns the logits of what a model gave: itself, or a part of it, as Hugging Face's models return."""
+    return output if isinstance(output, torch.Tensor | SplitLogits) else getattr(output, "logits", output)
 
 
 def _summed(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -117,8 +137,38 @@ class CustomLoss:
     score = __call__
 
 
-def build_loss(kind: str, shape: DataShape, *, may_ignore: bool = False, compiles: bool = False) -> Loss:
-    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy, which may be compiled.
+def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool:
+    """Decides ``fused_loss``: whether the model computes its loss together with its output layer.
+
+    ``auto`` does so on a GPU for large vocabularies. A causal language model of Hugging Face is changed for it, in
+    place, so ask before it is parallelized. Where ranks share the output layer, or stages pass activations on, the loss
+    is that of logits. Raises UsageError where it is asked for of a model that does not offer it.
+    """
+    asked = layout.fused_loss
+    if asked is False or kind != "auto" or layout.is_split or (asked == "auto" and device != "cuda"):
+        return False
+    vocabulary = loss_vocabulary(model)
+    if vocabulary is None and is_causal(model):
+        try:
+            vocabulary = loss_vocabulary(with_head_loss(model))
+        except UsageError as error:
+            if asked is True:
+                raise
+            warnings.warn(f"the loss is not fused with the output layer: {error.headline}", stacklevel=2)
+    if vocabulary is None and asked is True:
+        raise UsageError(
+            f"train.fused_loss = true, but {type(model).__name__} does not compute a loss\n"
+            "  the loss is fused with the output layer inside the model, which says so with loss_vocabulary()\n"
+            "  give it that method and a forward that takes targets (see docs/precision.md), or leave "
+            "train.fused_loss out"
+        )
+    return vocabulary is not None and (asked is True or vocabulary >= _LARGE_VOCABULARY)
+
+
+def build_loss(
+    kind: str, shape: DataShape, *, may_ignore: bool = False, compiles: bool = False, is_fused: bool = False
+) -> Loss:
+    """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy, which may be compiled, or fused.
 
     ``may_ignore`` says that targets may be ``IGNORED``, as in a user's own data: what counts is then counted each step.
     """
@@ -129,4 +179,4 @@ def build_loss(kind: str, shape: DataShape, *, may_ignore: bool = False, compile
         elements = 1.0
     elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
         elements = float(shape.context)
-    return CrossEntropy(elements, compiles=compiles)
+    return CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused)

@@ -27,7 +27,7 @@ from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
 from paceline.train.assemble import build_compressor, build_policy
 from paceline.train.ema import WeightAverage
-from paceline.train.loss import Loss, build_loss
+from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import build_optimizer
 from paceline.train.scaler import LossScaler, make_scaler
 from paceline.train.step import StepPolicy
@@ -72,6 +72,7 @@ def build_parts(
     if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
         layout = replace(layout, offload=Offload())
     compressor = build_compressor(layout)
+    is_fused = fuses_loss(config.train.loss, layout, model, comm.device_kind)
     engine = parallelize(model, _through(config, layout, comm), layout=layout, compressor=compressor)
     sample = tree_map(
         lambda value: value.to(META) if isinstance(value, torch.Tensor) else value, default_collate([data.train[0]])
@@ -92,7 +93,7 @@ def build_parts(
         engine=engine,
         optimizer=_optimizer(config, engine, memory),
         batch=step,
-        loss=build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory"),
+        loss=build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory", is_fused=is_fused),
         policy=build_policy(config),
         scaler=make_scaler(engine.precision, META, config.train.loss_scale),
         compressor=compressor,

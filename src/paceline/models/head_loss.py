@@ -1,0 +1,302 @@
+"""Cross entropy together with the output layer, without the logits of the whole batch.
+
+    sum, correct = sum over rows of cross_entropy(hidden @ weight^T, targets), and how often the largest logit is right
+
+The logits of N tokens over a vocabulary of V are N V numbers, more than all else that a small model keeps. Here they
+are made for some rows at a time, in one buffer that the gradient of these rows then overwrites:
+
+    for each chunk of R rows     logits = hidden @ weight^T        a product of 2 R V W operations
+                                 loss; logits become p - target    one pass over R V numbers (a Triton kernel on CUDA)
+                                 d_hidden = logits @ weight        the products of backward, made on the way
+                                 d_weight += logits^T @ hidden     in float32
+
+    memory      R V numbers, + d_hidden and d_weight, which are kept for backward; in place of 2 N V numbers or more
+    time        that of the plain loss, less its passes over the logits; backward multiplies by a number and no more
+
+Sums, exponentials and the gradient of the weight are in float32, in float64 where the model is.
+
+[Note: torch's own] ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works in chunks too. It is not used: in
+bf16 it returns the *sum* in bf16, which has three digits, and adds up the gradient of the weight in bf16; with label
+smoothing it makes all logits; it does not count right answers; on a GPU its chunks are passed over five times. Where
+both apply they give the same numbers (tests/models/test_head_loss.py), and torch below 2.13 has none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+from typing import Any, Literal, cast, overload
+
+import torch
+from torch import Tensor
+
+from paceline.errors import UsageError
+
+CHUNK_BYTES = 512 * 2**20  # of the logits that are there at once
+_LEAST_ROWS = 128
+_SCHEMA = (
+    "(Tensor hidden, Tensor weight, Tensor targets, int ignored, float smoothing, int rows, bool for_hidden, "
+    "bool for_weight, bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+_Found = tuple[Tensor, Tensor, Tensor, Tensor]  # the sum, right answers, gradients of hidden and weight
+
+
+@overload
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignored: int = ...,
+    smoothing: float = ...,
+    rows: int | None = ...,
+    counts: Literal[False] = ...,
+) -> Tensor: ...
+@overload
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignored: int = ...,
+    smoothing: float = ...,
+    rows: int | None = ...,
+    counts: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def head_loss(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignored: int = -100,
+    smoothing: float = 0.0,
+    rows: int | None = None,
+    counts: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the summed cross entropy of ``hidden @ weight.T``; with ``counts`` the number of right answers too.
+
+    ``hidden`` is (..., width), ``weight`` (vocabulary, width), ``targets`` (...). Targets that are ``ignored`` count
+    nothing; ``smoothing`` spreads that share of a target over the vocabulary, as torch's cross entropy does. ``rows``
+    are computed at once (None: as many as make ``CHUNK_BYTES`` of logits). Under autocast products are in its dtype.
+    Backward may run once. Raises UsageError for shapes that do not fit, and for targets out of range on a CPU; on a
+    GPU, where looking would take time, such a target makes the sum NaN.
+    """
+    _check_shapes(hidden, weight, targets)
+    flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
+    if rows is None:
+        rows = chunk_rows(weight.shape[0], flat.element_size())
+    needs = (torch.is_grad_enabled() and each.requires_grad for each in (flat, weight))
+    # A recorder of meta tensors is to see the products that a device would run, and not one operator of ours.
+    run: Any = _OnMeta.apply if hidden.is_meta else _operator
+    flat_targets = targets.reshape(-1).contiguous()
+    smoothing = float(smoothing) if smoothing else 0.0  # a constant for torch.compile, where it is none
+    found = cast("_Found", run(flat, weight, flat_targets, ignored, smoothing, rows, *needs, counts))
+    return (found[0], found[1]) if counts else found[0]
+
+
+def chunk_rows(vocabulary: int, element_bytes: int) -> int:
+    """Returns how many rows of logits are made at once: a power of two, so that products fill the device."""
+    most = max(CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS)
+    return 1 << (most.bit_length() - 1)
+
+
+def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
+        raise UsageError(
+            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
+            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
+            "  give the weight of the layer that makes the logits, and what goes into it"
+        )
+    if hidden.shape[:-1] != targets.shape:
+        raise UsageError(
+            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
+            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
+        )
+
+
+def _compute_dtype(hidden: Tensor) -> torch.dtype:
+    """Returns the dtype that products of ``hidden`` are computed in: autocast's, where it is on."""
+    if hidden.is_meta:  # the device that is played may cast, and a small product tells
+        row = hidden.detach().reshape(-1, hidden.shape[-1])[:1]
+        return torch.mm(row, row.t()).dtype
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return hidden.dtype
+
+
+# The operator: opaque to torch.compile, which puts it into one graph with the model whatever the number of rows.
+
+
+def _walk(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    ignored: int,
+    smoothing: float,
+    rows: int,
+    for_hidden: bool,
+    for_weight: bool,
+    counts: bool,
+) -> _Found:
+    """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
+    losses, hits, d_hidden, d_weight = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
+    num_rows, vocabulary = hidden.shape[0], weight.shape[0]
+    if targets.device.type == "cpu":
+        _check_values(targets, vocabulary, ignored)
+    buffer = hidden.new_empty(min(rows, num_rows), vocabulary)
+    with _without_autocast(hidden.device.type):
+        matrix = weight.to(hidden.dtype)
+        for begin in range(0, num_rows, rows):
+            part = slice(begin, min(begin + rows, num_rows))
+            chunk, inputs = buffer[: part.stop - begin], hidden[part]
+            torch.mm(inputs, matrix.t(), out=chunk)
+            results = (losses[part], hits[part] if counts else None)
+            _go_over(chunk, targets[part], results, ignored, smoothing, is_trained=for_hidden or for_weight)
+            if for_hidden:
+                torch.mm(chunk, matrix, out=d_hidden[part])
+            if for_weight:
+                _add_product(d_weight, chunk.t(), inputs)
+    return losses.sum(), hits.sum(), d_hidden, d_weight.to(weight.dtype)
+
+
+def _make_results(
+    hidden: Tensor, weight: Tensor, targets: Tensor, for_hidden: bool, for_weight: bool, counts: bool
+) -> _Found:
+    """Makes room for the loss and the right answers of each row, and for the gradients."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    losses = hidden.new_empty(hidden.shape[0], dtype=wide)
+    hits = targets.new_empty(targets.shape[0] if counts else 0, dtype=torch.int64)
+    d_hidden = hidden.new_empty(hidden.shape if for_hidden else (0,))
+    d_weight = weight.new_zeros(weight.shape if for_weight else (0,), dtype=wide)
+    return losses, hits, d_hidden, d_weight
+
+
+def _fake(hidden: Tensor, weight: Tensor, targets: Tensor, *options: Any) -> _Found:
+    """The shapes of the results, for torch.compile."""
+    losses, hits, d_hidden, d_weight = _make_results(hidden, weight, targets, *options[3:])
+    return losses.sum(), hits.sum(), d_hidden, d_weight.to(weight.dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: _Found) -> None:
+    _, correct, d_hidden, d_weight = output
+    ctx.set_materialize_grads(False)
+    ctx.mark_non_differentiable(correct, d_hidden, d_weight)
+    ctx.save_for_backward(d_hidden, d_weight)
+    ctx.is_needed = inputs[6:8]
+
+
+def _scale(ctx: Any, gradient: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
+    """Backward: the gradients are there, and are multiplied in place. Torch refuses a second backward for that."""
+    found: list[Tensor | None] = [None, None]
+    if gradient is not None:
+        pairs = zip(ctx.saved_tensors, ctx.is_needed, strict=True)
+        found = [each.mul_(gradient) if is_needed else None for each, is_needed in pairs]
+    return *found, *[None] * 7
+
+
+_operator = torch.library.custom_op("paceline::head_loss", _walk, mutates_args=(), schema=_SCHEMA)
+_operator.register_fake(_fake)
+_operator.register_autograd(_scale, setup_context=_keep)
+
+
+class _OnMeta(torch.autograd.Function):
+    """The same for tensors without values, product by product."""
+
+    forward = staticmethod(_walk)
+    setup_context = staticmethod(_keep)
+    backward = staticmethod(_scale)
+
+
+def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
+    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
+
+
+def _check_values(targets: Tensor, vocabulary: int, ignored: int) -> None:
+    wrong = targets[((targets < 0) | (targets >= vocabulary)) & (targets != ignored)]
+    if wrong.numel():
+        raise UsageError(
+            f"a target is {int(wrong[0])}, but the vocabulary has {vocabulary} tokens\n"
+            f"  targets are 0 to {vocabulary - 1}, or {ignored} where nothing is to be predicted\n"
+            "  give the model a larger vocabulary, or look at the data"
+        )
+
+
+# A chunk.
+
+
+def _go_over(
+    logits: Tensor,
+    targets: Tensor,
+    results: tuple[Tensor, Tensor | None],
+    ignored: int,
+    smoothing: float,
+    *,
+    is_trained: bool,
+) -> None:
+    """Writes the losses and right answers of some rows; where it ``is_trained``, logits become their gradients."""
+    if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
+        from paceline.models.head_kernel import go_over_on_gpu  # where there is no GPU, there is no triton
+
+        go_over_on_gpu(logits, targets, results, ignored, smoothing, is_trained=is_trained)
+    elif logits.is_meta:  # in place of the kernel above: one pass
+        torch.ops.aten._softmax.out(logits, -1, False, out=logits)
+    else:
+        _go_over_by_torch(logits, targets, results, ignored, smoothing, is_trained=is_trained)
+
+
+def _go_over_by_torch(
+    logits: Tensor,
+    targets: Tensor,
+    results: tuple[Tensor, Tensor | None],
+    ignored: int,
+    smoothing: float,
+    *,
+    is_trained: bool,
+) -> None:
+    losses, hits = results
+    is_counted = targets != ignored
+    index = torch.where(is_counted, targets, 0)[:, None]
+    if hits is not None:
+        hits.copy_((logits.argmax(-1) == targets) & is_counted)
+    wide = logits.to(losses.dtype)
+    normaliser = wide.logsumexp(-1)
+    row = normaliser - (1 - smoothing) * wide.gather(1, index)[:, 0]
+    if smoothing:
+        row -= smoothing * wide.mean(-1)
+    losses.copy_(torch.where(is_counted, row, 0.0))
+    if is_trained:
+        wide.sub_(normaliser[:, None]).exp_()
+        if smoothing:
+            wide.sub_(smoothing / wide.shape[1])
+        wide.scatter_add_(1, index, wide.new_full(index.shape, smoothing - 1))
+        wide.mul_(is_counted[:, None])
+        if wide is not logits:
+            logits.copy_(wide)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds a product to ``total``, which may be wider than what is multiplied."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    elif total.is_cuda and _adds_wider():
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # the product of a chunk is rounded, their sum is not
+        total.add_(torch.mm(left, right))
+
+
+@functools.cache
+def _adds_wider() -> bool:
+    """Whether this torch adds products of halves to a matrix of float32 in one kernel (2.10 and later do)."""
+    total, half = torch.zeros(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    try:
+        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+    except (RuntimeError, TypeError):
+        return False
+    return True
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
