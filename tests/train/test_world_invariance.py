@@ -342,8 +342,8 @@ def test_a_rate_scaled_with_the_ranks_is_found(short_text: str, monkeypatch: pyt
     alone = clean_trace((short_text,))
     original = assemble.build_optimizer
 
-    def build_optimizer(config: Any, named: Any) -> Any:
-        return original(config.model_copy(update={"lr": 2 * config.lr}), named)
+    def build_optimizer(config: Any, *others: Any) -> Any:
+        return original(config.model_copy(update={"lr": 2 * config.lr}), *others)
 
     monkeypatch.setattr(assemble, "build_optimizer", build_optimizer)
     wrong = trace([short_text], 2, 1)

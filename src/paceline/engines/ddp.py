@@ -25,7 +25,7 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,8 @@ from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
 from paceline.engines.flat.optimizer_state import load_optimizer_state, on_cpu
-from paceline.engines.precision import Precision, kept_parameters
+from paceline.engines.masters import Masters, hand_over, norm_of
+from paceline.engines.precision import Precision
 from paceline.plan.layout import Layout
 
 
@@ -116,9 +117,19 @@ class DataParallel(ModuleEngine):
         After reduction every rank holds the same gradients, so the local norm is the global one. An infinite
         ``max_norm`` only measures.
         """
-        if math.isinf(max_norm):
-            return nn.utils.get_total_norm([p.grad for p in self._parameters if p.grad is not None], norm_type)
-        return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
+        if not math.isinf(max_norm):
+            self._settle_lent()
+            return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        lent = [] if self._masters is None else self._masters.lent_gradients()
+        return norm_of(gradients, lent, norm_type) if lent else nn.utils.get_total_norm(gradients, norm_type)
+
+    def gradients(self) -> list[torch.Tensor]:
+        self._settle_lent()
+        return super().gradients()
+
+    def lend_copies(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        return {} if self._masters is None else self._masters.lend()
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
@@ -133,7 +144,7 @@ class DataParallel(ModuleEngine):
     def _join(self) -> None:
         """Sends what this rank owes without a backward of its own, and waits for what is under way."""
         if self._masters is not None:
-            self._masters.may_have_changed = True
+            self._masters.expect_update()
         if self.comm.size == 1:
             return
         if self.module.training and not self._has_shared_buffers:
@@ -179,6 +190,7 @@ class DataParallel(ModuleEngine):
         load_optimizer_state(optimizer, (), state)  # a copy: torch's own would keep the tensors of ``state``
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        self._settle_lent()
         return {name: None if p.grad is None else on_cpu(p.grad) for name, p in self.named_parameters()}
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -228,19 +240,22 @@ class DataParallel(ModuleEngine):
             self._arrivals.check(index, gradient)
         elif gradient.requires_grad:
             return  # differentiated again by the user; it joins the next gradient
-        if master is not self._held[index]:
-            parameter.grad = None
-            if master.grad is not None:
-                master.grad.add_(gradient)
-            elif self.comm.size == 1:  # nothing to reduce: its own memory, freed with it
-                master.grad = gradient.to(master.dtype)
-            else:
+        stays = masters.are_lent and self._is_syncing and self.comm.size == 1 and master.grad is None
+        if master is not self._held[index] and not stays:
+            if master.grad is None and self.comm.size > 1:
                 bucket, place = self._arrivals.place_of(index)
-                master.grad = bucket.cast(place, gradient)
+                parameter.grad, master.grad = None, bucket.cast(place, gradient)
+            else:  # nothing to reduce: its own memory, freed with it
+                hand_over(parameter, master)
         if self._is_syncing:
-            masters.may_have_changed = True
+            masters.expect_update()
         if self.comm.size > 1:
             self._arrive(index, master)
+
+    def _settle_lent(self) -> None:
+        """Brings gradients that were left at the module's parameters to their masters."""
+        if self._masters is not None and self._masters.are_lent:
+            self._masters.settle()
 
     def _launch(self, bucket: ReplicaBucket) -> None:
         self._fill(bucket)
@@ -390,65 +405,3 @@ class DataParallel(ModuleEngine):
     def _share_buffers(self) -> None:
         self._has_shared_buffers = True
         self.share_buffers()
-
-
-class Masters:
-    """What an optimizer updates where the module computes with copies in another dtype.
-
-        masters (as built)  --cast before the next forward-->  module's parameters (bf16)
-        masters' gradients  <--cast as each one arrives-----   module's gradients (bf16)
-
-    An update is often smaller than the distance of two bf16 numbers and would be lost; gradients of many microbatches
-    add up in the masters' dtype for the same reason. A parameter that is kept as it was built is its own master.
-    """
-
-    def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
-        """Casts the module's floating point parameters to ``dtype`` in place; their former values are the masters."""
-        self.module = module
-        kept = kept_parameters(module)
-        held = [parameter for _, parameter in module.named_parameters()]
-        self.parameters = [p if p in kept or not p.is_floating_point() else _split_off(p, dtype) for p in held]
-        self._pairs = [(p, m) for p, m in zip(held, self.parameters, strict=True) if p is not m]
-        self._master_of = dict(self._pairs)
-        self._seen_version = self._version()
-        # Fused optimizers do not raise the version of what they update. So the masters also count as changed after a
-        # backward pass that an update may follow.
-        self.may_have_changed = False
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Casts the masters into the module's parameters if they may have changed."""
-        version = self._version()
-        if self.may_have_changed or version != self._seen_version:
-            self.may_have_changed, self._seen_version = False, version
-            # Through .data: for autograd the same values, cast again, are no change of what a forward pass has saved.
-            torch._foreach_copy_([p.data for p, _ in self._pairs], [m.data for _, m in self._pairs])
-
-    def follow(self) -> None:
-        """Freezes and unfreezes the masters as the module's parameters are."""
-        for parameter, master in self._pairs:
-            master.requires_grad_(parameter.requires_grad)
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the module's state with the masters in the parameters' places."""
-        state = self.module.state_dict(keep_vars=True)
-        return {name: self._master_of.get(value, value) for name, value in state.items()}
-
-    @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads a state into the module, and into the masters."""
-        self.module.load_state_dict(state)
-        for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
-            if master is not parameter:
-                master.copy_(state[name])
-
-    def _version(self) -> int:
-        return sum(master._version for _, master in self._pairs)
-
-
-def _split_off(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Gives a parameter's values to a master, and casts the parameter itself."""
-    master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-    vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
-    parameter.data = parameter.data.to(dtype)
-    return master

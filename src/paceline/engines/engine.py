@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
@@ -202,6 +202,18 @@ class Engine(ABC):
     def parameters(self) -> Iterator[nn.Parameter]:
         """Iterates over what this rank updates."""
         return (parameter for _, parameter in self.named_parameters())
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Returns the gradients of what this rank updates, to be read or scaled in place."""
+        return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
+
+    def lend_copies(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Returns, by master, the copy in bf16 that the module computes with: for an optimizer that writes both.
+
+        From then on the engine relies on it: it casts no masters after an update, and a gradient that needs no sum
+        stays where backward leaves it, at the copy. Empty where there are no such copies, and then nothing changes.
+        """
+        return {}
 
     def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
         """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean.

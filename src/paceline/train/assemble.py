@@ -251,7 +251,7 @@ def build_trainer(
     parts = TrainerParts(
         plan=plan,
         engine=engine,
-        optimizer=build_optimizer(optim, engine.named_parameters()),
+        optimizer=build_optimizer(optim, engine.named_parameters(), engine.lend_copies),
         loader=_train_loader(config, plan, work.data, engine.comm, options),
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,

@@ -14,7 +14,7 @@ t = (before - w) / (n - w):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,16 +25,22 @@ from paceline.config import OptimConfig
 from paceline.engines.flat.flat import full_shape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
+from paceline.train.master_adamw import MasterAdamW, can_update
 
 RateKind = Literal["constant", "linear", "cosine", "one_cycle"]
 _ONE_CYCLE_START = 1 / 25
 _ONE_CYCLE_RISE = 0.3
 
 
-def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+def build_optimizer(
+    config: OptimConfig,
+    named: Iterable[tuple[str, nn.Parameter]],
+    lend_copies: Callable[[], Mapping[nn.Parameter, nn.Parameter]] | None = None,
+) -> torch.optim.Optimizer:
     """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
 
-    A parameter may be a flat slice of a sharded one: the whole one's dims count.
+    A parameter may be a flat slice of a sharded one: the whole one's dims count. ``lend_copies`` is an engine's, which
+    then leaves it to the optimizer to write them: it is called where AdamW can update masters and copies in one pass.
     """
     parameters = [parameter for _, parameter in named if parameter.requires_grad]
     groups = [
@@ -45,6 +51,9 @@ def build_optimizer(config: OptimConfig, named: Iterable[tuple[str, nn.Parameter
     if config.kind == "adamw":
         # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
         betas = (config.betas[0], config.betas[1])
+        copies = lend_copies() if lend_copies is not None and can_update(parameters) else {}
+        if copies:
+            return MasterAdamW(groups, copies, lr=config.lr, betas=betas, eps=config.eps)
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=_can_fuse(parameters))
     if config.kind == "sgd":
         return torch.optim.SGD(

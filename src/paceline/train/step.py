@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from paceline.data.loader import StepBatch
 from paceline.engines.engine import Engine, LossSum, OnPhase, ignore_phase
 from paceline.train.loss import Loss
+from paceline.train.master_adamw import MasterAdamW
 from paceline.train.scaler import LossScaler
 from paceline.train.update import update_if_finite
 
@@ -97,13 +98,18 @@ def train_step(
     count = sum((value.count for value in values), 0.0)
     if undo is not None:
         scale_gradients(engine, undo)
+    weight: torch.Tensor | None = None  # of the gradients, where to weigh them is part of the update
     if loss.elements_per_sample is None:
-        weight = weigh_gradients(engine, count)
-        if scaler is not None:
-            scaler.note_elements(engine.comm.size / weight)
+        if isinstance(optimizer, MasterAdamW):
+            weight = finite_or_zero(engine.loss_scale(count))
+        else:
+            given = weigh_gradients(engine, count)
+            if scaler is not None:
+                scaler.note_elements(engine.comm.size / given)
         on_phase("backward")
     norm = engine.clip_grad_norm_(math.inf)  # measures; to clip is part of the update
-    is_updated = update_if_finite(optimizer, norm, policy.clip_norm)
+    norm = norm if weight is None else norm * weight
+    is_updated = update_if_finite(optimizer, norm, policy.clip_norm, weight)
     if scaler is not None:
         scaler.update(norm)
     optimizer.zero_grad(set_to_none=True)
@@ -143,14 +149,19 @@ def weigh_gradients(engine: Engine, count: float | torch.Tensor) -> torch.Tensor
     Where nothing counts on any rank (every target is ignored) the sums are zero, and so is the gradient.
     """
     factor = engine.loss_scale(count)
-    scale_gradients(engine, torch.where(factor.isfinite(), factor, torch.zeros_like(factor)))
+    scale_gradients(engine, finite_or_zero(factor))
     return factor
+
+
+def finite_or_zero(factor: torch.Tensor) -> torch.Tensor:
+    """Returns a factor of summed gradients; zero where it is not finite, because nothing counts on any rank."""
+    return torch.where(factor.isfinite(), factor, torch.zeros_like(factor))
 
 
 @torch.no_grad()
 def scale_gradients(engine: Engine, factor: torch.Tensor) -> None:
     """Multiplies what this rank holds of the gradients."""
-    gradients = [p.grad for p in engine.parameters() if p.grad is not None]
+    gradients = engine.gradients()
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0]))
 

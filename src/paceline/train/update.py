@@ -9,6 +9,7 @@ it is set. Where that cannot be (an optimizer that is not fused, parameters offl
 
 [Note: clipping] Gradients that are read and written again only to be scaled cost as much as a fifth of the update. So a
 CPU scales them in the steps that need it, and fused optimizers on CUDA are handed the factor: they read them anyway.
+The optimizer of masters (master_adamw.py) is handed the norm itself.
 """
 
 from __future__ import annotations
@@ -17,17 +18,26 @@ import math
 
 import torch
 
+from paceline.train.master_adamw import MasterAdamW, Scaling
+
 _EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
 
 
 def update_if_finite(
-    optimizer: torch.optim.Optimizer, norm: torch.Tensor, max_norm: float | None = None
+    optimizer: torch.optim.Optimizer,
+    norm: torch.Tensor,
+    max_norm: float | None = None,
+    weight: torch.Tensor | None = None,
 ) -> bool | None:
     """Makes one optimizer step unless the gradient norm is not finite; then parameters and state stay as they are.
 
     With ``max_norm`` the gradients are scaled first, so that their norm is at most that. Says whether there was an
-    update; None where only the device knows.
+    update; None where only the device knows. ``weight`` is a factor that the gradients still lack, and the norm has: of
+    a MasterAdamW alone.
     """
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.step_scaled(Scaling(norm=norm, max_norm=max_norm, weight=weight))
+        return None
     if norm.device.type != "cpu" and _takes_flag(optimizer, norm.device):
         extras = {"found_inf": torch.isfinite(norm).logical_not_().to(torch.float32)}
         if max_norm is not None and _takes_scale(optimizer):

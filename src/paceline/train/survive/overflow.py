@@ -149,6 +149,7 @@ def _bad_parameters(engine: Engine) -> Iterator[str]:
 
 def _bad_gradients(engine: Engine, watch: _OutputWatch) -> Iterator[Overflow]:
     """Yields the gradients that are not finite; those of the modules called last arise first."""
+    engine.gradients()  # all of them at what the engine updates
     for name, parameter in engine.named_parameters():
         problem = "" if parameter.grad is None else _describe(parameter.grad)
         if problem:
