@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
+from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines import float8
 from paceline.engines.apply import parallelize
@@ -289,3 +290,38 @@ def test_ranks_train_as_one_process(strategy: str, precision: str, checkpoint_ac
     more = {"shard_ranks": 2} if strategy == "hybrid" else {}
     for found in run_virtual(lambda comm: train(comm, strategy, **options, **more), 4):
         assert found == pytest.approx(expected, rel=1e-3)
+
+
+def test_full_sharding_gathers_weights_with_eight_bits() -> None:
+    """A byte for each weight inside blocks, in forward and in backward but for the last block; the rest in bf16."""
+
+    def sent(comm: Communicator, precision: str) -> int:
+        trace = Trace(comm.device)
+        engine = parallelize(make_gpt(), TracedCommunicator(comm, trace), "fsdp", precision=precision)
+        for _ in range(2):  # the first pass learns the order
+            trace.num_bytes.clear()
+            engine(torch.zeros(1, 16, dtype=torch.int64)).float().sum().backward()
+        return trace.num_bytes["all_gather"]
+
+    found = {each: run_virtual(lambda comm, each=each: sent(comm, each), 2)[0] for each in ("fp8", "fp8_row")}
+    weights = [module.weight.numel() for module in make_gpt().layers.modules() if isinstance(module, nn.Linear)]
+    saved = found["fp8_row"] - found["fp8"]
+    passes = 1.5  # of two blocks: both in forward, one again in backward
+    assert saved == pytest.approx(passes * sum(weights) / 2, rel=0.05)  # a rank receives the half that it has not
+
+
+def test_gathered_weights_are_those_of_the_masters_in_eight_bits() -> None:
+    def work(comm: Communicator) -> tuple[Tensor, Tensor]:
+        engine = parallelize(make_gpt(), comm, "fsdp", precision="fp8")
+        seen: list[Tensor] = []
+        down = engine.module.get_submodule("layers.1.mlp.down")
+        down.register_forward_hook(lambda module, *_: seen.append(module.weight.detach().clone()))
+        engine(torch.zeros(1, 16, dtype=torch.int64)).float().sum().backward()
+        return seen[0], engine.full_state_dict()["layers.1.mlp.down.weight"]
+
+    for found, master in run_virtual(work, 3):
+        scale, inverse = scales_of(master.bfloat16().abs().amax(), torch.float8_e4m3fn)
+        expected = float8.round_to(master.bfloat16(), scale, torch.float8_e4m3fn).float() * inverse
+        assert found.dtype is torch.bfloat16
+        # Each rank's slice has a scale of its own: numbers far below the largest keep more digits.
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=float(inverse) * 2.0**-9)

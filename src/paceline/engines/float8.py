@@ -43,8 +43,8 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from paceline.errors import UsageError
 
 MULTIPLE = 16  # of which all sizes of a product are multiples: what tensor cores take at once
-_E4M3, _E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-_TOP = {_E4M3: 8, _E5M2: 15}  # the largest number is 1.75 times two to this power
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TOP = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 times two to this power
 # Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs bear it; in gradients, sums
 # over all tokens of a batch, the loss would show.
 _FAST_OUTPUT, _FAST_GRADIENTS = True, False
@@ -78,8 +78,8 @@ class _Float8Product(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-        x8, x_inverse = _cast(x, _E4M3, _across(by_row, 1))
-        w8, w_inverse = _cast(weight, _E4M3, _across(by_row, 1))
+        x8, x_inverse = _cast(x, E4M3, _across(by_row, 1))
+        w8, w_inverse = _cast(weight, E4M3, _across(by_row, 1))
         ctx.by_row, ctx.dtype = by_row, x.dtype
         if by_row:
             ctx.save_for_backward(x, weight)
@@ -95,10 +95,10 @@ class _Float8Product(Function):
 
 def _backward_by_tensor(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
     x8, x_inverse, weight, w_inverse = ctx.saved_tensors
-    g8, g_inverse = _cast(gradient, _E5M2, None)
+    g8, g_inverse = _cast(gradient, E5M2, None)
     for_x = for_weight = None
     if ctx.needs_input_grad[0]:
-        w8 = _by_columns(_round(weight, _inverted(w_inverse), _E4M3))
+        w8 = _by_columns(round_to(weight, _inverted(w_inverse), E4M3))
         for_x = _product(g8, w8, g_inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
     if ctx.needs_input_grad[1]:
         for_weight = _product(g8.t().contiguous(), x8, g_inverse, x_inverse, weight.dtype, fast=_FAST_GRADIENTS)
@@ -109,12 +109,12 @@ def _backward_by_row(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor 
     x, weight = ctx.saved_tensors
     for_x = for_weight = None
     if ctx.needs_input_grad[0]:
-        g8, g_inverse = _cast(gradient, _E4M3, 1)
-        w8, w_inverse = _cast(weight, _E4M3, 0)
+        g8, g_inverse = _cast(gradient, E4M3, 1)
+        w8, w_inverse = _cast(weight, E4M3, 0)
         for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
     if ctx.needs_input_grad[1]:
-        g8, g_inverse = _cast(gradient, _E4M3, 0)
-        x8, x_inverse = _cast(x, _E4M3, 0)
+        g8, g_inverse = _cast(gradient, E4M3, 0)
+        x8, x_inverse = _cast(x, E4M3, 0)
         for_weight = _product(
             g8.t().contiguous(), _by_columns(x8), g_inverse.t(), x_inverse, weight.dtype, fast=_FAST_GRADIENTS
         )
@@ -161,10 +161,11 @@ def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tenso
     else:
         largest = torch.linalg.vector_norm(x, math.inf, dim=dim, keepdim=True)
     scale, inverse = scales_of(largest, dtype)
-    return _round(x, scale, dtype), inverse
+    return round_to(x, scale, dtype), inverse
 
 
-def _round(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x times the scale in a dtype of 8 bits; what is outside its range is its largest number."""
     largest = torch.finfo(dtype).max
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
@@ -239,7 +240,13 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
             module.by_row = by_row
         else:
             module.float8_by_row = by_row
+        module.weight._paceline_float8 = not by_row
     return found
+
+
+def travels_as_float8(parameter: nn.Parameter) -> bool:
+    """Says whether nothing but products of 8 bits with one scale reads a parameter."""
+    return getattr(parameter, "_paceline_float8", False)
 
 
 @functools.cache

@@ -153,8 +153,7 @@ def _try_product(precision: Precision, dtype: torch.dtype, device: torch.device)
         # makes it do so here, and not in the middle of a run.
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
         with precision.context(device):
+            product = left @ right
             if precision.float8:
-                product = float8_linear(left, right, None, by_row=precision.float8 == "row")
-            else:
-                product = left @ right
+                product = product + float8_linear(left, right, None, by_row=precision.float8 == "row")
         product.float().sum().backward()  # type: ignore[no-untyped-call]

@@ -56,7 +56,7 @@ from paceline.train.survive.retry import (
     is_out_of_memory,
     release_memory,
 )
-from paceline.train.trainer import BucketHook, Hook, Trainer
+from paceline.train.trainer import BucketHook, Float8Hook, Hook, Trainer
 from paceline.units import format_bytes
 
 # ``train.microbatch: auto``: the largest microbatch that fits into memory, found by a few passes on real samples.
@@ -262,6 +262,8 @@ def build_trainer(
     )
     if layout.tunes_buckets:
         hooks = [BucketHook(), *hooks]
+    if engine.float8 is not None:
+        hooks = [Float8Hook(), *hooks]
     return Trainer(parts, hooks, sink)
 
 
