@@ -24,12 +24,12 @@ CPU = torch.device("cpu")
 
 
 def test_a_policy_is_found_by_its_name_and_others_are_passed_through() -> None:
-    assert list(PRECISIONS) == ["fp32", "bf16", "fp16", "bf16_master"]
+    assert list(PRECISIONS) == ["fp32", "bf16", "fp16", "bf16_master", "fp8", "fp8_row"]
     assert all(precision_named(name).name == name for name in PRECISIONS)
     own = Precision(name="own", reduce_dtype=torch.bfloat16)
     assert precision_named(own) is own
-    with pytest.raises(UsageError, match=r"precision = 'fp8' is unknown\n  it is one of fp32, bf16, fp16, bf16_master"):
-        precision_named("fp8")
+    with pytest.raises(UsageError, match=r"precision = 'fp4' is unknown\n  it is one of fp32, bf16, fp16, bf16_master"):
+        precision_named("fp4")
 
 
 def test_only_half_precision_with_a_small_range_scales_its_loss() -> None:

@@ -196,3 +196,38 @@ def test_real_processes_round_alike(
     assert found.passed, found.divergence
     assert found.errors.largest < 2e-6
     assert cached == [True]
+
+
+def make_blocks() -> nn.Module:
+    layers = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(3)]
+    return nn.Sequential(nn.Linear(6, 16), nn.Sequential(*layers), nn.Linear(16, 3))
+
+
+@pytest.mark.some(2)
+@covering(
+    always={"strategy": ["fsdp"]}, strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"], precision=["fp8", "fp8_row"]
+)
+def test_fp8_passes_within_its_bound(strategy: str, precision: str) -> None:
+    """Ranks cast what one process casts; full sharding gathers weights that are rounded slice by slice."""
+    found = verify(
+        make_blocks, lambda step: make_batch(step, 64), strategy=strategy, precision=precision, ranks=4, steps=2
+    )
+    assert found.passed, found.divergence
+    assert found.tolerance == 2.0**-8
+    assert found.errors.largest < (2.0**-9 if strategy in ("fsdp", "hybrid") else 2e-6)
+    assert "float8_e4m3fn" in found.bound
+
+
+def test_fp8_that_computes_something_else_fails() -> None:
+    class Coarse(nn.Linear):
+        """A layer that one rank multiplies a little more."""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1.02 if current_rank() == "rank-1" else 1.0)
+
+    def model() -> nn.Module:
+        made = make_blocks()
+        made[2] = Coarse(16, 3)
+        return made
+
+    assert not verify(model, lambda step: make_batch(step, 64), precision="fp8", ranks=4, steps=1).passed

@@ -51,7 +51,7 @@ def verify(
     chunks: int = typer.Option(None, help="Stages on each rank of the pipeline, where the schedule takes several."),
     sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="tensor: split along the sequence too."),
     clip: str = typer.Option("1.0", help="Largest global gradient norm, or none."),
-    precision: str = typer.Option("fp32", help="fp32 (verified in float64), bf16, bf16_master or fp16."),
+    precision: str = typer.Option("fp32", help="fp32 (verified in float64), bf16, bf16_master, fp16, fp8 or fp8_row."),
     checkpoint_activations: bool = typer.Option(False, "--checkpoint-activations", help="Compute blocks again."),
     checkpoint_policy: str = typer.Option(None, help="What is computed again: full, matmuls, every_2, ..."),
     batch: int = typer.Option(None, help="Global batch; by default a ragged one."),

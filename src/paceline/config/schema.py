@@ -334,9 +334,10 @@ class TrainConfig(Section):
     seed: Seed = Field(default=0, description="seed of weights, dropout and data order")
     deterministic: bool = Field(default=False, description="only deterministic kernels; slower, bit-for-bit the same")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype in which the model is built")
-    precision: Literal["fp32", "bf16", "fp16", "bf16_master"] = Field(
+    precision: Literal["fp32", "bf16", "fp16", "bf16_master", "fp8", "fp8_row"] = Field(
         default="fp32",
-        description="fp32: computes in dtype; bf16, fp16: autocast; bf16_master: bf16 parameters with fp32 masters",
+        description="fp32: computes in dtype; bf16, fp16: autocast; bf16_master: bf16 parameters with fp32 masters; "
+        "fp8: so, and linear layers of blocks in 8 bits, scaled tensor by tensor; fp8_row: scaled row by row",
     )
     cuda_graphs: bool | Literal["auto"] = Field(
         default="auto",

@@ -1,8 +1,8 @@
 """``parallelize``: from a plain module to an engine. The only place where wrap order is decided.
 
-Order: synchronise batch norm, checkpoint blocks, compile, agree on the values, replicate or shard. Where there are
-several ranks, blocks are compiled one by one, not the model as a whole: gradients then arrive block by block, and
-communication overlaps with backward.
+Order: synchronise batch norm, swap linear layers for those of 8 bits, checkpoint blocks, compile, agree on the values,
+replicate or shard. Where there are several ranks, blocks are compiled one by one, not the model as a whole: gradients
+then arrive block by block, and communication overlaps with backward.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine, ModuleEngine
 from paceline.engines.flat.materialize import build_units, choose_units
+from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded, Groups
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
@@ -94,6 +95,8 @@ def parallelize(
     layout = check_layout(layout, comm.size)
     if compressor is not None:
         _check_compressor(layout)
+    if policy.float8 and isinstance(model, nn.Module):
+        check_float8(model, model_blocks(model), policy.name)
     if not layout.is_split:
         return _share(model, comm, layout, policy, compressor)
     _check_model(model, may_be_meta=comm.device.type == "meta")
@@ -231,7 +234,16 @@ def _share(
     _check_host(layout.offload, comm.device, num_parameters(model) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
-    _prepare_blocks(model, comm, layout)
+    float8 = _prepare_blocks(model, comm, layout, precision)
+    engine = _engine(model, comm, layout, precision, compressor)
+    engine.float8 = float8
+    return engine
+
+
+def _engine(
+    model: nn.Module, comm: Communicator, layout: Layout, precision: Precision, compressor: GradientCompression | None
+) -> ModuleEngine:
+    """Replicates or shards a model whose blocks are ready."""
     if layout.is_fully_sharded:
         return _shard(model, comm, layout, precision, compressor)
     model.to(comm.device)
@@ -249,14 +261,18 @@ def _share(
     return engine
 
 
-def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout) -> None:
-    """Synchronises batch norm, checkpoints and compiles blocks, in this order."""
+def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> Float8Layers | None:
+    """Synchronises batch norm, swaps linear layers, checkpoints and compiles blocks, in this order."""
     if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
+    float8 = None
+    if precision.float8 is not None:
+        float8 = swap_linears(model, model_blocks(model), by_row=precision.float8 == "row")
     if layout.checkpoint_activations != "none":
         checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
     if layout.is_compiled:
         compile_model(model, whole=layout.compile == "whole")
+    return float8
 
 
 def _shard(

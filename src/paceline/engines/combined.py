@@ -195,6 +195,7 @@ class CombinedParallel(Engine):
         self.pipeline: Pipeline | None = pipeline if pipeline.num_stages > 1 else None
         engines = list(self.stages.values())
         self.precision = engines[0].precision
+        self.float8 = engines[0].float8
         self.flat_groups = [group for engine in engines for group in engine.flat_groups]
         self.module = engines[0].module if len(engines) == 1 else nn.ModuleList(e.module for e in engines)
         self._num_parameters = num_parameters

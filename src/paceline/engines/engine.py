@@ -22,6 +22,7 @@ from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
+from paceline.engines.float8 import Float8Layers
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.schedule.grid import Action
@@ -92,6 +93,7 @@ class Engine(ABC):
     comm: Communicator
     precision: Precision
     bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
+    float8: Float8Layers | None = None  # the linear layers that compute with 8 bits, where the precision asks for it
     pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     holds_first_copy: bool = True  # whether no rank before this one holds the same gradients

@@ -4,6 +4,7 @@
     fp32          as built                the parameters       as built
     bf16, fp16    autocast                the parameters       as built
     bf16_master   bf16 parameters         fp32 masters         fp32
+    fp8, fp8_row  as bf16_master, and linear layers inside the blocks with operands of 8 bits (``float8.py``)
 
 Autocast keeps parameters as they were built and casts them operator by operator. With masters the module holds bf16
 parameters, which are cast once a step from the fp32 masters that the optimizer updates: fewer casts, and half the bytes
@@ -15,13 +16,16 @@ from __future__ import annotations
 import contextlib
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from paceline.engines.float8 import float8_linear
 from paceline.errors import UsageError
+
+_FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs whose tensor cores have numbers of 8 bits: Ada, and Hopper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +38,7 @@ class Precision:
     reduce_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
     scales_loss: bool = False
+    float8: Literal["tensor", "row"] | None = None  # linear layers read operands of 8 bits, with a scale for each
 
     def context(self, device: torch.device) -> contextlib.AbstractContextManager[object]:
         """Returns what a forward pass, and the loss that follows, runs in."""
@@ -67,6 +72,8 @@ PRECISIONS = {
         Precision(name="bf16", autocast_dtype=torch.bfloat16),
         Precision(name="fp16", autocast_dtype=torch.float16, scales_loss=True),
         Precision(name="bf16_master", param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+        Precision(name="fp8", param_dtype=torch.bfloat16, reduce_dtype=torch.float32, float8="tensor"),
+        Precision(name="fp8_row", param_dtype=torch.bfloat16, reduce_dtype=torch.float32, float8="row"),
     )
 }
 
@@ -90,10 +97,12 @@ def check_precision(precision: Precision, device: torch.device) -> None:
     dtype = precision.autocast_dtype or precision.param_dtype
     if dtype is None or device.type == "meta":
         return
-    name = str(dtype).removeprefix("torch.")
+    name = "fp8" if precision.float8 else str(dtype).removeprefix("torch.")
     other = "fp16" if dtype is torch.bfloat16 and device.type == "cuda" else "bf16"
-    problem = ""
-    if dtype is torch.bfloat16 and not _has_bf16(device):
+    problem = _lacks_float8(device) if precision.float8 else ""
+    if problem:
+        other = "bf16_master"
+    elif dtype is torch.bfloat16 and not _has_bf16(device):
         problem = "its tensor cores have no such format, and torch would emulate it slowly"
     else:
         try:
@@ -126,6 +135,15 @@ def _has_bf16(device: torch.device) -> bool:
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def _lacks_float8(device: torch.device) -> str:
+    """Says why a GPU cannot multiply numbers of 8 bits; nothing where it can, and where that is emulated."""
+    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY:
+        return ""
+    major, minor = torch.cuda.get_device_capability(device)
+    needed = ".".join(map(str, _FLOAT8_CAPABILITY))
+    return f"the GPU has compute capability {major}.{minor}, and tensor cores have such numbers from {needed} on"
+
+
 def _try_product(precision: Precision, dtype: torch.dtype, device: torch.device) -> None:
     weight = torch.ones(32, 32, device=device, requires_grad=True)
     left, right = (weight, weight) if precision.param_dtype is None else (weight.to(dtype), weight.to(dtype))
@@ -136,4 +154,6 @@ def _try_product(precision: Precision, dtype: torch.dtype, device: torch.device)
         warnings.filterwarnings("ignore", message="mkldnn_matmul failed", category=UserWarning)
         with precision.context(device):
             product = left @ right
+            if precision.float8:
+                product = product + float8_linear(left, right, None, by_row=precision.float8 == "row")
         product.float().sum().backward()  # type: ignore[no-untyped-call]

@@ -41,6 +41,7 @@ FusedLoss: TypeAlias = Literal["auto"] | bool
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
 CHECKPOINTS: tuple[str, ...] = get_args(Checkpointing)
+WITH_MASTERS = ("bf16_master", "fp8", "fp8_row")  # precisions of bf16 parameters that are cast from fp32 masters
 OFFLOAD_PARTS: tuple[str, ...] = get_args(OffloadPart)
 COMPRESSIONS: tuple[str, ...] = get_args(Policy)
 

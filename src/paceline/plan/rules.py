@@ -298,6 +298,16 @@ def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
         )
 
 
+def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
+    """Products of 8 bits are those of linear layers inside blocks."""
+    if case.layout.precision in ("fp8", "fp8_row") and case.model.kind in ("mlp", "resnet"):
+        yield Problem(
+            what=f"{case.said('precision')} with model.kind = {case.model.kind}",
+            rule="it is for the linear layers inside the repeated blocks of a model, and this one has none there",
+            fix=f"set {case.key('precision')} = bf16_master",
+        )
+
+
 def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
     """Context and expert parallelism can be predicted, and not run."""
     for name in ("context", "expert"):
@@ -333,5 +343,6 @@ RULES: tuple[Rule, ...] = (
     Rule(reads=("pipeline", "compression", "offload"), find=split_rules.split_suits_the_rest),
     Rule(reads=("heads", "checkpoint_activations"), find=_has_blocks),
     Rule(reads=("fused_loss", "pipeline", "tensor", "heads"), find=_fused_loss_has_the_output_layer),
+    Rule(reads=("precision",), find=_has_linear_blocks),
     Rule(reads=(), find=_engines_have_the_axes),
 )

@@ -173,6 +173,11 @@ def show_decisions(config: Config, choice: Choice | None) -> None:
     notes = [None if choice is None else choice.reason()]
     if config.memory.offload and config.parallel.device == "cpu":
         notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
+    if config.train.precision in ("fp8", "fp8_row") and config.parallel.device == "cpu":
+        notes.append(
+            f"train.precision = {config.train.precision} is emulated on CPU ranks: the same numbers of 8 bits are "
+            "multiplied in fp32; bf16_master is faster here"
+        )
     if config.comm.nccl != type(config.comm.nccl)() and config.parallel.device == "cpu":
         notes.append("comm.nccl is not read here: CPU ranks do not use NCCL")
     for note in filter(None, [*notes, entry_problem()]):

@@ -21,6 +21,7 @@ from paceline.search.search import Ranked
 from paceline.units import format_bytes, format_seconds
 
 _COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}
+_COMPUTE |= {"fp8": "fp8", "fp8_row": "fp8"}
 # What a plan decides, and what belongs to another machine.
 _DECIDED = (
     *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "shard_ranks", "schedule", "chunks"),

@@ -57,7 +57,7 @@ from paceline.train.survive.retry import (
     is_out_of_memory,
     release_memory,
 )
-from paceline.train.trainer import BucketHook, CompileHook, Hook, Trainer
+from paceline.train.trainer import BucketHook, CompileHook, Float8Hook, Hook, Trainer
 from paceline.units import format_bytes
 
 # ``train.microbatch: auto``: the largest microbatch that fits into memory, found by a few passes on real samples.
@@ -269,6 +269,8 @@ def build_trainer(
         hooks = [BucketHook(), *hooks]
     if layout.is_compiled:
         hooks = [CompileHook(), *hooks]
+    if engine.float8 is not None:
+        hooks = [Float8Hook(), *hooks]
     return Trainer(parts, hooks, sink)
 
 

@@ -186,6 +186,19 @@ class CompileHook:
                 trainer.note("not_compiled", {"what": note.what, "why": note.problem})
 
 
+@dataclass(slots=True)
+class Float8Hook:
+    """Records which layers compute with 8 bits, after the first step."""
+
+    is_told: bool = False
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        layers = None if self.is_told else trainer.parts.engine.float8
+        if layers is not None:
+            self.is_told = True
+            trainer.note("precision", {"layers": str(layers)}, step=result.step)
+
+
 class GoBackError(TrainingError):
     """A run that must go back to its last checkpoint: what was decided, about which step, and where its data ends."""
 

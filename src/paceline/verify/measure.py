@@ -73,11 +73,18 @@ def bound_for(settings: Settings, pieces: int, tolerance: float | None = None) -
     With other pieces the two runs round different numbers: u for each side, and as much again where pieces partly
     cancel. An element at an edge may also switch a ReLU, which is much for a tensor of few elements; so there the floor
     is the norm of all tensors.
+
+    In fp8 the products read numbers that are rounded more coarsely: u is 2^-4 of their size in e4m3. An element that
+    bf16 puts on the other side of an edge is off by that much, so the bounds are the same shares of this u. Where
+    tensor ranks cast parts of a weight or pipelines cut a model, the pieces are those of one process, and its bound
+    for other pieces would be as large as what it measures; there it is u.
     """
     if settings.is_exact:
         return Bound(tolerance=tolerance or TOLERANCE, reason="sums in another order, in float64")
     half = settings.policy.autocast_dtype or settings.policy.param_dtype
     assert half is not None
+    if settings.policy.float8 is not None:
+        half = torch.float8_e4m3fn
     name = str(half).removeprefix("torch.")
     unit = torch.finfo(half).eps / 2
     if pieces == settings.accumulate * settings.ranks:

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline.engines.float8 import swap_linears
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
+from paceline.models.registry import model_blocks
 from paceline.train.loss import Loss, LossValue
 from paceline.train.step import place
 from paceline.verify.case import Case, cut, num_samples
@@ -88,6 +90,8 @@ class _OneProcess:
     def __init__(self, case: Case, settings: Settings) -> None:
         self.model = prepare(case, settings.dtype)
         self._policy: Precision = settings.policy
+        if self._policy.float8 is not None:
+            swap_linears(self.model, model_blocks(self.model), by_row=self._policy.float8 == "row")
         self._loss: Loss = case.make_loss()
         self._held = dict(self.model.named_parameters())
         self.updated: dict[str, nn.Parameter] = dict(self._held)

@@ -18,6 +18,8 @@ from torch import nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone, reduction
+from paceline.engines.flat.float8_group import Float8Group
+from paceline.engines.float8 import travels_as_float8
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Offload
 
@@ -53,15 +55,16 @@ class Unit:
         """Takes parameters by name; those in ``kept`` compute in the dtype they were built with."""
         self.index = index
         self.name = name
-        kinds: dict[tuple[torch.dtype, bool, bool, str], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool, str, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
             own = name if is_alone(parameter) else ""
-            kind = (parameter.dtype, parameter.requires_grad, name in kept, own)
+            is_float8 = comm.size > 1 and not offload.is_any and travels_as_float8(parameter)
+            kind = (parameter.dtype, parameter.requires_grad, name in kept, own, is_float8)
             kinds.setdefault(kind, []).append((name, parameter))
         as_built = replace(precision, param_dtype=None)
         self.groups = [
-            FlatGroup(members, comm, as_built if is_kept else precision, offload)
-            for (_, _, is_kept, _), members in kinds.items()
+            (Float8Group if is_float8 else FlatGroup)(members, comm, as_built if is_kept else precision, offload)
+            for (_, _, is_kept, _, is_float8), members in kinds.items()
         ]
         self.places: list[tuple[Attribute, nn.Parameter, nn.Parameter]] = []
         self.in_use = False

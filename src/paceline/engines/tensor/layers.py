@@ -42,6 +42,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _disable_current_modes
 
 from paceline.comm.base import DONE, Communicator, Work
+from paceline.engines.float8 import float8_linear
 from paceline.engines.nodes import late_linear, moved, same, weight_gradient
 from paceline.engines.tensor.layout import Split, split_range
 from paceline.engines.tensor.loss import SplitLogits
@@ -122,7 +123,8 @@ class TensorRegion:
         total = _TensorSum(self.comm)
         x = moved(x, same, total.wait)
         for layer in layers if may_split_backward() else ():
-            if cast("Tensor", layer.weight).requires_grad:
+            # A product of 8 bits computes its weight gradient in its own node, which casts the gradient once.
+            if cast("Tensor", layer.weight).requires_grad and layer.float8_by_row is None:
                 self.late[layer] = record_late(layer.matrix)
         return moved(x, self._gather, total.start_scatter) if self.is_sequence else moved(x, same, total.start)
 
@@ -247,6 +249,7 @@ class SplitLayer(nn.Module):
     region: TensorRegion  # of a vocabulary layer: as the stream is behind the embedding, and before the output layer
     splits: Mapping[str, Split]  # of its own parameters
     is_transposed: bool = False  # the weight is (inputs, outputs)
+    float8_by_row: bool | None = None  # products read operands of 8 bits, with one scale or one for each row
 
     def reset_parameters(self) -> None:
         """Gives the parameters this rank's part of what the plain layer would draw.
@@ -279,6 +282,8 @@ class SplitLayer(nn.Module):
         return weight.t() if self.is_transposed else weight
 
     def _product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if self.float8_by_row is not None:
+            return float8_linear(x, self.matrix, bias, by_row=self.float8_by_row)
         late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
         return F.linear(x, self.matrix, bias) if late is None else late(x, bias)
 

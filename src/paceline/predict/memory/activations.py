@@ -32,6 +32,7 @@ from paceline.config import (
     gpt_shape,
 )
 from paceline.config.sections import known_shape
+from paceline.plan.layout import WITH_MASTERS
 from paceline.predict.memory.facts import BlockFacts, ModelFacts, SampleWork
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
@@ -54,7 +55,7 @@ class Widths:
         """Returns the widths of a precision: autocast computes in 2 bytes, masters keep all of the model in 2."""
         built = 8 if dtype == "float64" else 4
         is_autocast = precision in ("bf16", "fp16")
-        stream = 2 if precision == "bf16_master" else built
+        stream = 2 if precision in WITH_MASTERS else built
         return cls(stream=stream, compute=2 if is_autocast else stream, is_autocast=is_autocast, device=device)
 
 

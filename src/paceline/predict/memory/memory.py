@@ -37,7 +37,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.config import Config, OptimConfig
-from paceline.plan.layout import Layout, Offload
+from paceline.plan.layout import WITH_MASTERS, Layout, Offload
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.parts import RankPart, parts_of
@@ -129,7 +129,7 @@ class _Estimate:
         # All parameters in bytes: as they were built, a rank's slice of that, and as the module computes with them.
         self.full = self.model.parameters * self.itemsize
         self.slice = self._slice_of(self.full)
-        self.param_bytes = 2 if layout.precision == "bf16_master" else self.itemsize
+        self.param_bytes = 2 if layout.precision in WITH_MASTERS else self.itemsize
         self.computed = self.model.parameters * self.param_bytes
 
     @property

@@ -1,0 +1,276 @@
+"""Linear layers whose products read numbers of 8 bits: twice the rate of bf16, and half the bytes.
+
+    y  = x8 w8^T        x and w in e4m3: 4 significant bits, up to 448
+    dx = g8 w8          the incoming gradient in e5m2 (3 bits, up to 57344), or in e4m3 with a scale for each row
+    dw = g8^T x8        sums in fp32, results in the dtype of what came in
+
+Before a tensor is cast it is multiplied by a scale, so that its largest number nearly fills the range; the product is
+multiplied by the inverse scales. Two recipes: one scale for a *tensor*, or one for each *row* of an operand along the
+contraction, which costs two casts of each tensor with scales of their own and forgives outliers. Scales are taken from
+the numbers themselves, anew each time.
+
+Cost for x of M rows and K numbers, w of N rows: three products of 2 M N K operations at the rate of fp8; read and
+written besides, in bytes, with one scale: 4 M K + 2 M K for x (its maximum, the cast, a transposed copy), 6 M N for the
+gradient, 8 N K for the weight, which is cast again in backward, so that nobody keeps a copy of it. Of x a layer keeps
+one byte a number for backward, where bf16 keeps two.
+
+[Note: powers of two] Scales are powers of two, taken from the bits of the maximum. To multiply by one is exact, so the
+cast rounds a number as if it were alone, whatever the maximum beside it, down to numbers 2^-14 of it (e4m3). So ranks
+that have other parts of a batch or of a weight round the same numbers alike, and compiled code rounds as eager code.
+
+[Note: layouts] The tensor cores of Hopper read both operands along the contraction. So backward needs transposed copies
+of g8, of w8 and of x8. Each is written from the number that is cast: a compiler writes the cast and its transposed
+copy in one pass.
+
+A tensor of zeros has the largest scale there is, and stays zero. A maximum that is not finite makes the scale nan, and
+so the result: a run finds out as it would in bf16.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import Function
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
+
+from paceline.errors import UsageError
+
+MULTIPLE = 16  # of which all sizes of a product are multiples: what tensor cores take at once
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TOP = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 times two to this power
+# Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs bear it; in gradients, sums
+# over all tokens of a batch, the loss would show.
+_FAST_OUTPUT, _FAST_GRADIENTS = True, False
+
+
+def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_row: bool) -> Tensor:
+    """Returns what ``F.linear`` would, from operands of 8 bits; from plain ones if x has no multiple of 16 rows."""
+    rows = x.numel() // x.shape[-1]
+    if rows == 0 or rows % MULTIPLE:
+        return F.linear(x, weight, bias)
+    run: Callable[..., Tensor] = _Float8Product.apply
+    y = run(x.reshape(rows, x.shape[-1]), weight, by_row).reshape(*x.shape[:-1], weight.shape[0])
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+class Float8Linear(nn.Linear):
+    """A linear layer that computes with operands of 8 bits. Mixed into the class of the layer that it replaces."""
+
+    by_row: bool = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns x times the weight, and the bias."""
+        return float8_linear(x, self.weight, self.bias, by_row=self.by_row)
+
+
+# Products.
+
+
+class _Float8Product(Function):
+    """x (M, K) times the transpose of w (N, K)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
+        x8, x_inverse = _cast(x, E4M3, _across(by_row, 1))
+        w8, w_inverse = _cast(weight, E4M3, _across(by_row, 1))
+        ctx.by_row, ctx.dtype = by_row, x.dtype
+        if by_row:
+            ctx.save_for_backward(x, weight)
+        else:
+            ctx.save_for_backward(_by_columns(x8), x_inverse, weight, w_inverse)
+        return _product(x8, w8.t(), x_inverse, w_inverse.t() if by_row else w_inverse, x.dtype, fast=_FAST_OUTPUT)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        backward = _backward_by_row if ctx.by_row else _backward_by_tensor
+        return *backward(ctx, gradient), None
+
+
+def _backward_by_tensor(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x8, x_inverse, weight, w_inverse = ctx.saved_tensors
+    g8, g_inverse = _cast(gradient, E5M2, None)
+    for_x = for_weight = None
+    if ctx.needs_input_grad[0]:
+        w8 = _by_columns(round_to(weight, _inverted(w_inverse), E4M3))
+        for_x = _product(g8, w8, g_inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
+    if ctx.needs_input_grad[1]:
+        for_weight = _product(g8.t().contiguous(), x8, g_inverse, x_inverse, weight.dtype, fast=_FAST_GRADIENTS)
+    return for_x, for_weight
+
+
+def _backward_by_row(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    x, weight = ctx.saved_tensors
+    for_x = for_weight = None
+    if ctx.needs_input_grad[0]:
+        g8, g_inverse = _cast(gradient, E4M3, 1)
+        w8, w_inverse = _cast(weight, E4M3, 0)
+        for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
+    if ctx.needs_input_grad[1]:
+        g8, g_inverse = _cast(gradient, E4M3, 0)
+        x8, x_inverse = _cast(x, E4M3, 0)
+        for_weight = _product(
+            g8.t().contiguous(), _by_columns(x8), g_inverse.t(), x_inverse, weight.dtype, fast=_FAST_GRADIENTS
+        )
+    return for_x, for_weight
+
+
+def _across(by_row: bool, dim: int) -> int | None:
+    return dim if by_row else None
+
+
+def _by_columns(x: Tensor) -> Tensor:
+    """Returns the same matrix, column after column in memory."""
+    return x.t().contiguous().t()
+
+
+def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
+    """Returns a (rows in memory) times b (columns in memory), times their inverse scales.
+
+    On a CPU the product is *emulated*: the same numbers of 8 bits are multiplied in fp32.
+    """
+    if a8.device.type == "cpu":
+        return ((a8.float() @ b8.float()) * (a_inverse * b_inverse)).to(dtype)
+    if a_inverse.ndim == 0:
+        return torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
+    if fast:  # scales of rows come out in bf16 only
+        found = torch._scaled_mm(
+            a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+        return found.to(dtype)
+    # The kernel with scales of rows is slow with exact sums: one is taken without, and the scales come after it.
+    one = torch.ones((), dtype=torch.float32, device=a8.device)
+    found = torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    return (found * (a_inverse * b_inverse)).to(dtype)
+
+
+# Casts.
+
+
+def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
+    """Returns x in a dtype of 8 bits, and the inverse scale: one, or with ``dim`` one for each row across that dim."""
+    # Rows first: a compiler takes their maxima where it makes them, in a norm or an activation.
+    if dim is None:
+        largest = torch.linalg.vector_norm(x, math.inf, dim=-1).amax()
+    else:
+        largest = torch.linalg.vector_norm(x, math.inf, dim=dim, keepdim=True)
+    scale, inverse = scales_of(largest, dtype)
+    return round_to(x, scale, dtype), inverse
+
+
+def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns x times the scale in a dtype of 8 bits; what is outside its range is its largest number."""
+    largest = torch.finfo(dtype).max
+    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+
+
+def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns the largest power of two that keeps ``largest`` times it within the range of a dtype, and its inverse.
+
+    Both stay normal numbers of fp32, also for zero; nan for what is not finite. See [Note: powers of two].
+    """
+    # The exponent in fp32, one more where the number is above 1.75 times its power of two.
+    bits = largest.float().view(torch.int32)
+    exponent = torch.bitwise_right_shift(bits + 0x1FFFFF, 23).clamp(_TOP[dtype] + 1, 254)
+    inverse = torch.bitwise_left_shift(exponent - _TOP[dtype], 23).view(torch.float32)
+    return torch.where(largest.isfinite(), _inverted(inverse), math.nan), inverse
+
+
+def _inverted(power: Tensor) -> Tensor:
+    """Returns one over a power of two, exactly, which a division need not be in compiled code: 2^(127 - n) from 2^n."""
+    return (0x7F000000 - power.view(torch.int32)).view(torch.float32)
+
+
+# Which layers are swapped.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Float8Layers:
+    """The linear layers of a model by name: those that compute with 8 bits, and why others do not."""
+
+    chosen: tuple[str, ...]
+    left: dict[str, str]
+
+    def __str__(self) -> str:
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            reasons.setdefault(reason, []).append(name)
+        parts = [f"{_few(names)} ({reason})" for reason, names in reasons.items()]
+        rest = f"; in bf16: {', '.join(parts)}" if parts else ""
+        return f"{len(self.chosen)} of {len(self.chosen) + len(self.left)} linear layers in fp8{rest}"
+
+
+def choose_float8(model: nn.Module, blocks: Sequence[nn.Module]) -> Float8Layers:
+    """Says which linear layers compute with 8 bits: those inside the blocks, whose sizes are multiples of 16."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    left = {name: reason for name, module in linears.items() for reason in _reasons(module, inside)}
+    # A tied weight is read by another module too: an embedding, or a layer that stays as it is.
+    swapped = {id(module) for name, module in linears.items() if name not in left}
+    read = {id(p) for each in model.modules() if id(each) not in swapped for p in each.parameters(recurse=False)}
+    left |= {n: "tied to another layer" for n, layer in linears.items() if n not in left and id(layer.weight) in read}
+    return Float8Layers(chosen=tuple(name for name in linears if name not in left), left=left)
+
+
+def check_float8(model: nn.Module, blocks: Sequence[nn.Module], precision: str) -> None:
+    """Raises UsageError where no layer would compute with 8 bits."""
+    found = choose_float8(model, blocks)
+    if not found.chosen:
+        reasons = f": {found}" if found.left else ", for there is none"
+        raise UsageError(
+            f"precision = {precision!r}, and no linear layer of {type(model).__name__} can compute in fp8{reasons}\n"
+            f"  these are the linear layers inside the model's blocks whose sizes are multiples of {MULTIPLE}\n"
+            "  give the model a method blocks() that returns its repeated parts, or use precision = 'bf16_master'"
+        )
+
+
+def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool) -> Float8Layers:
+    """Makes the chosen layers compute with 8 bits, in place: parameters, names, hooks and state dict stay."""
+    found = choose_float8(model, blocks)
+    for name in found.chosen:
+        module = model.get_submodule(name)
+        if not hasattr(module, "float8_by_row"):  # a layer that is split over ranks computes its products itself
+            module.__class__ = _mixed(type(module))
+            module.by_row = by_row
+        else:
+            module.float8_by_row = by_row
+        module.weight._paceline_float8 = not by_row
+    return found
+
+
+def travels_as_float8(parameter: nn.Parameter) -> bool:
+    """Says whether nothing but products of 8 bits with one scale reads a parameter."""
+    return getattr(parameter, "_paceline_float8", False)
+
+
+@functools.cache
+def _mixed(own: type[nn.Module]) -> type[nn.Module]:
+    """Makes the class that is both; always the same, as compiled code looks at it."""
+    if own is nn.Linear:
+        return Float8Linear
+    return cast("type[nn.Module]", type(f"Float8{own.__name__}", (Float8Linear, own), {}))
+
+
+def _reasons(module: nn.Linear, inside: set[int]) -> Iterator[str]:
+    if id(module) not in inside:
+        yield "outside the blocks"
+    elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+        yield f"sizes that are no multiples of {MULTIPLE}"
+    elif not hasattr(module, "float8_by_row") and not _is_plain(module):
+        yield "a forward of its own"
+
+
+def _is_plain(module: nn.Linear) -> bool:
+    """Whether a call of the module is ``F.linear``: neither its class nor the object has another forward."""
+    is_read_apart = isinstance(module, NonDynamicallyQuantizableLinear)  # by the attention that has it
+    return type(module).forward is nn.Linear.forward and "forward" not in vars(module) and not is_read_apart
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
