@@ -167,6 +167,20 @@ class BucketHook:
             trainer.note("buckets", {**choice.detail()}, step=result.step)
 
 
+@dataclass(slots=True)
+class NoteHook:
+    """Records something that was decided before the first step, after that step."""
+
+    name: str
+    detail: dict[str, Any]
+    is_told: bool = False
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        if not self.is_told:
+            self.is_told = True
+            trainer.note(self.name, self.detail, step=result.step)
+
+
 class GoBackError(TrainingError):
     """A run that must go back to its last checkpoint: what was decided, about which step, and where its data ends."""
 
