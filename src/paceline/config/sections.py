@@ -73,6 +73,9 @@ class ResNetModelConfig(_Model):
     stem: Literal["imagenet", "small"] = Field(
         default="imagenet", description="imagenet: 7x7 stride 2 and pooling; small: 3x3, for images of about 32 pixels"
     )
+    channels_last: Literal["auto"] | bool = Field(
+        default="auto", description="keep channels next to one another in memory; auto: on CUDA in half precision"
+    )
 
 
 class GPTModelConfig(_Model):
@@ -181,6 +184,9 @@ class FactoryModelConfig(_Model):
     kind: Literal["factory"] = Field(description="which model")
     factory: ImportPath = Field(description="package.module:function that returns an nn.Module")
     args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
+    channels_last: bool = Field(
+        default=False, description="keep channels next to one another in memory: faster convolutions on CUDA"
+    )
 
 
 ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig
@@ -191,8 +197,14 @@ class _Data(Section):
     eval_fraction: Probability = Field(default=0.2, description="share of the samples kept for evaluation")
     shuffle: bool = Field(default=True, description="a new order each epoch, a pure function of seed and epoch")
     last_batch: Literal["keep", "drop"] = Field(default="keep", description="what to do with an epoch's ragged batch")
-    workers: int = Field(default=0, ge=0, description="loader processes of each rank; 0: load in the rank itself")
-    prefetch: Count = Field(default=2, description="batches that each worker loads ahead")
+    workers: Literal["auto"] | NotNegativeCount = Field(
+        default="auto",
+        description="loader processes of each rank; 0: load in the rank itself; auto: by what reading a batch takes on "
+        "CUDA, 0 on CPUs and for data in memory",
+    )
+    prefetch: Count = Field(
+        default=2, description="batches that each worker loads ahead, or the thread that feeds a GPU"
+    )
     worker_start: Literal["auto", "fork", "spawn", "forkserver"] = Field(
         default="auto", description="how loader processes start"
     )
@@ -232,6 +244,9 @@ class SyntheticImagesDataConfig(_Data):
     classes: int = Field(default=10, ge=2, description="number of classes")
     channels: Count = Field(default=3, description="channels of an image")
     size: Count = Field(default=32, description="height and width in pixels")
+    dtype: Literal["float32", "uint8"] = Field(
+        default="float32", description="of a pixel; uint8: a byte, which the device normalises"
+    )
 
 
 class SyntheticTokensDataConfig(_Data):

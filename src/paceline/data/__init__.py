@@ -2,8 +2,11 @@
 
 order.py     the global order, a pure function of (seed, epoch, index); numpy only
 datasets.py  data sets in memory: digits and synthetic ones
+synthetic.py synthetic sets that are too large to be made whole
 text.py      tokens of a text in blocks
 fetch.py     how one batch is read: here, or by worker processes
+workers.py   by how many of them
+feed.py      batches on their way to a device while it computes
 loader.py    a rank's microbatches of each step; exact evaluation
 registry.py  from a config to data sets
 """

@@ -3,6 +3,9 @@
 A data set is map-style: ``len(dataset)`` and ``dataset[i]``. Where it also has ``__getitems__(indices)``, a batch is
 read in one call: a list is taken for a list of samples (PyTorch's convention), anything else for the finished batch.
 
+Images may be bytes (uint8), a quarter of what floats are to read and to copy. A data set that says ``mean`` and ``std``
+in its shape has them normalised on the device: see ``train/normalise.py``.
+
 Every synthetic set can be learned, so that a falling loss means something. Each is a pure function of its arguments,
 drawn in bulk from one numpy generator.
 """
@@ -33,7 +36,7 @@ Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 _SPLIT_EPOCH = -1
 # The distance between centres in standard deviations of the noise: about 5 % of the samples lie nearer to a wrong one.
 _CENTRE_DISTANCE = 5.0
-_PATTERN_AMPLITUDE = 0.5
+PATTERN_AMPLITUDE = 0.5
 _NUM_SUCCESSORS = 4
 _TOKEN_NOISE = 0.1
 
@@ -44,6 +47,9 @@ class DataShape:
 
     ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
     as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
+
+    ``mean`` and ``std``, one number for each channel or one for all, ask for images of bytes to be normalised. They
+    count in bytes: 0 to 255.
     """
 
     kind: Literal["classes", "tokens", "custom"]
@@ -53,6 +59,21 @@ class DataShape:
     classes: int | None = None
     vocab_size: int | None = None
     context: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mean is None and self.std is None:
+            return
+        mean, std = self.mean or (), self.std or ()
+        numbers = {1, self.channels or len(mean)}
+        if len(mean) != len(std) or len(mean) not in numbers or not all(each > 0 for each in std):
+            raise DataError(
+                f"shape.mean = {self.mean}, shape.std = {self.std}, shape.channels = {self.channels}\n"
+                "  images of bytes become (x - mean) / std: lists with a mean and a positive deviation for each\n"
+                "  channel, or with one for all\n"
+                "  of ImageNet: mean = [123.675, 116.28, 103.53], std = [58.395, 57.12, 57.375]"
+            )
 
 
 class MapDataset(Protocol):
@@ -73,8 +94,8 @@ class InMemoryDataset(Dataset[Pair], ABC):
         """Returns the number of samples."""
 
     @abstractmethod
-    def take(self, index: torch.Tensor) -> Pair:
-        """Returns the inputs and targets of the samples in ``index`` (int64), as new contiguous tensors."""
+    def take(self, index: torch.Tensor, *, pinned: bool = False) -> Pair:
+        """Returns the inputs and targets of the samples in ``index`` (int64), as new tensors; large ones ``pinned``."""
 
     def __getitem__(self, index: int) -> Pair:
         if not -len(self) <= index < len(self):
@@ -98,8 +119,16 @@ class TensorPairs(InMemoryDataset):
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def take(self, index: torch.Tensor) -> Pair:
-        return self.inputs.index_select(0, index), self.targets.index_select(0, index)
+    def take(self, index: torch.Tensor, *, pinned: bool = False) -> Pair:
+        return gather(self.inputs, index, pinned=pinned), gather(self.targets, index, pinned=pinned)
+
+
+def gather(rows: torch.Tensor, index: torch.Tensor, *, pinned: bool = False) -> torch.Tensor:
+    """Returns some rows of a tensor; ``pinned``: straight into memory that a GPU can copy from without waiting."""
+    if not pinned:
+        return rows.index_select(0, index)
+    found = torch.empty((len(index), *rows.shape[1:]), dtype=rows.dtype, pin_memory=True)
+    return torch.index_select(rows, 0, index, out=found)
 
 
 class SampleSubset:
@@ -203,10 +232,11 @@ def synthetic_classification(*, samples: int, features: int, classes: int, seed:
 def synthetic_images(*, samples: int, classes: int, channels: int, size: int, seed: int) -> TensorPairs:
     """Makes images of unit noise over a faint wave, whose direction, length and phases belong to the class."""
     generator = np.random.default_rng(seed)
-    patterns = _waves(generator, classes, channels, size)
+    across, down, phases = draw_waves(generator, classes, channels, size)
     targets = generator.integers(classes, size=samples)
     inputs = generator.standard_normal((samples, channels, size, size), dtype=np.float32)
-    inputs += patterns[targets]
+    there, places = np.unique(targets, return_inverse=True)  # no pattern is made of a class that has no sample
+    inputs += _patterns(across[there], down[there], phases[there], size=size)[places.reshape(-1)]
     return TensorPairs(torch.from_numpy(inputs), torch.from_numpy(targets))
 
 
@@ -229,13 +259,21 @@ def synthetic_tokens(*, samples: int, vocab_size: int, context: int, seed: int) 
     return TensorPairs(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
 
 
-def _waves(generator: np.random.Generator, classes: int, channels: int, size: int) -> NDArray[np.float32]:
-    """Returns one pattern of shape (channels, size, size) for each class, with a wave vector that no other has."""
+def draw_waves(
+    generator: np.random.Generator, classes: int, channels: int, size: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float64]]:
+    """Draws a wave for each class: how often it goes across and down, which no other has, and a phase by channel."""
     most = max(2, size // 4, int(np.ceil(np.sqrt(classes))))
     vectors = generator.permutation(most * most)[:classes]
-    across, down = vectors % most, vectors // most
     phases = generator.uniform(0, 2 * np.pi, size=(classes, channels))
+    return vectors % most, vectors // most, phases
+
+
+def _patterns(
+    across: NDArray[np.int64], down: NDArray[np.int64], phases: NDArray[np.float64], *, size: int
+) -> NDArray[np.float32]:
+    """Returns the pattern of each wave, of shape (channels, size, size)."""
     grid = np.arange(size) * (2 * np.pi / size)
     angles = across[:, None, None] * grid[None, None, :] + down[:, None, None] * grid[None, :, None]
     waves = np.cos(angles[:, None] + phases[:, :, None, None])
-    return (_PATTERN_AMPLITUDE * waves).astype(np.float32)
+    return (PATTERN_AMPLITUDE * waves).astype(np.float32)

@@ -1,8 +1,8 @@
 """How a batch is read: in this process, or ahead of time by worker processes. The order is that of the requests.
 
 Without workers a batch is one direct call: a ``DataLoader`` adds nothing there (except pinned memory, for which it is
-used). With workers, a ``DataLoader`` gets the requests as its sampler. One iteration serves all epochs of a run, so
-nothing drains or restarts at an epoch's end.
+used where nothing feeds a device: see feed.py). With workers, a ``DataLoader`` gets the requests as its sampler. One
+iteration serves all epochs of a run, so nothing drains or restarts at an epoch's end.
 
 An exception in a worker travels as a value. Re-raised by the ``DataLoader`` it would lose its cause, and some
 exceptions cannot be rebuilt at all.
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
-from paceline.data.datasets import Batch, InMemoryDataset, MapDataset, SampleSubset
+from paceline.data.datasets import Batch, InMemoryDataset, MapDataset, SampleSubset, gather
 from paceline.data.order import Indices, mix_seed
 from paceline.errors import DataError, UsageError
 
@@ -37,12 +37,16 @@ _NUM_NAMED_SAMPLES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderOptions:
-    """How batches are read: by how many processes, how far ahead, how those start, and into which memory."""
+    """How batches are read: by how many processes, how far ahead, how those start, and into which memory.
+
+    With a ``device`` they are brought there before they are asked for; None: they stay where they were read.
+    """
 
     workers: int = 0
     prefetch: int = 2
     worker_start: WorkerStart = "auto"
     pin_memory: bool = False
+    device: torch.device | None = None
 
     def __post_init__(self) -> None:
         if self.workers < 0 or self.prefetch < 1:
@@ -75,14 +79,15 @@ class BatchSource(Protocol):
 
 
 class DirectSource:
-    """Reads batches in this process, when they are asked for."""
+    """Reads batches in this process, when they are asked for; data in memory into pinned memory, if ``pinned``."""
 
-    def __init__(self, dataset: MapDataset) -> None:
+    def __init__(self, dataset: MapDataset, *, pinned: bool = False) -> None:
         self._dataset = dataset
+        self._pinned = pinned
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        dataset = self._dataset
-        return (fetch_batch(dataset, request.indices) for request in requests)
+        dataset, pinned = self._dataset, self._pinned
+        return (fetch_batch(dataset, request.indices, pinned=pinned) for request in requests)
 
     def close(self) -> None:
         """Does nothing."""
@@ -163,16 +168,25 @@ def start_method(worker_start: WorkerStart) -> str:
     return multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
 
 
-def fetch_batch(dataset: MapDataset, indices: Indices) -> Batch:
-    """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause."""
+def is_in_memory(dataset: Any) -> bool:
+    """Says whether batches are gathered from tensors: reading runs no code of a user, and draws no random numbers."""
+    inner = dataset.dataset if isinstance(dataset, SampleSubset) else dataset
+    return isinstance(inner, InMemoryDataset) or type(inner) is TensorDataset
+
+
+def fetch_batch(dataset: MapDataset, indices: Indices, *, pinned: bool = False) -> Batch:
+    """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause.
+
+    ``pinned`` asks data in memory for a batch in pinned memory. Where that takes a second copy, it is left to others.
+    """
     if isinstance(dataset, SampleSubset):
         indices = dataset.indices[indices]
         dataset = dataset.dataset
     if isinstance(dataset, InMemoryDataset):
-        return dataset.take(torch.from_numpy(indices))
+        return dataset.take(torch.from_numpy(indices), pinned=pinned)
     if type(dataset) is TensorDataset:
         index = torch.from_numpy(indices)
-        return tuple(tensor.index_select(0, index) for tensor in dataset.tensors)
+        return tuple(gather(tensor, index, pinned=pinned) for tensor in dataset.tensors)
     numbers: list[int] = indices.tolist()
     items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
     return _join(items, numbers) if isinstance(items, list) else items

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, tee
 from typing import Any, Self
 
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from paceline.data.datasets import Batch, MapDataset, check_map_style
+from paceline.data.feed import FeedSource
 from paceline.data.fetch import (
     BatchRequest,
     BatchSource,
@@ -28,6 +29,7 @@ from paceline.data.fetch import (
     LoaderOptions,
     LoaderSource,
     WorkerStart,
+    is_in_memory,
     start_method,
 )
 from paceline.data.order import DataOrder, GlobalBatch, Indices, share
@@ -88,10 +90,12 @@ class TrainLoader:
         Where an exception may end the loop early, ``contextlib.closing`` ends the workers at once: a traceback would
         otherwise keep the iterator, and so the workers, alive.
         """
-        source = _make_source(self._dataset, self._options, seed=self.order.seed)
-        cuts = (self._cut(batch) for batch in islice(self.order.batches(position), num_steps))
+        source = _make_source(self._dataset, self._options, seed=self.order.seed, ahead=self._accumulate)
         # Workers run ahead: the same cuts are read once for what to request, and later for what to hand out.
-        ahead, current = tee(cuts)
+        if isinstance(source, FeedSource):  # perhaps by two threads
+            ahead, current = self._cuts(position, num_steps), self._cuts(position, num_steps)
+        else:
+            ahead, current = tee(self._cuts(position, num_steps))
         batches = source.stream(
             BatchRequest(indices, batch.epoch) for batch, shares in ahead for indices in shares if len(indices)
         )
@@ -108,6 +112,9 @@ class TrainLoader:
                 )
         finally:
             source.close()
+
+    def _cuts(self, position: int, num_steps: int | None) -> Iterator[tuple[GlobalBatch, list[Indices]]]:
+        return (self._cut(batch) for batch in islice(self.order.batches(position), num_steps))
 
     def _cut(self, batch: GlobalBatch) -> tuple[GlobalBatch, list[Indices]]:
         """Returns the batch with this rank's part of each microbatch."""
@@ -132,7 +139,7 @@ class EvalLoader:
         options = options or LoaderOptions()
         if options.workers > 0:
             check_picklable(dataset, options.worker_start)
-        self._source = _make_source(dataset, options, seed=0)
+        self._source = _make_source(dataset, options, seed=0, ahead=1)
 
     def __len__(self) -> int:
         """Returns the number of batches, the same on every rank."""
@@ -180,9 +187,19 @@ def check_picklable(dataset: Any, worker_start: WorkerStart) -> None:
         ) from error
 
 
-def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int) -> BatchSource:
-    is_direct = options.workers == 0 and not options.pin_memory
-    return DirectSource(dataset) if is_direct else LoaderSource(dataset, options, seed)
+def _make_source(dataset: MapDataset, options: LoaderOptions, *, seed: int, ahead: int) -> BatchSource:
+    """Makes what reads; ``ahead`` batches at least are brought to the device before they are asked for."""
+    source: BatchSource
+    if options.device is None:
+        is_direct = options.workers == 0 and not options.pin_memory
+        return DirectSource(dataset) if is_direct else LoaderSource(dataset, options, seed)
+    pinned = options.device.type == "cuda"
+    if options.workers == 0:
+        source = DirectSource(dataset, pinned=pinned)
+    else:
+        source = LoaderSource(dataset, replace(options, pin_memory=pinned), seed)
+    reads_ahead = options.workers == 0 and is_in_memory(dataset)
+    return FeedSource(source, options.device, reads_ahead=reads_ahead, ahead=max(ahead, options.prefetch))
 
 
 def _check_rank(rank: int, ranks: int) -> None:

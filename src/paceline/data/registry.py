@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from paceline.config import sections
-from paceline.data import datasets
+from paceline.data import datasets, synthetic
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, Pair, SampleSubset, TensorPairs
 from paceline.errors import DataError
 
@@ -46,7 +46,7 @@ class TokenBlocks(InMemoryDataset):
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.context
 
-    def take(self, index: torch.Tensor) -> Pair:
+    def take(self, index: torch.Tensor, *, pinned: bool = False) -> Pair:  # noqa: ARG002  # tokens are few bytes
         # A view: neighbouring blocks share the token that is the last target of one and the first input of the other.
         blocks = self.tokens.unfold(0, self.context + 1, self.context)[index]
         return _as_int64(blocks[:, :-1]), _as_int64(blocks[:, 1:])
@@ -193,17 +193,30 @@ def _text(config: sections.TextDataConfig, context: int | None) -> DataSplits:
 
 
 def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
-    makers: dict[str, Callable[..., TensorPairs]] = {
+    makers: dict[str, Callable[..., InMemoryDataset]] = {
         "synthetic_classification": datasets.synthetic_classification,
-        "synthetic_images": datasets.synthetic_images,
-        "synthetic_tokens": datasets.synthetic_tokens,
+        "synthetic_images": synthetic.make_images,
+        "synthetic_tokens": synthetic.make_tokens,
     }
-    sizes = config.model_dump(include={"samples", "features", "classes", "channels", "size", "vocab_size", "context"})
+    names = {"samples", "features", "classes", "channels", "size", "vocab_size", "context", "dtype"}
+    sizes = config.model_dump(include=names)
     made = makers[config.kind](**sizes, seed=seed)
-    train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
     kind: Literal["tokens", "classes"] = "tokens" if config.kind == "synthetic_tokens" else "classes"
     shape = DataShape(kind=kind, size=sizes.get("size"), **asdict(sections.known_shape(config)))
+    if sizes.get("dtype") == "uint8":
+        shape = replace(shape, mean=(synthetic.PIXEL_MEAN,), std=(synthetic.PIXEL_DEVIATION,))
+    if not isinstance(made, TensorPairs):
+        return _subsets(made, config.eval_fraction, seed, shape)
+    train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
     return DataSplits(train=train, eval=evaluation, shape=shape)
+
+
+def _subsets(dataset: MapDataset, eval_fraction: float, seed: int, shape: DataShape) -> DataSplits:
+    """Cuts a data set in two by the numbers of its samples."""
+    chosen, kept = datasets.split_indices(len(dataset), eval_fraction, seed)
+    if not len(kept):
+        return DataSplits(train=dataset, eval=None, shape=shape)
+    return DataSplits(train=SampleSubset(dataset, chosen), eval=SampleSubset(dataset, kept), shape=shape)
 
 
 def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
@@ -223,9 +236,7 @@ def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
         _check_made(evaluation, f"the evaluation set of {what}")
     shape = _shape_of(train, what)
     if not isinstance(made, tuple):
-        chosen, kept = datasets.split_indices(length, config.eval_fraction, seed)
-        if len(kept):
-            train, evaluation = SampleSubset(train, chosen), SampleSubset(train, kept)
+        return _subsets(train, config.eval_fraction, seed, shape)
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 

@@ -5,7 +5,7 @@ maximum is found, and once more, out of the cache, for the gradient, which it wr
 float32. Import this where there is a GPU: triton is there then.
 """
 
-# ruff: noqa: ANN001, ANN202 - triton reads annotations of a kernel itself
+
 
 from typing import Any
 

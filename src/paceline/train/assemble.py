@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import nn
 
-from paceline.cluster.detect import detect_machine
+from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology, share_table
 from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
@@ -24,6 +25,7 @@ from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
+from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
@@ -45,7 +47,7 @@ from paceline.train.ema import WeightAverage
 from paceline.train.graphed_step import GraphedStep, RunStep, graph_problem
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer
-from paceline.train.randomness import make_deterministic, seed_everything
+from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
 from paceline.train.step import Passes, StepPolicy, accumulate, train_step
@@ -57,7 +59,7 @@ from paceline.train.survive.retry import (
     is_out_of_memory,
     release_memory,
 )
-from paceline.train.trainer import BucketHook, CompileHook, Float8Hook, Hook, Trainer
+from paceline.train.trainer import BucketHook, CompileHook, Hook, NoteHook, Trainer
 from paceline.units import format_bytes
 
 # ``train.microbatch: auto``: the largest microbatch that fits into memory, found by a few passes on real samples.
@@ -189,7 +191,7 @@ class DataAndModel:
     model: nn.Module
 
 
-def build_workload(config: Config, layout: Layout | None = None) -> DataAndModel:
+def build_workload(config: Config, layout: Layout | None = None, *, channels_last: bool = False) -> DataAndModel:
     """Builds data and model; the weights depend on ``train.seed`` alone."""
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
@@ -197,9 +199,12 @@ def build_workload(config: Config, layout: Layout | None = None) -> DataAndModel
     layout = layout_of(config) if layout is None else layout
     # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
     is_late = layout.is_fully_sharded and config.model.kind != "factory"
-    is_late = is_late and not layout.is_split  # cut into parts first, and those would draw other numbers
+    # What is cut into parts first, or lies otherwise in memory, would draw other numbers.
+    is_late = is_late and not layout.is_split and not channels_last
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
+    if channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return DataAndModel(data=data, model=model)
 
 
@@ -223,7 +228,7 @@ def build_trainer(
             config, _ = resolve_together(config, comm, node_ranks)
         plan = make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
     layout = plan.layout
-    work = build_workload(config, layout)
+    work = build_workload(config, layout, channels_last=keeps_channels_last(config, layout, comm.device))
     num_eval = 0 if work.data.eval is None else len(work.data.eval)
     plan = with_length(plan, config, train_samples=len(work.data.train), eval_samples=num_eval)
     check_enough(plan.train_samples, layout.data)
@@ -241,12 +246,7 @@ def build_trainer(
     if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
-    options = LoaderOptions(
-        workers=config.data.workers,
-        prefetch=config.data.prefetch,
-        worker_start=config.data.worker_start,
-        pin_memory=comm.device.type == "cuda",
-    )
+    options, choice = loader_options(config, comm, work.data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
     parts = TrainerParts(
         plan=plan,
@@ -270,7 +270,9 @@ def build_trainer(
     if layout.is_compiled:
         hooks = [CompileHook(), *hooks]
     if engine.float8 is not None:
-        hooks = [Float8Hook(), *hooks]
+        hooks = [NoteHook("precision", {"layers": str(engine.float8)}), *hooks]
+    if choice is not None:
+        hooks = [NoteHook("loader", choice.detail()), *hooks]
     return Trainer(parts, hooks, sink)
 
 
@@ -283,6 +285,37 @@ def _choose_step(config: Config, plan: Plan, loss: Loss) -> RunStep:
     if asked is False or problem:
         return train_step
     return GraphedStep("on" if asked is True else "auto")
+
+
+def keeps_channels_last(config: Config, layout: Layout, device: torch.device) -> bool:
+    """Says whether images keep their channels next to one another: tensor cores read half precision in that order."""
+    asked: bool | Literal["auto"] = getattr(config.model, "channels_last", False)
+    return asked if asked != "auto" else device.type == "cuda" and layout.precision != "fp32"
+
+
+def loader_options(
+    config: Config, comm: Communicator, dataset: MapDataset, microbatch: int, node_ranks: int | None
+) -> tuple[LoaderOptions, WorkerChoice | None]:
+    """Decides how batches are read and brought to the device; returns the choice of workers too, if one was made.
+
+    A rank on a CPU reads when it needs a batch, and so does one that takes turns with others in one process.
+    """
+    data, feeds = config.data, comm.device.type == "cuda" and comm.takes_real_time
+    choice = None
+    if data.workers == "auto" and feeds:
+        states = capture_random_states(comm.device)
+        cores = max(1, len(usable_cores()) // (node_ranks or comm.size))
+        choice = choose_workers(dataset, microbatch, cores=cores, worker_start=data.worker_start)
+        restore_random_states(states, comm.device)
+    workers = 0 if data.workers == "auto" else data.workers
+    options = LoaderOptions(
+        workers=workers if choice is None else choice.workers,
+        prefetch=data.prefetch,
+        worker_start=data.worker_start,
+        pin_memory=comm.device.type == "cuda" and not feeds,
+        device=comm.device if feeds else None,
+    )
+    return options, choice
 
 
 def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: int | None) -> Communicator:

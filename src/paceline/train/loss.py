@@ -24,6 +24,7 @@ from paceline.imports import import_from_path
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import Layout
+from paceline.train.normalise import Normalise, trained_dtype
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
@@ -137,6 +138,26 @@ class CustomLoss:
     score = __call__
 
 
+class OnNormalised:
+    """A loss whose batches have their images of bytes normalised first."""
+
+    def __init__(self, loss: Loss, normalise: Normalise) -> None:
+        self._loss = loss
+        self._normalise = normalise
+
+    @property
+    def elements_per_sample(self) -> float | None:
+        """Elements that each sample contributes."""
+        return self._loss.elements_per_sample
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        return self._loss(model, self._normalise(batch, trained_dtype(model)))
+
+    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """The same for evaluation, with ``correct``."""
+        return self._loss.score(model, self._normalise(batch, trained_dtype(model)))
+
+
 def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool:
     """Decides ``fused_loss``: whether the model computes its loss together with its output layer.
 
@@ -173,10 +194,17 @@ def build_loss(
     ``may_ignore`` says that targets may be ``IGNORED``, as in a user's own data: what counts is then counted each step.
     """
     if kind != "auto":
-        return CustomLoss(import_from_path(kind, "train.loss"), kind)
+        return _normalised(CustomLoss(import_from_path(kind, "train.loss"), kind), shape)
     elements = None
     if not may_ignore and shape.kind == "classes":
         elements = 1.0
     elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
         elements = float(shape.context)
-    return CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused)
+    return _normalised(CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused), shape)
+
+
+def _normalised(loss: Loss, shape: DataShape) -> Loss:
+    """Returns a loss that normalises images of bytes as the data ask for; the loss itself where they do not."""
+    if shape.mean is None or shape.std is None:
+        return loss
+    return OnNormalised(loss, Normalise(shape.mean, shape.std))

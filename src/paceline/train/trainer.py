@@ -187,16 +187,17 @@ class CompileHook:
 
 
 @dataclass(slots=True)
-class Float8Hook:
-    """Records which layers compute with 8 bits, after the first step."""
+class NoteHook:
+    """Records something that was decided before the first step, after that step."""
 
+    name: str
+    detail: dict[str, Any]
     is_told: bool = False
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        layers = None if self.is_told else trainer.parts.engine.float8
-        if layers is not None:
+        if not self.is_told:
             self.is_told = True
-            trainer.note("precision", {"layers": str(layers)}, step=result.step)
+            trainer.note(self.name, self.detail, step=result.step)
 
 
 class GoBackError(TrainingError):

@@ -1,0 +1,51 @@
+"""Images of bytes, normalised where they are trained on.
+
+A byte is a quarter of what a float is to read, to pin and to copy. On the device, two passes over the images make
+(x - mean) / std of them, in the dtype that the optimizer updates; a policy's cast follows as for any other input. It is
+part of the loss, so that training, evaluation, verification and the dry run give the model the same inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+_IMAGE_DIMS = 4  # samples, channels, height, width
+
+
+class Normalise:
+    """Makes (x - mean) / std of a batch's images of bytes: uint8 tensors of samples, channels, height and width."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        # As x * scale + shift: one pass that reads bytes, and one in place.
+        self._scale = [1.0 / each for each in std]
+        self._shift = [-middle / each for middle, each in zip(mean, std, strict=True)]
+        self._known: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, batch: Any, dtype: torch.dtype) -> Any:
+        """Returns the batch with its images in ``dtype``, in the memory format that they had."""
+
+        def change(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != _IMAGE_DIMS:
+                return value
+            scale, shift = self._factors(value.device, dtype)
+            return torch.mul(value, scale).add_(shift)
+
+        return tree_map(change, batch)
+
+    def _factors(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns scale and shift by channel on a device; made there once, as a copy would wait for it."""
+        key = device, dtype
+        if key not in self._known:
+            made = [torch.tensor(each, dtype=dtype, device=device) for each in (self._scale, self._shift)]
+            self._known[key] = made[0].view(1, -1, 1, 1), made[1].view(1, -1, 1, 1)
+        return self._known[key]
+
+
+def trained_dtype(model: Any) -> torch.dtype:
+    """Returns the dtype that an engine or a module updates; float32 for a stage of a pipeline, which does not tell."""
+    parameters = model.parameters() if hasattr(model, "parameters") else ()
+    return next((each.dtype for each in parameters if each.is_floating_point()), torch.float32)

@@ -1,0 +1,140 @@
+"""Images of bytes: normalised on the device as the data ask for, for every loss and every way to train."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from paceline.comm.solo import SoloCommunicator
+from paceline.config import config_from_dict
+from paceline.data.datasets import DataShape
+from paceline.data.registry import build_data
+from paceline.errors import DataError
+from paceline.train.assemble import build_trainer
+from paceline.train.loss import build_loss
+from paceline.train.normalise import Normalise
+
+IMAGES = torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4)
+MEAN, STD = (10.0, 20.0, 30.0), (2.0, 4.0, 8.0)
+
+
+def by_hand(images: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    mean, std = (torch.tensor(each, dtype=torch.float64).view(1, 3, 1, 1) for each in (MEAN, STD))
+    return ((images.double() - mean) / std).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_only_images_of_bytes_are_changed(dtype: torch.dtype) -> None:
+    mask, floats = torch.ones(2, 4, 4, dtype=torch.uint8), torch.ones(2, 3, 4, 4)
+    images, same_mask, same_floats, name = Normalise(MEAN, STD)((IMAGES, mask, floats, "name"), dtype)
+    assert images.dtype == dtype
+    assert torch.allclose(images, by_hand(IMAGES, dtype), atol=1e-5)
+    assert same_mask is mask
+    assert same_floats is floats
+    assert name == "name"
+
+
+def test_one_number_serves_all_channels_and_strides_stay() -> None:
+    last = IMAGES.contiguous(memory_format=torch.channels_last)
+    found = Normalise([128.0], [32.0])(last, torch.float32)
+    assert found.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found, (IMAGES.float() - 128) / 32)
+
+
+class Model(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(48, 4, dtype=dtype)
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, images: torch.Tensor) -> Any:
+        self.seen.append(images)
+        return self.linear(images.flatten(1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_gives_the_model_normalised_images_in_its_dtype(dtype: torch.dtype) -> None:
+    shape = DataShape(kind="classes", channels=3, size=4, classes=4, mean=MEAN, std=STD)
+    loss, plain = build_loss("auto", shape), build_loss("auto", DataShape(kind="classes", classes=4))
+    model, targets = Model(dtype), torch.tensor([1, 3])
+    assert loss.elements_per_sample == plain.elements_per_sample == 1.0
+    expected = plain(model, (by_hand(IMAGES, dtype), targets))
+    assert torch.allclose(loss(model, (IMAGES, targets)).total, expected.total)
+    assert loss.score(model, (IMAGES, targets)).correct is not None
+    assert all(each.dtype == dtype for each in model.seen)
+    assert loss(lambda images: images.flatten(1)[:, :4], (IMAGES, targets)).total.dtype == torch.float32
+
+
+def test_a_loss_of_ones_own_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_bytes_loss.py").write_text(
+        "def loss(model, batch):\n    images, targets = batch\n    return model(images).sum(), len(targets)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    loss = build_loss("own_bytes_loss:loss", DataShape(kind="custom", mean=MEAN, std=STD))
+    value = loss(lambda images: images, (IMAGES, torch.tensor([0, 1])))
+    assert torch.allclose(value.total, by_hand(IMAGES).sum())
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"mean": (1.0,)},
+        {"std": (1.0,)},
+        {"mean": (1.0, 2.0), "std": (1.0,)},
+        {"mean": (1.0,), "std": (0.0,)},
+        {"mean": (1.0, 2.0), "std": (1.0, 2.0), "channels": 3},
+    ],
+)
+def test_a_shape_that_says_half_of_it_is_refused(asked: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match="a mean and a positive deviation"):
+        DataShape(kind="custom", **asked)
+
+
+class BytesOfMyOwn:
+    def __init__(self) -> None:
+        self.shape = {"kind": "classes", "channels": 3, "size": 4, "classes": 2, "mean": [1, 2, 3], "std": [4, 5, 6]}
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((3, 4, 4), index, dtype=torch.uint8), index % 2
+
+
+def test_a_users_data_set_says_it_in_its_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.imports.import_from_path", lambda *_: BytesOfMyOwn)
+    config = config_from_dict(
+        {
+            "model": {"kind": "mlp", "hidden_dim": 4},
+            "data": {"kind": "factory", "factory": "mine:BytesOfMyOwn", "eval_fraction": 0.0},
+        }
+    )
+    data = build_data(config.data, None, 0)
+    assert data.shape.mean == [1, 2, 3]
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+def test_a_run_on_bytes_learns_as_one_on_floats(dtype: str) -> None:
+    config = config_from_dict(
+        {
+            "model": {"kind": "resnet", "depth": 18, "width": 4, "stem": "small", "norm": "group"},
+            "data": {"kind": "synthetic_images", "samples": 24, "size": 8, "classes": 3, "dtype": dtype},
+            "train": {"steps": 4, "global_batch": 8},
+            "optim": {"kind": "sgd", "lr": 0.1},
+        }
+    )
+    trainer = build_trainer(config, SoloCommunicator(torch.device("cpu")))
+    losses = [result.loss for result in trainer.steps()]
+    evaluation = trainer.evaluate()
+    assert evaluation is not None
+    # Both start at the same weights, and see the same images but for rounding.
+    assert losses[0] == pytest.approx(_FIRST_LOSS.setdefault("loss", losses[0]), rel=0.01)
+    assert np.isfinite([*losses, evaluation.loss]).all()
+
+
+_FIRST_LOSS: dict[str, float] = {}
