@@ -44,7 +44,8 @@ def engines(
     """Time a step of every engine beside torch DDP and FSDP2.
 
     On a CPU over Gloo ranks in fp32, and at world size 1 beside the plain loop; on CUDA at world size 1 in bf16,
-    compiled: the plain loop whole with its loss, the others block by block. The arms take turns in one run; the ratio of an arm to its peer is what counts.
+    compiled: the plain loop as one graph with its loss, the others block by block. The arms take turns in one run; the
+    ratio of an arm to its peer is what counts.
 
     Examples:
 

@@ -13,7 +13,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.gpu.loops import LOOPS, LoopArm, set_up_loop
-from paceline.bench.gpu.workloads import GpuWorkload, workloads_on
+from paceline.bench.gpu.workloads import ALL_WORKLOADS, GpuWorkload, OnDevice
 from paceline.clock import DeviceClock, seconds_between
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config
@@ -45,7 +45,7 @@ class Order:
 
     arm: str
     model: str
-    device: str
+    device: OnDevice
     file: str
     steps: int
     precision: str | None = None
@@ -68,7 +68,7 @@ class Turn:
 
 def run_order(order: Order) -> Turn:
     """Sets an arm up and lets it train."""
-    workload, device = workloads_on(order.device)[order.model], torch.device(order.device)
+    workload, device = replace(ALL_WORKLOADS[order.model], device=order.device), torch.device(order.device)
     config = workload.config(Path(order.file), order.steps, precision=order.precision)
     if order.arm.startswith(ENGINE):
         return _measure(*_set_up_engine(config, device), config, device)

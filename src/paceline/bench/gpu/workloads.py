@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 from paceline.config import Config, config_from_dict, dump_yaml, load_config
 
+OnDevice: TypeAlias = Literal["cuda", "cpu"]
 _OPTIM = {"kind": "adamw", "lr": 3e-4, "weight_decay": 0.1, "betas": [0.9, 0.95], "clip_norm": 1.0}
 # What a benchmark leaves out of a run: evaluation, checkpoints, ragged batches (for which plain loops would compile
 # again), and rates that depend on the number of steps.
@@ -33,7 +34,7 @@ class GpuWorkload:
     warm_up: int
     kinds: tuple[str, ...]
     unit: Literal["tokens", "images"] = "tokens"
-    device: Literal["cuda", "cpu"] = "cuda"
+    device: OnDevice = "cuda"
 
     def config_file(self, folder: Path) -> Path:
         """Returns the config that ships, or writes the one that stands for it into a folder."""
@@ -126,7 +127,8 @@ TINY_WORKLOADS = {
     for each in (
         GpuWorkload(
             model="gpt-tiny",
-            values=_gpt(4, {"layers": 2, "heads": 2, "width": 32, "context": 16}, _random_tokens(64, 16)),
+            values=_gpt(4, {"layers": 2, "heads": 2, "width": 32, "context": 16}, _random_tokens(64, 16))
+            | {"optim": _OPTIM | {"lr": 0.02}},  # so that a few steps tell arms apart that compute different things
             steps=4,
             warm_up=2,
             kinds=(*_GPT, "graphs", "fp8"),
@@ -148,6 +150,9 @@ TINY_WORKLOADS = {
         ),
     )
 }
+
+
+ALL_WORKLOADS = WORKLOADS | TINY_WORKLOADS
 
 
 def workloads_on(device: str) -> dict[str, GpuWorkload]:
