@@ -17,6 +17,7 @@ from paceline.bench.gpu.workloads import TINY_WORKLOADS, WORKLOADS, GpuWorkload
 from paceline.cluster.peaks import Peaks
 from paceline.errors import UsageError
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions
 TINY, IMAGES = TINY_WORKLOADS["gpt-tiny"], TINY_WORKLOADS["resnet-tiny"]
 
 
@@ -34,9 +35,9 @@ def losses_of(workload: GpuWorkload, arm: str, folder: Path, steps: int = 4) -> 
 @pytest.mark.usefixtures("eager")
 def test_plain_loops_and_the_engine_train_the_same_gpt(tmp_path: Path) -> None:
     ours = losses_of(TINY, "paceline engine", tmp_path, steps=8)
-    assert ours[-1] < 0.9 * ours[0]
+    assert ours[-1] < 0.985 * ours[0]
     for arm in ("plain autocast", "plain masters", "plain autocast graphs"):
-        assert losses_of(TINY, arm, tmp_path, steps=8) == pytest.approx(ours, rel=1e-2)
+        assert losses_of(TINY, arm, tmp_path, steps=8) == pytest.approx(ours, rel=3e-3)
 
 
 @pytest.mark.usefixtures("eager")
@@ -101,7 +102,7 @@ def test_words_select_arms_beside_the_plain_loops() -> None:
 
 
 def turn_of(step_s: float, first_step_s: float = 9.0, loss: float = 2.0) -> MeasuredTurn:
-    return MeasuredTurn(step_s=step_s, first_step_s=first_step_s, loss=loss, peak_bytes=100, samples=4, precision="")
+    return MeasuredTurn(step_s=step_s, first_step_s=first_step_s, loss=loss, peak_bytes=100, samples=4)
 
 
 def test_rows_are_compared_with_the_best_plain_loop_round_by_round() -> None:

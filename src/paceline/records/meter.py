@@ -158,9 +158,17 @@ class StepMeter:
             end = self._pending[0][4]
             if not (wait or isinstance(end, float) or end.is_past()):
                 break
-            record = _record(self._pending.popleft(), self._flops_per_sample, self._peak_flops)
+            record = _record(self._pending.popleft())
+            self._rate(record)
             self._add_times(record)
             yield record
+
+    def _rate(self, record: StepRecord) -> None:
+        """Completes a record with FLOP/s and MFU, where a sample's FLOPs are known."""
+        flops = (self._flops_per_sample or 0.0) * record.samples
+        if flops and record.step_s > 0:
+            record.flops_per_s = flops / record.step_s
+            record.mfu = record.flops_per_s / self._peak_flops if self._peak_flops else None
 
     def _add_times(self, record: StepRecord) -> None:
         """Adds a step to what whoever compares ranks reads; the number of steps last."""
@@ -197,7 +205,7 @@ def _host_seconds(laps: Sequence[_Lap], issued_s: float) -> float | None:
     return issued_s if mark.is_past() else 0.0
 
 
-def _record(issued: _Issued, flops_per_sample: float | None, peak_flops: float | None) -> StepRecord:
+def _record(issued: _Issued) -> StepRecord:
     facts, on_host, start, laps, end, waits, memory_bytes, now, host_s = issued
     since: Callable[[Any, Any], float] = operator.sub if isinstance(end, float) else _device_seconds_since
     seconds = dict.fromkeys(_PHASES, 0.0)
@@ -216,7 +224,6 @@ def _record(issued: _Issued, flops_per_sample: float | None, peak_flops: float |
     numbers = map(float, _numbers(facts.outcome)) if on_host is None else on_host.tolist()
     loss_sum, count, grad_norm, loss_scale = numbers
     samples = facts.samples
-    flops_per_s = flops_per_sample * samples / step_s if flops_per_sample and samples and step_s > 0 else None
     return StepRecord(
         step=facts.step,
         epoch=facts.epoch,
@@ -238,8 +245,6 @@ def _record(issued: _Issued, flops_per_sample: float | None, peak_flops: float |
         time=now,
         loss_scale=loss_scale,
         host_s=max(0.0, host_s - data_s) if host_s else host_s,
-        flops_per_s=flops_per_s,
-        mfu=flops_per_s / peak_flops if flops_per_s and peak_flops else None,
     )
 
 

@@ -117,7 +117,6 @@ class MeasuredTurn:
     loss: float
     peak_bytes: int | None
     samples: int
-    precision: str
 
 
 def measured(turn: Turn, warm_up: int, started: float) -> MeasuredTurn:
@@ -128,7 +127,6 @@ def measured(turn: Turn, warm_up: int, started: float) -> MeasuredTurn:
         loss=turn.losses[-1],
         peak_bytes=turn.peak_bytes,
         samples=turn.samples,
-        precision=turn.precision,
     )
 
 
@@ -176,7 +174,6 @@ def run_train(workload: GpuWorkload, file: Path, folder: Path, overrides: Sequen
         peak_bytes=peak if workload.device == "cuda" else None,
         first_step_at=steps[0].time,
         samples=attempt.run.global_batch,
-        precision="",
     )
 
 

@@ -2,9 +2,9 @@
 
     python -m paceline.bench.gpu.process ORDER OUTPUT
 
-``ORDER`` is a JSON file that says which arm trains what; ``OUTPUT`` is where the figures go. Batches are on the device
-before the first step, so that a loop never waits for data; the optimizer's step is included. The time of a step is that
-between the ends of two steps on the device's own time line, and nobody waits for the device in between.
+``ORDER`` is a JSON file that says which arm trains what; ``OUTPUT`` is where the figures go. All batches are on the
+device when the second step begins, so that a loop never waits for data. The time of a step is that between the ends of
+two steps on the device's own time line, and nobody waits for the device in between.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.bench.gpu.loops import LOOPS, LoopArm, set_up_loop
+from paceline.bench.gpu.loops import LOOPS, LoopArm, Step, set_up_loop
 from paceline.bench.gpu.workloads import ALL_WORKLOADS, GpuWorkload, OnDevice
 from paceline.clock import DeviceClock, seconds_between
 from paceline.comm.solo import SoloCommunicator
@@ -53,17 +53,13 @@ class Order:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one turn of an arm measured: seconds and losses of all its steps, and the moment the first was done.
-
-    ``samples`` of a step; ``precision`` is what it computed in, where the arm's name does not say that.
-    """
+    """What one turn of an arm measured: seconds and losses of all its steps, and the moment the first was done."""
 
     step_s: list[float]
     losses: list[float]
     peak_bytes: int | None
     first_step_at: float
-    samples: int
-    precision: str = ""
+    samples: int  # of a step
 
 
 def run_order(order: Order) -> Turn:
@@ -71,20 +67,19 @@ def run_order(order: Order) -> Turn:
     workload, device = replace(ALL_WORKLOADS[order.model], device=order.device), torch.device(order.device)
     config = workload.config(Path(order.file), order.steps, precision=order.precision)
     if order.arm.startswith(ENGINE):
-        return _measure(*_set_up_engine(config, device), config, device)
+        return _measure(*_set_up_engine(config, device), device)
     loop = next(each for each in LOOPS if each.name == order.arm)
-    return _measure(*_set_up_plain(loop, workload, config, device), config, device)
+    return _measure(*_set_up_loop(loop, workload, config, device), device)
 
 
-def _set_up_plain(
+def _set_up_loop(
     loop: LoopArm, workload: GpuWorkload, config: Config, device: torch.device
-) -> tuple[Callable[[int], Tensor], list[Batch]]:
+) -> tuple[Step, Iterator[Batch]]:
     work = build_workload(config)
     batches = make_batches(config, work.data, device)
     if workload.unit == "images":
-        batches = [(_as_images(inputs, is_last=loop.is_channels_last), targets) for inputs, targets in batches]
-    step = set_up_loop(loop, work.model, config, device)
-    return lambda number: step(*batches[number]), batches
+        batches = ((_as_images(inputs, is_last=loop.is_channels_last), targets) for inputs, targets in batches)
+    return set_up_loop(loop, work.model, config, device), batches
 
 
 def _as_images(inputs: Tensor, *, is_last: bool) -> Tensor:
@@ -92,25 +87,25 @@ def _as_images(inputs: Tensor, *, is_last: bool) -> Tensor:
     return images.contiguous(memory_format=torch.channels_last) if is_last else images
 
 
-def _set_up_engine(config: Config, device: torch.device) -> tuple[Callable[[int], Tensor], list[Batch]]:
+def _set_up_engine(config: Config, device: torch.device) -> tuple[Step, Iterator[Batch]]:
     trainer = build_trainer(config, SoloCommunicator(device))
     parts = trainer.parts
     seed = config.train.seed if config.data.seed is None else config.data.seed
-    batches = make_batches(config, build_data(config.data, model_context(config.model), seed), device)
+    data = build_data(config.data, model_context(config.model), seed)
 
-    def step(number: int) -> Tensor:
-        samples = len(batches[number][1])
-        batch = StepBatch(microbatches=[batches[number]], global_samples=samples, local_samples=[samples])
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        samples = len(targets)
+        batch = StepBatch(microbatches=[(inputs, targets)], global_samples=samples, local_samples=[samples])
         outcome = train_step(
             parts.engine, parts.optimizer, batch, parts.loss, parts.policy, scaler=trainer.scaler, passes=parts.passes
         )
         return outcome.loss_sum / outcome.count
 
-    return step, batches
+    return step, make_batches(config, data, device)
 
 
-def make_batches(config: Config, data: DataSplits, device: torch.device) -> list[Batch]:
-    """Returns the batches of all steps of a run on one rank, in its order, on the device."""
+def make_batches(config: Config, data: DataSplits, device: torch.device) -> Iterator[Batch]:
+    """Yields the batches of all steps of a run on one rank, in its order, on the device."""
     batch_size, seed = config.train.global_batch, config.data.seed
     assert batch_size is not None
     assert config.train.steps is not None
@@ -121,32 +116,32 @@ def make_batches(config: Config, data: DataSplits, device: torch.device) -> list
         shuffle=config.data.shuffle,
         drop_last=config.data.last_batch == "drop",
     )
-    found = []
-    for _, batch in zip(range(config.train.steps), order.batches(0), strict=False):
+    for batch in islice(order.batches(0), config.train.steps):
         inputs, targets = place(fetch_batch(data.train, batch.indices), device, None)
-        found.append((inputs, targets))
-    return found
+        yield inputs, targets
 
 
-def _measure(step: Callable[[int], Tensor], batches: list[Batch], config: Config, device: torch.device) -> Turn:
+def _measure(step: Step, batches: Iterator[Batch], device: torch.device) -> Turn:
     gauge, clock = MemoryGauge(device), DeviceClock(device)
-    marks, losses = [clock.take()], [step(0)]
-    marks.append(clock.take())
+    first = next(batches)
+    start, losses = clock.take(), [step(*first)]
+    marks = [clock.take()]
     losses[0].item()  # waits for the first step
-    first_step_at = time.time()
-    for number in range(1, len(batches)):
-        losses.append(step(number))
+    first_step_at, first_s = time.time(), seconds_between(start, marks[0])
+    ready = list(batches)
+    gauge.reset()
+    for batch in ready:
+        losses.append(step(*batch))
         marks.append(clock.take())
     ends = [float(loss) for loss in losses]
     # Of the batches that lie ready a loop would hold one; the others are the benchmark's.
-    ready = sum(each.numel() * each.element_size() for batch in batches[1:] for each in batch)
+    held = sum(each.numel() * each.element_size() for batch in ready[1:] for each in batch)
     return Turn(
-        step_s=[seconds_between(first, second) for first, second in pairwise(marks)],
+        step_s=[first_s, *(seconds_between(before, after) for before, after in pairwise(marks))],
         losses=ends,
-        peak_bytes=gauge.peak_bytes() - ready if device.type == "cuda" else None,
+        peak_bytes=gauge.peak_bytes() - held if device.type == "cuda" else None,
         first_step_at=first_step_at,
-        samples=len(batches[0][1]),
-        precision=config.train.precision,
+        samples=len(first[1]),
     )
 
 
