@@ -36,15 +36,16 @@ def losses_of(workload: GpuWorkload, arm: str, folder: Path, steps: int = 4) -> 
 def test_plain_loops_and_the_engine_train_the_same_gpt(tmp_path: Path) -> None:
     ours = losses_of(TINY, "paceline engine", tmp_path, steps=8)
     assert ours[-1] < 0.985 * ours[0]
-    for arm in ("plain autocast", "plain masters", "plain autocast graphs"):
-        assert losses_of(TINY, arm, tmp_path, steps=8) == pytest.approx(ours, rel=3e-3)
+    for arm, bound in (("plain autocast", 1e-3), ("plain autocast graphs", 1e-3), ("plain masters", 1e-2)):
+        assert losses_of(TINY, arm, tmp_path, steps=8) == pytest.approx(ours, rel=bound), arm
 
 
 @pytest.mark.usefixtures("eager")
 def test_plain_loops_and_the_engine_train_the_same_images(tmp_path: Path) -> None:
     ours = losses_of(IMAGES, "paceline engine", tmp_path)
+    assert ours[0] != ours[-1]
     for arm in ("plain autocast", "plain autocast channels last"):
-        assert losses_of(IMAGES, arm, tmp_path) == pytest.approx(ours, rel=3e-2)
+        assert losses_of(IMAGES, arm, tmp_path) == pytest.approx(ours, rel=5e-3), arm
 
 
 @pytest.mark.usefixtures("eager")

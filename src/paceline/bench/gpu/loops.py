@@ -108,17 +108,17 @@ def _plain(model: nn.Module, config: Config, device: torch.device, *, has_master
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         if uses_graphs:
-            torch.compiler.cudagraph_mark_step_begin()
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         loss = compiled(inputs, targets)
         loss.backward()
         if has_masters:
-            torch._foreach_copy_([each.grad for each in masters], [each.grad for each in parameters])
+            torch._foreach_copy_(_gradients(masters), _gradients(parameters))
         if config.optim.clip_norm is not None:
             nn.utils.clip_grad_norm_(masters, config.optim.clip_norm, foreach=True)
         optimizer.step()
         if has_masters:
             with torch.no_grad():
-                torch._foreach_copy_(parameters, masters)
+                torch._foreach_copy_(tuple(parameters), tuple(masters))
         for each in parameters:
             each.grad = None
         kept: Tensor = loss.detach()
@@ -134,6 +134,10 @@ def _make_masters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         master.grad = torch.zeros_like(master)
         each.data = each.data.to(BF16)
     return masters
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [each.grad for each in parameters if each.grad is not None]
 
 
 def _compile(function: Callable[..., Any], device: torch.device, mode: str | None = None) -> Callable[..., Any]:
@@ -152,7 +156,7 @@ def make_optimizer(asked: OptimConfig, parameters: Iterable[nn.Parameter]) -> to
     groups = [group for group in groups if group["params"]]
     if asked.kind == "sgd":
         return torch.optim.SGD(groups, lr=asked.lr, momentum=asked.momentum, nesterov=asked.nesterov, fused=True)
-    return torch.optim.AdamW(groups, lr=asked.lr, betas=tuple(asked.betas), eps=asked.eps, fused=True)
+    return torch.optim.AdamW(groups, lr=asked.lr, betas=(asked.betas[0], asked.betas[1]), eps=asked.eps, fused=True)
 
 
 def _accelerate(model: nn.Module, config: Config, device: torch.device) -> Step:

@@ -127,7 +127,9 @@ TINY_WORKLOADS = {
     for each in (
         GpuWorkload(
             model="gpt-tiny",
-            values=_gpt(4, {"layers": 2, "heads": 2, "width": 32, "context": 16}, _random_tokens(64, 16))
+            values=_gpt(
+                4, {"layers": 2, "heads": 2, "width": 32, "context": 16}, _random_tokens(64, 16), precision="bf16"
+            )
             | {"optim": _OPTIM | {"lr": 0.02}},  # so that a few steps tell arms apart that compute different things
             steps=4,
             warm_up=2,
@@ -139,7 +141,7 @@ TINY_WORKLOADS = {
             values={
                 "model": {"kind": "resnet", "depth": 18, "width": 4, "stem": "small"},
                 "data": {"kind": "synthetic_images", "samples": 64, "size": 8},
-                "train": {"steps": 10, "global_batch": 4},
+                "train": {"steps": 10, "global_batch": 4, "precision": "bf16"},
                 "optim": {"kind": "sgd", "lr": 0.05},
             },
             steps=4,
