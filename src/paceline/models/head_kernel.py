@@ -5,8 +5,6 @@ maximum is found, and once more, out of the cache, for the gradient, which it wr
 float32. Import this where there is a GPU: triton is there then.
 """
 
-
-
 from typing import Any
 
 import torch

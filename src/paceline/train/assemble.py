@@ -44,6 +44,7 @@ from paceline.search.choice import MARGIN
 from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
 from paceline.train.ema import WeightAverage
+from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, RunStep, graph_problem
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer
@@ -233,6 +234,7 @@ def build_trainer(
     plan = with_length(plan, config, train_samples=len(work.data.train), eval_samples=num_eval)
     check_enough(plan.train_samples, layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
+    sample = cost_of_sample(config, work.data, work.model)  # before an engine has it
     seed_everything(config.train.seed)  # a model without values draws them now
     compressor = build_compressor(layout)
     talking = _build_comm(config, comm, trace, node_ranks)
@@ -264,6 +266,7 @@ def build_trainer(
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
         evaluates_average=config.train.ema_eval,
         run_step=_choose_step(config, plan, loss),
+        sample=sample,
     )
     if layout.tunes_buckets:
         hooks = [BucketHook(), *hooks]

@@ -25,6 +25,7 @@ from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
 from paceline.shards import Region
 from paceline.train.ema import WeightAverage
+from paceline.train.flops import SampleCost
 from paceline.train.graphed_step import RunStep
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
@@ -54,6 +55,7 @@ class TrainerParts:
     average: WeightAverage | None = None
     evaluates_average: bool = False
     run_step: RunStep = train_step
+    sample: SampleCost = SampleCost()  # noqa: RUF009 (frozen)
 
 
 class RunState:
