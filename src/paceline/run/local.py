@@ -58,6 +58,7 @@ if TYPE_CHECKING:
 
 # How soon a host that is gone is missed.
 _RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": LAST_CALL_S}
+_LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
 
@@ -177,11 +178,11 @@ class _Attempt:
             if any(failure.rank == rank for failure in found):
                 continue
             output = _early_output(rank, scratch)
+            log = self.folder / "logs" / f"rank-{rank}.log"
             if output:
-                log = self.folder / "logs" / f"rank-{rank}.log"
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
-            found.append(silent_failure(rank, code, output if code > 0 else ""))
+            found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
         return found
 
 
@@ -235,6 +236,14 @@ def _early_output(rank: int, scratch: Path) -> str:
     """Returns what a rank printed before it opened its log."""
     paths = sorted(path for name in ("stdout.log", "stderr.log") for path in scratch.rglob(f"{rank}/{name}"))
     return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
+
+
+def _end_of(log: Path) -> str:
+    """Returns the end of a rank's log, if there is one."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+        return file.read().decode("utf-8", "replace")
+    return ""
 
 
 def _explain_start(error: Exception, port: int) -> str:

@@ -1,0 +1,24 @@
+"""Ranks for the tests of this folder: real ones on Gloo, and on NCCL where there is a GPU, which they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from gloo_pool import GlooPool
+from nccl_pool import NcclPool
+
+
+@pytest.fixture(scope="session")
+def nccl_pool(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NcclPool]:  # noqa: ARG001
+    """Real NCCL ranks on the first GPU, started when first needed: see ``tests/pool/nccl_pool.py``."""
+    pool = NcclPool(tmp_path_factory.mktemp("nccl"))
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def pool(request: pytest.FixtureRequest) -> GlooPool:
+    """The pool of the backend that a test names: ``parametrize("pool", [GLOO, NCCL], indirect=True)``."""
+    found: GlooPool = request.getfixturevalue(f"{request.param}_pool")
+    return found
