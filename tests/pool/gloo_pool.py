@@ -106,7 +106,13 @@ class Worker:
     def wait_until_ready(self) -> None:
         """Returns when the worker has imported torch, so that a group's timeout does not cover that."""
         if not self._is_ready:
-            self.connection.recv_bytes()
+            try:
+                self.connection.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                code = self.process.wait()
+                raise RuntimeError(
+                    f"a worker left with exit code {code} while it started\n{self.last_words()}"
+                ) from None
             self._is_ready = True
 
     def read(self, rank: int) -> Outcome:

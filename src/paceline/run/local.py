@@ -46,6 +46,7 @@ from paceline.run.notes import (
     noted_processes,
     read_failures,
     was_preempted,
+    write_failure,
 )
 from paceline.run.processes import loopback_interface
 from paceline.run.rank_process import allocator_variables, end_groups
@@ -93,7 +94,8 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
     """
     if asked.nodes is None:  # else others use the folder too
         forget_attempt(folder)
-    attempt = _Attempt(folder, range(asked.num_records or asked.ranks), asked.restarts)
+    ranks = range(asked.num_records or asked.ranks)
+    attempt = _Attempt(folder, ranks, asked.restarts, has_others=asked.nodes is not None)
     arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
     with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
         try:
@@ -124,11 +126,15 @@ def check_port(port: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """One start of the ranks by this launcher: ``ranks`` are those that write records."""
+    """One start of the ranks by this launcher: ``ranks`` are those that write records.
+
+    ``has_others``: launchers of other hosts share the folder, and are told there how ranks of this one died.
+    """
 
     folder: Path
     ranks: range
     restarts: RecoveryConfig  # by the agent
+    has_others: bool = False
     started: float = field(default_factory=time.time)
 
     def processes(self) -> list[int]:
@@ -182,7 +188,11 @@ class _Attempt:
             if output:
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
-            found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
+            failure = silent_failure(rank, code, output if code > 0 else "", _end_of(log))
+            if self.has_others and failure.cause == "killed":
+                with contextlib.suppress(OSError):
+                    write_failure(self.folder, failure)
+            found.append(failure)
         return found
 
 
