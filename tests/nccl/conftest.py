@@ -6,15 +6,21 @@ from collections.abc import Iterator
 
 import pytest
 from gloo_pool import GlooPool
-from nccl_pool import NcclPool
+from nccl_pool import NcclPool, sum_of_ones
 
 
 @pytest.fixture(scope="session")
 def nccl_pool(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NcclPool]:  # noqa: ARG001
-    """Real NCCL ranks on the first GPU, started when first needed: see ``tests/pool/nccl_pool.py``."""
+    """Real NCCL ranks on the first GPU, started when first needed: see ``tests/pool/nccl_pool.py``.
+
+    They are tried once: where ranks cannot share the GPU, all tests say so at once, instead of each waiting for it.
+    """
     pool = NcclPool(tmp_path_factory.mktemp("nccl"))
-    yield pool
-    pool.close()
+    try:
+        assert pool.run(sum_of_ones, ranks=2) == [2.0, 2.0]
+        yield pool
+    finally:
+        pool.close()
 
 
 @pytest.fixture

@@ -109,10 +109,8 @@ class Worker:
             try:
                 self.connection.recv_bytes()
             except (EOFError, ConnectionResetError):
-                code = self.process.wait()
-                raise RuntimeError(
-                    f"a worker left with exit code {code} while it started\n{self.last_words()}"
-                ) from None
+                left = f"a worker left with exit code {self.process.wait()} while it started"
+                raise RuntimeError(f"{left}\n{self.last_words()}") from None
             self._is_ready = True
 
     def read(self, rank: int) -> Outcome:

@@ -14,10 +14,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
 from fork_server import plain_popen
 from gloo_pool import GlooPool, Worker
 
+from paceline.comm.base import Communicator
 from paceline.run.processes import loopback_interface
+
+
+def sum_of_ones(comm: Communicator) -> float:
+    """The first thing that ranks do: if this works, they can share the GPU."""
+    total = torch.ones(1, device=comm.device)
+    comm.all_reduce(total).wait()
+    return total.item()
 
 
 def own_host(number: int) -> dict[str, str]:
