@@ -23,6 +23,19 @@ def nccl_pool(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         pool.close()
 
 
+class StartedPool(NcclPool):
+    """The pool of NCCL ranks, with Gloo in its place: what it does besides can be tried without a GPU."""
+
+    backend = "gloo"
+
+
+@pytest.fixture(scope="session")
+def started_pool(forks: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[NcclPool]:  # noqa: ARG001
+    pool = StartedPool(tmp_path_factory.mktemp("started"), ranks=2)
+    yield pool
+    pool.close()
+
+
 @pytest.fixture
 def pool(request: pytest.FixtureRequest) -> GlooPool:
     """The pool of the backend that a test names: ``parametrize("pool", [GLOO, NCCL], indirect=True)``."""

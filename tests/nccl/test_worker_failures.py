@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 from gloo_pool import GlooPool, Outcome
-from nccl_cases import GLOO_TOO, NCCL
-from nccl_pool import NcclPool, own_host
+from nccl_cases import NCCL, STARTED_TOO
+from nccl_pool import own_host
 
 from paceline.comm.base import Communicator
 
@@ -51,27 +51,26 @@ def outcomes(pool: GlooPool, how: str) -> list[Outcome]:
     return found
 
 
-@pytest.mark.parametrize("pool", [GLOO_TOO, NCCL], indirect=True)
+@pytest.mark.parametrize("pool", [STARTED_TOO, NCCL], indirect=True)
 def test_what_a_rank_raises_comes_back(pool: GlooPool) -> None:
     error = outcomes(pool, "raise")[1].error
     assert isinstance(error, ValueError)
     assert "in fail_on_last" in error.__notes__[0]
 
 
-@pytest.mark.parametrize("pool", [GLOO_TOO, NCCL], indirect=True)
+@pytest.mark.parametrize("pool", [STARTED_TOO, NCCL], indirect=True)
 def test_a_rank_that_is_killed_is_told_from_those_that_wait_for_it(pool: GlooPool) -> None:
     waiting, killed = outcomes(pool, "kill")
     assert str(killed.error) == f"rank 1 died with exit code {-signal.SIGKILL}"
     assert waiting.error is not None
 
 
-@pytest.mark.parametrize("pool", [GLOO_TOO, NCCL], indirect=True)
+@pytest.mark.parametrize("pool", [STARTED_TOO, NCCL], indirect=True)
 def test_a_rank_that_hangs_says_where_and_is_replaced(pool: GlooPool) -> None:
     _, hung = outcomes(pool, "hang")
     assert str(hung.error) == "rank 1 died with exit code 1"  # after it had written down where it stood
-    if isinstance(pool, NcclPool):
-        assert hung.error is not None
-        assert "in stand_still" in hung.error.__notes__[0]
+    assert hung.error is not None
+    assert "in stand_still" in hung.error.__notes__[0]
 
 
 def test_every_worker_is_a_host_of_its_own() -> None:

@@ -23,6 +23,7 @@ NCCL = pytest.param(
 )
 GLOO = pytest.param("gloo")
 GLOO_TOO = pytest.param("gloo", marks=pytest.mark.exhaustive)
+STARTED_TOO = pytest.param("started", marks=pytest.mark.exhaustive)
 
 
 def to_host(tree: Any) -> Any:
