@@ -83,6 +83,7 @@ def test_compiled_ranks_learn_as_one_plain_rank(pool: GlooPool, precision: str, 
         pytest.skip(f"there is no precision {precision} yet")
     expected = mean_losses(pool.run(train, "bf16_master", "ddp", False, ranks=1))
     assert len(expected) == STEPS
-    found = mean_losses(pool.run(train, precision, strategy, True, ranks=2))
+    # A cold compiler takes tens of seconds, and one rank may be done before the other.
+    found = mean_losses(pool.run(train, precision, strategy, True, ranks=2, group_timeout_s=60.0, timeout_s=80.0))
     assert found == pytest.approx(expected, abs=0.1 if precision == "fp8" else 0.02)
     assert found[-1] < found[0]
