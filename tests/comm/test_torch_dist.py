@@ -19,7 +19,7 @@ from rank_functions import groups_in_any_order
 from paceline.comm.base import Communicator
 from paceline.comm.shared.segment import FOLDER
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import Backend, TorchCommunicator, connect, disconnect
+from paceline.comm.torch_dist import Backend, TorchCommunicator, _Pairs, connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError, UsageError
 
@@ -141,6 +141,30 @@ def two_groups_of_the_same_ranks(comm: Communicator) -> list[float]:
     for work in [group.all_reduce(tensor) for group, tensor in (pair if comm.rank == 0 else reversed(pair))]:
         work.wait()
     return [one.item(), two.item()]
+
+
+def messages_around_a_ring(comm: Communicator) -> Results:
+    """Each rank sends to the next one, twice, in the order that NCCL needs: lower ranks send first.
+
+    A subgroup is made in between, and sends too. On Gloo, messages go the way that they go on NCCL.
+    """
+    if isinstance(comm, TorchCommunicator):
+        comm._pairs = _Pairs(comm._group, comm.ranks, comm.rank, timeout_s=60)
+    found: Results = {}
+    for name, group in (("all", comm), ("first two", comm.split([1, 0]) if comm.rank < 2 else None), ("again", comm)):
+        if group is None:
+            continue
+        if isinstance(group, TorchCommunicator) and group._pairs is None:
+            group._pairs = _Pairs(group._group, group.ranks, group.rank, timeout_s=60)
+        following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+        sent, got = torch.arange(3.0) + 10 * group.rank, torch.empty(3)
+        works = [group.send(sent, following)] if following > group.rank else []
+        works.append(group.recv(got, before))
+        works += [group.send(sent, following)] if following < group.rank else []
+        for work in works:
+            work.wait()
+        found[name] = got
+    return found
 
 
 def kind_of_world(comm: Communicator) -> tuple[str, int, tuple[int, ...], bool]:
@@ -336,6 +360,10 @@ def test_groups_may_be_made_in_any_order_and_number(gloo_pool: GlooPool) -> None
     virtual = run_virtual(groups_in_any_order, 4)
     assert virtual[3] == [(1, (2, 3), [2.0, 3.0]), (0, (3, 0), [3.0, 0.0])]
     assert gloo_pool.run(groups_in_any_order, ranks=4) == virtual
+
+
+def test_messages_in_groups_of_two_arrive_as_others_do(gloo_pool: GlooPool) -> None:
+    same(gloo_pool.run(messages_around_a_ring, ranks=3), run_virtual(messages_around_a_ring, 3))
 
 
 def test_two_groups_of_the_same_ranks_do_not_mix(gloo_pool: GlooPool) -> None:

@@ -16,14 +16,18 @@ not import. Each task gets a fresh group, made by ``connect()`` from a launcher'
 torch's generator seeded with 0. Arguments and results travel as pickles. Warnings are errors there as here.
 
 ``run`` returns what each rank returned, or raises what a rank raised. ``outcomes`` returns both as data, for tests of
-ranks that fail. A worker that raised, died or hung is replaced by a new one.
+ranks that fail. A worker that raised, died or hung is replaced by a new one. ``nccl_pool.py`` has the same for ranks
+that share one GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import importlib.util
 import inspect
+import math
 import os
 import pickle
 import socket
@@ -35,6 +39,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -61,6 +66,7 @@ class Task:
     port: int
     group_timeout_s: float
     timeout_s: float
+    backend: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,14 +81,20 @@ class Outcome:
 class Worker:
     """One process of the pool, seen from the tests."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, start: type[subprocess.Popen[bytes]] | None = None, log: Path | None = None, **told: str
+    ) -> None:
+        """Takes what starts processes, a file for what the worker prints, and variables of its environment."""
         ours, theirs = socket.socketpair()
-        # Not a child of multiprocessing, so that tests may count those.
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", f"import gloo_pool; gloo_pool.serve({theirs.fileno()})"],
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            pass_fds=[theirs.fileno()],
-        )
+        self.log = log
+        with contextlib.ExitStack() as stack:
+            # Not a child of multiprocessing, so that tests may count those.
+            self.process = (start or subprocess.Popen)(
+                [sys.executable, "-c", f"import gloo_pool; gloo_pool.serve({theirs.fileno()})"],
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **told},
+                pass_fds=[theirs.fileno()],
+                stderr=None if log is None else stack.enter_context(log.open("ab")),
+            )
         theirs.close()  # the worker has its own end: ours must not keep the pipe open when it dies
         self.connection = Connection(ours.detach())
         self._is_ready = False
@@ -94,7 +106,11 @@ class Worker:
     def wait_until_ready(self) -> None:
         """Returns when the worker has imported torch, so that a group's timeout does not cover that."""
         if not self._is_ready:
-            self.connection.recv_bytes()
+            try:
+                self.connection.recv_bytes()
+            except (EOFError, ConnectionResetError):
+                left = f"a worker left with exit code {self.process.wait()} while it started"
+                raise RuntimeError(f"{left}\n{self.last_words()}") from None
             self._is_ready = True
 
     def read(self, rank: int) -> Outcome:
@@ -102,11 +118,19 @@ class Worker:
         try:
             is_ok, value, text = pickle.loads(self.connection.recv_bytes())
         except (EOFError, ConnectionResetError):
-            return Outcome(rank=rank, error=RuntimeError(f"rank {rank} died with exit code {self.process.wait()}"))
+            died = RuntimeError(f"rank {rank} died with exit code {self.process.wait()}")
+            if self.log is not None:
+                died.add_note(self.last_words())
+            return Outcome(rank=rank, error=died)
         if is_ok:
             return Outcome(rank=rank, value=value)
         value.add_note(f"raised on rank {rank} of the pool:\n{text}")
         return Outcome(rank=rank, error=value)
+
+    def last_words(self) -> str:
+        """Returns the end of what the worker printed: of one that hung, where it stood."""
+        lines = [] if self.log is None else self.log.read_text(errors="replace").splitlines()
+        return "\n".join(lines[-60:])
 
     def end(self) -> None:
         """Ends the process, whatever it is doing."""
@@ -118,16 +142,26 @@ class Worker:
 class GlooPool:
     """Workers that are sent functions."""
 
+    backend = "gloo"
+    group_timeout_s = 60.0
+    timeout_s = 120.0
+    patience_s = math.inf  # with the others, once one rank has failed
+
     def __init__(self) -> None:
         self._workers: list[Worker] = []
+
+    def start_worker(self, rank: int) -> Worker:
+        """Starts the process that will be this rank of all tasks."""
+        del rank
+        return Worker()
 
     def run(
         self,
         function: Callable[..., Any],
         *args: object,
         ranks: int = 2,
-        group_timeout_s: float = 60.0,
-        timeout_s: float = 120.0,
+        group_timeout_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Runs ``function(comm, *args)`` on each rank and returns the results by rank.
 
@@ -144,13 +178,14 @@ class GlooPool:
         function: Callable[..., Any],
         *args: object,
         ranks: int = 2,
-        group_timeout_s: float = 60.0,
-        timeout_s: float = 120.0,
+        group_timeout_s: float | None = None,
+        timeout_s: float | None = None,
     ) -> list[Outcome]:
         """Runs ``function(comm, *args)`` on each rank and returns what became of each, errors included."""
         assert "<" not in function.__qualname__, f"{function.__qualname__} must stand at the top level of its file"
+        group_timeout_s, timeout_s = group_timeout_s or self.group_timeout_s, timeout_s or self.timeout_s
         while len(self._workers) < ranks:
-            self._workers.append(Worker())
+            self._workers.append(self.start_worker(len(self._workers)))
         for worker in self._workers[:ranks]:
             worker.wait_until_ready()
         # The store lives here, as under torchrun's agent: its port is taken before anyone is told of it.
@@ -166,6 +201,7 @@ class GlooPool:
                 port=store.port,
                 group_timeout_s=group_timeout_s,
                 timeout_s=timeout_s,
+                backend=self.backend,
             )
             worker.send(task)
         return self._collect(ranks, timeout_s)
@@ -178,11 +214,12 @@ class GlooPool:
             waiting = {self._workers[rank].connection: rank for rank in range(ranks) if rank not in found}
             ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
             for rank in [waiting[connection] for connection in ready] if ready else list(waiting.values()):
-                hung = Outcome(rank=rank, error=TimeoutError(f"rank {rank} did not finish within {timeout_s:g} s"))
-                found[rank] = self._workers[rank].read(rank) if ready else hung
+                worker = self._workers[rank]
+                found[rank] = worker.read(rank) if ready else _hung(worker, rank, timeout_s)
                 if found[rank].error is not None:
-                    self._workers[rank].end()
-                    self._workers[rank] = Worker()
+                    worker.end()
+                    self._workers[rank] = self.start_worker(rank)
+                    deadline = min(deadline, time.monotonic() + self.patience_s)
         return [found[rank] for rank in range(ranks)]
 
     def close(self) -> None:
@@ -192,6 +229,12 @@ class GlooPool:
         self._workers.clear()
 
 
+def _hung(worker: Worker, rank: int, timeout_s: float) -> Outcome:
+    error = TimeoutError(f"rank {rank} did not finish within {timeout_s:g} s, or soon after another one had failed")
+    error.add_note(worker.last_words())
+    return Outcome(rank=rank, error=error)
+
+
 # The worker's side.
 
 
@@ -199,23 +242,27 @@ def serve(file_descriptor: int) -> None:
     """Carries out tasks until the tests' end of the pipe closes."""
     connection = Connection(file_descriptor)
     torch.set_num_threads(1)
-    warnings.simplefilter("error")
     connection.send_bytes(b"ready")
     while True:
         try:
             task: Task = pickle.loads(connection.recv_bytes())
         except (EOFError, ConnectionResetError):
             return
+        # Compilers and drivers warn in ways that differ by version.
+        warnings.simplefilter("error" if task.backend == "gloo" else "default")
         faulthandler.dump_traceback_later(task.timeout_s, exit=True)
-        reply = _carry_out(task)
+        is_ok, reply = _carry_out(task)
         faulthandler.cancel_dump_traceback_later()
         connection.send_bytes(reply)
+        if not is_ok and task.backend == "nccl":
+            os._exit(1)  # to leave a group of NCCL waits for ranks that may be gone
 
 
-def _carry_out(task: Task) -> bytes:
+def _carry_out(task: Task) -> tuple[bool, bytes]:
+    is_gpu = task.backend == "nccl"
     environment = {
         "RANK": str(task.rank),
-        "LOCAL_RANK": str(task.rank),
+        "LOCAL_RANK": "0" if is_gpu else str(task.rank),  # a GPU is shared by hosts that have one each
         "WORLD_SIZE": str(task.ranks),
         "MASTER_ADDR": HOST,
         "MASTER_PORT": str(task.port),
@@ -225,18 +272,25 @@ def _carry_out(task: Task) -> bytes:
     }
     os.environ.update(environment)
     torch.manual_seed(0)
+    is_ok = False
     try:
         function = getattr(_load(task.file, task.module), task.name)
         args = pickle.loads(task.args)
-        comm = connect("gloo", device="cpu", timeout_s=task.group_timeout_s)
-        return pickle.dumps((True, function(comm, *args), ""))
+        comm = connect("nccl" if is_gpu else "gloo", device="cuda" if is_gpu else "cpu", timeout_s=task.group_timeout_s)
+        reply = pickle.dumps((True, function(comm, *args), ""))
+        is_ok = True
     except BaseException as error:  # a test's own outcome exceptions are no Exceptions
         text = traceback.format_exc()
-        return pickle.dumps((False, _portable(error), text))
+        reply = pickle.dumps((False, _portable(error), text))
     finally:
-        disconnect()
+        if is_ok or not is_gpu:
+            disconnect()
         for name in environment:
             os.environ.pop(name, None)
+    if is_ok and is_gpu:
+        gc.collect()
+        torch.cuda.empty_cache()
+    return is_ok, reply
 
 
 def _load(file: str, module: str) -> ModuleType:

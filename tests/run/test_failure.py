@@ -24,6 +24,7 @@ from paceline.errors import (
     TrainingError,
     UsageError,
 )
+from paceline.health.diagnosis import first_cause
 from paceline.health.exit_codes import FAILED
 from paceline.health.failure import Failure, describe_error, is_refusal, silent_failure, user_traceback
 from paceline.imports import import_from_path
@@ -156,6 +157,26 @@ def test_a_rank_without_a_word_is_described_by_its_exit_code(exit_code: int, cau
     failure = silent_failure(1, exit_code)
     assert failure.cause == cause
     assert str(failure).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("log", "cause", "kind"),
+    [
+        (
+            "[E] watchdog thread terminated: ncclRemoteError: A call failed possibly due to a network error",
+            "lost",
+            "lost",
+        ),
+        ("[E] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", "stuck", "error"),
+        ("double free or corruption", "died", "killed"),
+    ],
+)
+def test_an_abort_by_nccl_is_blamed_on_another_rank(log: str, cause: str, kind: str) -> None:
+    aborted = silent_failure(0, -signal.SIGABRT, log=log)
+    assert (aborted.cause, aborted.kind) == (cause, kind)
+    gone = silent_failure(1, 0)
+    assert first_cause([aborted, gone]) is (aborted if cause == "died" else gone)
+    assert silent_failure(0, -signal.SIGKILL, log=log).cause == "killed"
 
 
 def test_a_message_that_names_its_rank_is_told_as_it_is() -> None:

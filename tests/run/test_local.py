@@ -10,16 +10,19 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from gone_processes import wait_until_gone
 
+from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, UsageError
+from paceline.health.diagnosis import first_cause
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run.failure import RunStoppedError
-from paceline.run.local import LocalRanks, check_port, launch_local
-from paceline.run.notes import noted_processes
+from paceline.run.local import LocalRanks, _Attempt, check_port, launch_local
+from paceline.run.notes import noted_processes, read_failures
 
 # torch leaves the files of redirected output to the garbage collector.
 pytestmark = [
@@ -178,6 +181,18 @@ def test_what_is_refused_is_an_error_of_usage_and_leaves_no_trace(launch: Launch
     with pytest.raises(UsageError, match=r"^ValueError: asked for too much$"):
         launch("lose", "refuse")
     assert list(folder.glob("logs/*.json")) == []
+
+
+def test_launchers_of_other_hosts_are_told_of_a_rank_that_was_killed(tmp_path: Path) -> None:
+    """Rank 1 is killed on its host; on the other one NCCL aborts rank 0, which is not to blame."""
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "rank-0.log").write_text("[rank0] watchdog: ncclRemoteError: A call failed\n")
+    attempt = _Attempt(tmp_path, range(2), RecoveryConfig(), has_others=True)
+    for rank, number in ((1, signal.SIGKILL), (0, signal.SIGABRT)):
+        error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=-number)})
+        found = attempt._failures(error, tmp_path)
+        assert str(first_cause(found)).startswith("rank 1 was killed by SIGKILL")
+        assert [each.rank for each in read_failures(tmp_path)] == [1]
 
 
 def test_children_of_a_killed_rank_go_with_it(launch: Launch) -> None:

@@ -248,6 +248,45 @@ class _TorchWork:
         self._tensors = ()
 
 
+class _Pairs:
+    """Messages between two ranks over NCCL: each pair has a group of its own, and each message is a batch of one.
+
+    A communicator of NCCL has one stream, on which a message waits for those before it, whoever they are for: ranks
+    that all send to their neighbour first would wait for one another. Outside a batch torch makes a communicator for
+    each pair by itself, with a warning. Made here, and used in batches, it is the same one without.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._made: dict[int, dist.ProcessGroup] = {}  # by the other rank
+
+    def send(self, tensor: torch.Tensor, to: int) -> Any:
+        return self._message(dist.isend, tensor, to)
+
+    def recv(self, tensor: torch.Tensor, source: int) -> Any:
+        return self._message(dist.irecv, tensor, source)
+
+    def _message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
+        if getattr(self._group, "bound_device_id", None) is not None:
+            group, peer = self._group, other  # connected as a whole: new groups would need all ranks of the world
+        else:
+            group, peer = self._with(other), int(self._rank < other)
+        (work,) = dist.batch_isend_irecv([dist.P2POp(verb, tensor, group=group, group_peer=peer)])
+        return work
+
+    def _with(self, other: int) -> dist.ProcessGroup:
+        """Returns the group of this rank and another. Both find it under one name, whoever needs it first."""
+        if other not in self._made:
+            places = sorted({self._rank, other})
+            name = f"messages {places} of {self._group.group_name}"
+            members = [self._ranks[place] for place in places]
+            self._made[other] = _group_named(name) or _make_group(name, members, self._timeout_s)
+        return self._made[other]
+
+
 class TorchCommunicator(GroupMember):
     """A ``torch.distributed`` process group behind the communicator protocol."""
 
@@ -258,6 +297,7 @@ class TorchCommunicator(GroupMember):
         self._timeout_s = timeout_s
         sends_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
         self._exchanges = GlooExchanges(group, self.rank, self.size, timeout_s) if sends_pairwise else None
+        self._pairs = _Pairs(group, self.ranks, self.rank, timeout_s) if dist.get_backend(group) == "nccl" else None
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -302,11 +342,15 @@ class TorchCommunicator(GroupMember):
         """Sends ``tensor``. NCCL has no tags: there, order alone matches."""
         check_peer("send to", to, self.size)
         kind = f"send to rank {self.ranks[to]}"
+        if self._pairs is not None:
+            return self._attempt(kind, self._pairs.send, tensor.detach(), to)
         return self._attempt(kind, dist.isend, tensor.detach(), group=self._group, tag=tag, group_dst=to)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         check_peer("recv from", source, self.size)
         kind = f"recv from rank {self.ranks[source]}"
+        if self._pairs is not None:
+            return self._attempt(kind, self._pairs.recv, tensor.detach(), source)
         return self._attempt(kind, dist.irecv, tensor.detach(), group=self._group, tag=tag, group_src=source)
 
     def barrier(self) -> None:
@@ -354,9 +398,14 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
     the group is named here, after its members and how many groups these have already.
     """
     c10d: Any = dist.distributed_c10d  # private; what is used of it is the same in torch 2.6 and 2.13
-    stem, timeout = f"paceline {members} ", datetime.timedelta(seconds=timeout_s)
+    stem = f"paceline {members} "
     name = f"{stem}{sum(each.startswith(stem) for each in c10d._world.pg_names.values())}"
-    store = c10d._get_default_store()
+    return _make_group(name, members, timeout_s)
+
+
+def _make_group(name: str, members: list[int], timeout_s: float) -> dist.ProcessGroup:
+    c10d: Any = dist.distributed_c10d
+    store, timeout = c10d._get_default_store(), datetime.timedelta(seconds=timeout_s)
     group: dist.ProcessGroup
     with _threads_that_do_not_preempt():
         group, _ = c10d._new_process_group_helper(
@@ -372,6 +421,12 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
     if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
         _wait_until_all_joined(c10d.PrefixStore(name, store), len(members), timeout)
     return group
+
+
+def _group_named(name: str) -> dist.ProcessGroup | None:
+    """Returns a group that this process has made, if it has."""
+    c10d: Any = dist.distributed_c10d
+    return next((group for group, each in c10d._world.pg_names.items() if each == name), None)
 
 
 def _all_reduce_options(op: Any) -> Any:

@@ -57,6 +57,11 @@ _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
 _LOST = ("closed by peer", "reset by peer", "Broken pipe")
+# NCCL reports to a thread of torch, which writes this into the rank's log and aborts the process.
+_ABORTED_BY_NCCL: Final[dict[str, tuple[Cause, FailureKind, str]]] = {
+    "ncclRemoteError": ("lost", "lost", "NCCL lost the connection to another rank"),
+    "collective operation timeout": ("stuck", "error", "NCCL waited in vain for another rank"),
+}
 _DISK = {
     errno.ENOSPC: "the disk is full: free some space",
     errno.EDQUOT: "the disk quota is used up: free some space",
@@ -124,8 +129,11 @@ def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bo
     return isinstance(error, DataError | CheckpointError | RunFolderError) and not is_built
 
 
-def silent_failure(rank: int, exit_code: int, output: str = "") -> Failure:
-    """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``."""
+def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -> Failure:
+    """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``.
+
+    ``log`` is the end of the rank's log, which tells an abort because of another rank from one of its own.
+    """
     cause: Cause = "died"
     kind: FailureKind = "killed"
     if exit_code == HUNG:
@@ -138,6 +146,9 @@ def silent_failure(rank: int, exit_code: int, output: str = "") -> Failure:
             cause, message = "ended", f"was ended by {name}, which did not come from here"
         elif number != signal.SIGABRT:
             cause = "killed"
+        else:
+            told = (found for sign, found in _ABORTED_BY_NCCL.items() if sign in log)
+            cause, kind, message = next(told, (cause, kind, message))
         if number == signal.SIGKILL:
             message += "\n  if nobody sent it, the machine ran out of memory (dmesg tells)"
     else:

@@ -46,6 +46,7 @@ from paceline.run.notes import (
     noted_processes,
     read_failures,
     was_preempted,
+    write_failure,
 )
 from paceline.run.processes import loopback_interface
 from paceline.run.rank_process import allocator_variables, end_groups
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
 
 # How soon a host that is gone is missed.
 _RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": LAST_CALL_S}
+_LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
 
@@ -92,7 +94,8 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
     """
     if asked.nodes is None:  # else others use the folder too
         forget_attempt(folder)
-    attempt = _Attempt(folder, range(asked.num_records or asked.ranks), asked.restarts)
+    ranks = range(asked.num_records or asked.ranks)
+    attempt = _Attempt(folder, ranks, asked.restarts, has_others=asked.nodes is not None)
     arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
     with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
         try:
@@ -123,11 +126,15 @@ def check_port(port: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Attempt:
-    """One start of the ranks by this launcher: ``ranks`` are those that write records."""
+    """One start of the ranks by this launcher: ``ranks`` are those that write records.
+
+    ``has_others``: launchers of other hosts share the folder, and are told there how ranks of this one died.
+    """
 
     folder: Path
     ranks: range
     restarts: RecoveryConfig  # by the agent
+    has_others: bool = False
     started: float = field(default_factory=time.time)
 
     def processes(self) -> list[int]:
@@ -177,11 +184,15 @@ class _Attempt:
             if any(failure.rank == rank for failure in found):
                 continue
             output = _early_output(rank, scratch)
+            log = self.folder / "logs" / f"rank-{rank}.log"
             if output:
-                log = self.folder / "logs" / f"rank-{rank}.log"
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
-            found.append(silent_failure(rank, code, output if code > 0 else ""))
+            failure = silent_failure(rank, code, output if code > 0 else "", _end_of(log))
+            if self.has_others and failure.cause == "killed":
+                with contextlib.suppress(OSError):
+                    write_failure(self.folder, failure)
+            found.append(failure)
         return found
 
 
@@ -235,6 +246,14 @@ def _early_output(rank: int, scratch: Path) -> str:
     """Returns what a rank printed before it opened its log."""
     paths = sorted(path for name in ("stdout.log", "stderr.log") for path in scratch.rglob(f"{rank}/{name}"))
     return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
+
+
+def _end_of(log: Path) -> str:
+    """Returns the end of a rank's log, if there is one."""
+    with contextlib.suppress(OSError), log.open("rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - _LOG_BYTES))
+        return file.read().decode("utf-8", "replace")
+    return ""
 
 
 def _explain_start(error: Exception, port: int) -> str:

@@ -56,7 +56,8 @@ def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValue
         batch = share_of(case.make_batch(step), engine.comm, settings.accumulate)
         recorder = ActivationRecorder(engine.module) if settings.record_step == step else None
         outcome = train_step(engine, optimizer, batch, loss, policy, scaler=scaler)
-        sums = torch.stack([outcome.loss_sum.double(), torch.as_tensor(outcome.count, dtype=torch.float64)])
+        loss_sum = outcome.loss_sum.double()
+        sums = torch.stack([loss_sum, torch.as_tensor(outcome.count, dtype=torch.float64, device=loss_sum.device)])
         engine.comm.all_reduce(sums).wait()
         present = [number for number, piece in enumerate(batch.microbatches) if piece is not None]
         parameters, buffers = _state(engine, names)

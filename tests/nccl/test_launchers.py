@@ -1,0 +1,204 @@
+"""``paceline train --nnodes 2``: two launchers on this machine that NCCL takes for two hosts, on one GPU.
+
+A small GPT, whose losses are those of one rank; a rank that is killed, and one that hangs: what each launcher says, and
+with which code it leaves. All runs go on at the same time, as most of their time is spent on starting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from fork_server import plain_popen
+from gone_processes import wait_until_gone
+from nccl_cases import NCCL, mean_losses
+from nccl_pool import own_host
+
+from paceline.health.exit_codes import DONE, FAILED, HUNG
+from paceline.records.records import RunRecord, StepRecord, read_records
+from paceline.run.processes import free_port
+from paceline.run.watch import STACK_SIGNAL
+
+STEPS = 6
+GPT = f"""
+name: gpt
+model: {{kind: gpt, layers: 2, heads: 2, width: 32, context: 16}}
+data: {{kind: synthetic_tokens, samples: 64, vocab_size: 32, context: 16}}
+train: {{steps: {STEPS}, global_batch: 6, dtype: float64, precision: fp32}}
+optim: {{lr: 0.001, eps: 1.0e-4}}
+checkpoint: {{every_steps: {STEPS}}}
+monitor: {{tensorboard: false, console: false}}
+"""
+FAULTY = """
+name: faulty
+model: {kind: factory, factory: "user_code:Net"}
+data: {kind: synthetic_classification, samples: 64, features: 4, classes: 2}
+train: {steps: 1000000, global_batch: 8}
+checkpoint: {every_steps: 1000}
+monitor: {tensorboard: false, console: false, hang_s: 4}
+recovery: {max_restarts: 0, on_hang: stop}
+"""
+USER_CODE = """
+import os, signal, threading
+import torch
+
+class Net(torch.nn.Linear):
+    def __init__(self):
+        super().__init__(4, 2)
+        self.calls = 0
+    def forward(self, values):
+        self.calls += self.training
+        if self.calls == 20 and os.environ.get("RANK") == "1":
+            getattr(self, os.environ["FAULT"])()
+        return super().forward(values)
+    def hang(self):
+        threading.Event().wait()  # stands here
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+PATIENCE_S = {"nccl": 55.0, "gloo": 400.0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Left:
+    """How the launchers of a run left, and what they said, in the order of their start."""
+
+    folder: Path
+    codes: list[int | None]
+    said: list[str]
+
+    @property
+    def run(self) -> Path:
+        return next(path.parent for path in self.folder.glob("runs/*/config.yaml"))
+
+    def losses(self) -> list[float]:
+        paths = sorted((self.run / "records").glob("rank-*.jsonl"))
+        return mean_losses([[each for each in read_records(path) if isinstance(each, StepRecord)] for path in paths])
+
+    def told(self) -> str:
+        """Returns what is known, for a test that fails."""
+        logs = [f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}" for path in _logs(self.folder)]
+        return "\n".join([f"codes {self.codes}", *self.said, *logs])
+
+
+class Launchers:
+    """The launchers of one run, which is under way."""
+
+    def __init__(self, folder: Path, backend: str, config: str, hosts: int, fault: str = "") -> None:
+        folder.mkdir()
+        (folder / "run.yaml").write_text(config)
+        (folder / "user_code.py").write_text(USER_CODE)
+        self.folder = folder
+        command = [sys.executable, "-m", "paceline", "train", "run.yaml"]
+        command += ["parallel.device=cpu", "parallel.threads=1"] if backend == "gloo" else []
+        if hosts > 1:
+            command += ["--nnodes", str(hosts), "--node-ranks", "1", "--rdzv", f"127.0.0.1:{free_port()}"]
+        else:
+            command += ["parallel.ranks=1"]
+        path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+        told = {name: value for name, value in os.environ.items() if name != "RANK"}
+        told |= {"FAULT": fault, "PYTHONPATH": path}
+        self._outputs = [(folder / f"launcher-{number}.txt").open("wb") for number in range(hosts)]
+        self.processes = [
+            plain_popen(command, cwd=folder, env={**told, **own_host(number)}, stdout=output, stderr=output)
+            for number, output in enumerate(self._outputs)
+        ]
+
+    def wait(self, deadline: float) -> Left:
+        """Waits until all have left; those that have not by the deadline are asked where they stand, and ended."""
+        codes: list[int | None] = []
+        for process in self.processes:
+            try:
+                codes.append(process.wait(max(0.1, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                codes.append(None)
+        if None in codes:
+            _ask_for_stacks(self.folder)
+        self.close()
+        said = [Path(output.name).read_text(errors="replace") for output in self._outputs]
+        return Left(folder=self.folder, codes=codes, said=said)
+
+    def close(self) -> None:
+        for process, output in zip(self.processes, self._outputs, strict=True):
+            process.kill()
+            process.wait()
+            output.close()
+
+
+def _logs(folder: Path) -> list[Path]:
+    return sorted([*folder.glob("runs/*/logs/rank-*.log"), *folder.glob("runs/*/health/process-*.stack")])
+
+
+def _ask_for_stacks(folder: Path) -> None:
+    for path in folder.glob("runs/*/health/process-*.stack"):
+        try:
+            os.kill(int(path.stem.removeprefix("process-")), STACK_SIGNAL)
+        except OSError:
+            continue
+    time.sleep(0.5)
+
+
+@pytest.fixture(scope="module")
+def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Left]]:
+    """All runs of this file on one backend, until they have left."""
+    backend, folder = request.param, tmp_path_factory.mktemp("launchers")
+    started = {
+        "alone": Launchers(folder / "alone", backend, GPT, hosts=1),
+        "pair": Launchers(folder / "pair", backend, GPT, hosts=2),
+        "kill": Launchers(folder / "kill", backend, FAULTY, hosts=2, fault="kill"),
+        "hang": Launchers(folder / "hang", backend, FAULTY, hosts=2, fault="hang"),
+    }
+    try:
+        deadline = time.monotonic() + PATIENCE_S[backend]
+        yield {name: each.wait(deadline) for name, each in started.items()}
+    finally:
+        for each in started.values():
+            each.close()
+
+
+BACKENDS = [pytest.param("gloo", marks=[pytest.mark.soak, pytest.mark.timeout(600)]), NCCL]
+
+
+@pytest.mark.parametrize("runs", BACKENDS, indirect=True, scope="module")
+def test_two_hosts_train_as_one_rank_does(runs: dict[str, Left], request: pytest.FixtureRequest) -> None:
+    alone, pair = runs["alone"], runs["pair"]
+    assert alone.codes == [DONE], alone.told()
+    assert pair.codes == [DONE, DONE], pair.told()
+    assert len(alone.losses()) == STEPS
+    assert pair.losses() == pytest.approx(alone.losses(), rel=0, abs=1e-12)
+    start = next(read_records(pair.run / "records" / "rank-0.jsonl"))
+    assert isinstance(start, RunRecord)
+    assert (start.backend == "nccl") == (request.node.callspec.params["runs"] == "nccl")
+
+
+@pytest.mark.parametrize("runs", BACKENDS, indirect=True, scope="module")
+def test_the_rank_that_was_killed_is_named(runs: dict[str, Left]) -> None:
+    left = runs["kill"]
+    assert None not in left.codes, left.told()
+    own = next((said for said in left.said if "rank 1 was killed by SIGKILL" in said), None)
+    assert own is not None, left.told()
+    assert left.codes[left.said.index(own)] == FAILED, left.told()
+    for code, said in zip(left.codes, left.said, strict=True):
+        assert code in (FAILED, HUNG), left.told()
+        assert "rank 1" in said, left.told()
+
+
+@pytest.mark.parametrize("runs", BACKENDS, indirect=True, scope="module")
+def test_the_rank_that_hangs_is_named_with_its_line(runs: dict[str, Left]) -> None:
+    left = runs["hang"]
+    assert left.codes == [HUNG, HUNG], left.told()
+    told = json.loads((left.run / "verdict.json").read_text())
+    assert (told["kind"], told["ranks"]) == ("missing", [1])
+    (line,) = (at for at, text in enumerate(USER_CODE.splitlines(), start=1) if text.endswith("# stands here"))
+    assert f"user_code.py:{line} in hang" in told["sentence"]
+    for said in left.said:
+        assert told["sentence"] in said
+    found = [each for path in left.run.glob("records/*.jsonl") for each in read_records(path)]
+    wait_until_gone([each.pid for each in found if isinstance(each, RunRecord)])
