@@ -159,7 +159,7 @@ def _read(path: Path, start: int) -> str:
 
 _STILL_S = 0.5  # a rank that has not moved for so long may be in a mismatch
 _LOOK_AT_ALL_S = 2.0
-_DEAD_S = 3.0  # the agent tells of dead ranks itself, and sooner
+_DEAD_S = 10.0  # the agent tells of dead ranks itself, and sooner, even on a host that is overrun
 _STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _PATIENT = 3.0  # times the longest standstill that ended by itself
 
