@@ -36,7 +36,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves to the exhaustive run all but ``some(n)`` cases of a test, spread evenly over them."""
+    """Leaves to the exhaustive run all but ``some(n)`` cases of a test, spread evenly over them.
+
+    On a GPU, compilers and drivers warn in ways that differ by version: such warnings fail no test.
+    """
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("some") and not item.get_closest_marker("exhaustive"):

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.compiled import Compiled, compile_model, take_notes
+from paceline.engines.compiled import Compiled, compile_model, fix_sizes, take_notes
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Layout
@@ -48,6 +48,15 @@ def test_ragged_batches_take_one_graph_and_evaluation_another(counter: CompileCo
     assert (training.what, evaluation.what) == ("the whole model", "the whole model, for evaluation")
     assert training.seconds > 0
     assert take_notes(compiled) == []
+
+
+def test_batches_that_are_all_alike_get_a_graph_of_their_size(counter: CompileCounterWithBackend) -> None:
+    model = make_gpt()
+    compile_model(model, whole=True)
+    fix_sizes(model, training=True, evaluation=False)
+    for samples in (8, 8, 5):
+        model(torch.randint(32, (samples, 8)))
+    assert counter.frame_count == 2  # one for each size
 
 
 def test_each_block_is_noted(counter: CompileCounterWithBackend) -> None:

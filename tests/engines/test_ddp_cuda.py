@@ -31,7 +31,7 @@ pytestmark = [
 CONFIG: dict[str, Any] = {
     "model": {"kind": "gpt", "size": "gpt-nano", "context": 64},
     "data": {"kind": "synthetic_tokens", "samples": 256, "vocab_size": 64, "context": 64},
-    "train": {"steps": 12, "global_batch": 16, "accumulate": 2},
+    "train": {"steps": 18, "global_batch": 16, "accumulate": 2},
     "optim": {"lr": 1e-3},
 }
 
@@ -110,7 +110,7 @@ def test_training_never_waits_for_the_device(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "rank-0.jsonl")
     trainer = build_trainer(config_from_dict(CONFIG), SoloCommunicator(torch.device("cuda", 0)), sink=sink)
     steps = trainer.steps()
-    for _ in range(3):
+    for _ in range(7):  # in the first ones the host is timed
         next(steps)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -124,7 +124,7 @@ def test_training_never_waits_for_the_device(tmp_path: Path) -> None:
     trainer.flush(wait=True)
     sink.close()
     lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
-    assert len(lines) == 12
+    assert len([line for line in lines if '"type":"step"' in line]) == 18
 
 
 def test_compiled_training_learns() -> None:

@@ -68,7 +68,7 @@ def test_sum_and_gradients_are_those_of_float64(dtype: torch.dtype, rows: int) -
     expected = F.cross_entropy(logits, targets, reduction="sum")
     theirs = torch.autograd.grad(expected * 0.5, wide)
     exact = dtype == torch.float64
-    rough = 1e-12 if exact else 4e-3 if dtype == torch.float32 else 3e-2  # of the largest: float32 may be TF32
+    rough = 1e-12 if exact else 4e-3 if dtype == torch.float32 else 4e-2  # of the largest: float32 may be TF32
     torch.testing.assert_close(total.double(), expected.detach(), rtol=1e-12 if exact else 1e-3, atol=0)
     assert abs(int(correct) - int((logits.argmax(-1) == targets).sum())) <= (0 if exact else 5)
     for ours, other in zip(found, theirs, strict=True):

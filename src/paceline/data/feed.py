@@ -119,7 +119,8 @@ def read_ahead(items: Iterator[T], ahead: int, prepare: Callable[[], None] = lam
 
 def _prepare_thread(device: torch.device, threads: int) -> None:
     """Makes a new thread work for a device, with few of the ``threads`` that the rank computes with."""
-    torch.cuda.set_device(device)
+    if device.index is not None:
+        torch.cuda.set_device(device)
     if threads > _GATHER_THREADS:
         torch.set_num_threads(_GATHER_THREADS)  # of operators that this thread runs on the host
 

@@ -3,9 +3,10 @@
     blocks   a graph for each block: gradients arrive block by block, and communication overlaps with backward
     whole    one graph for the model: about 2 % faster where there is nothing to overlap
 
-The first dim of every input is marked as one that may change. So a last, ragged batch, other microbatches and other
-sizes in evaluation take the graph that is there; only a batch of one sample, which torch always treats as a size of its
-own, makes another. Training and evaluation have a graph each.
+Training and evaluation have a graph each. The first dim of every input is marked as one that may change: a last, ragged
+batch and other microbatches then take the graph that is there. Only a batch of one sample, which torch always treats as
+a size of its own, makes another. Where all batches are known to be alike (``fix_sizes``) the graph is made for that
+size: it is compiled in half the time, and convolutions find better layouts.
 
 What torch cannot compile runs as it is, and ``notes`` says so: a run is never slow without a word.
 """
@@ -13,7 +14,7 @@ What torch cannot compile runs as it is, and ``notes`` says so: a run is never s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,12 +43,13 @@ class Compiled:
         self._graph = torch.compile(function)
         self._what = what
         self._modes: set[bool] = set()  # with and without gradients: each has a graph
+        self.fixed: Collection[bool] = ()  # modes whose batches are all of one size
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        for each in tree_leaves((args, kwargs)):
+        mode = torch.is_grad_enabled()
+        for each in () if mode in self.fixed else tree_leaves((args, kwargs)):
             if isinstance(each, torch.Tensor) and each.dim():
                 torch._dynamo.maybe_mark_dynamic(each, 0)
-        mode = torch.is_grad_enabled()
         if mode in self._modes:
             return self._graph(*args, **kwargs)
         self._modes.add(mode)
@@ -77,12 +79,21 @@ def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
     return found or [model]
 
 
+def fix_sizes(*places: Any, training: bool, evaluation: bool) -> None:
+    """Says that all batches have one size, in training, in evaluation or in both."""
+    for each in _compiled(places):
+        each.fixed = {mode for mode, is_fixed in ((True, training), (False, evaluation)) if is_fixed}
+
+
 def take_notes(*places: Any) -> list[CompileNote]:
-    """Returns what was compiled since the last call, in modules and functions; blocks that are alike make one note."""
-    functions = [each.forward for place in places if isinstance(place, nn.Module) for each in place.modules()]
+    """Returns what was compiled since the last call, in modules and functions."""
     notes: list[CompileNote] = []
-    for function in [*functions, *places]:
-        if isinstance(function, Compiled):
-            notes += function.notes
-            function.notes = []
+    for each in _compiled(places):
+        notes += each.notes
+        each.notes = []
     return notes
+
+
+def _compiled(places: Sequence[Any]) -> list[Compiled]:
+    functions = [each.forward for place in places if isinstance(place, nn.Module) for each in place.modules()]
+    return [each for each in (*functions, *places) if isinstance(each, Compiled)]

@@ -27,6 +27,7 @@ from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
 from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
+from paceline.engines.compiled import fix_sizes
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
@@ -245,6 +246,11 @@ def build_trainer(
     loss = build_loss(
         config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.is_compiled, is_fused=is_fused
     )
+    if layout.is_compiled and not plan.finds_microbatch:
+        batch, at_once = plan.batch.global_batch, plan.batch.microbatch * layout.data
+        is_even = config.data.last_batch == "drop" or plan.train_samples % batch == 0
+        sums = getattr(loss, "sum", None)
+        fix_sizes(engine.module, sums, training=is_even and batch % at_once == 0, evaluation=num_eval % at_once == 0)
     if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
