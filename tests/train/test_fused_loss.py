@@ -20,10 +20,10 @@ from paceline.errors import ConfigError, UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Layout
 from paceline.predict.replay.events import Run
-from paceline.records.records import EvalRecord
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import IGNORED, CrossEntropy, fuses_loss
+from paceline.train.trainer import Evaluation
 
 VOCABULARY, CONTEXT = 23, 6
 SHARES = ([3, 1], [2, 2], [1, 0], [4, 3])  # samples of each rank's microbatches: ragged, and one sat out
@@ -81,11 +81,11 @@ def test_gradients_under_every_strategy_are_those_of_one_process_with_logits(str
             values = engine.run_microbatches(mine, fused, scale)
         with torch.no_grad():
             score = engine.apply_loss(fused.score, (tokens, targets))
-        return engine.full_gradients(), [float(value.total) for value in values], score
+        return engine.full_gradients(), [float(value.total.detach()) for value in values], score
 
     results = run_virtual(work, ranks)
     total = sum(sum(totals) for _, totals, _ in results)
-    assert total / int((targets != IGNORED).sum()) == pytest.approx(float(loss), abs=1e-12)
+    assert total / int((targets != IGNORED).sum()) == pytest.approx(float(loss.detach()), abs=1e-12)
     for gradients, _, score in results:
         torch.testing.assert_close(gradients, expected, rtol=0, atol=1e-10)
         assert int(score.correct) == int((logits.argmax(-1) == targets.reshape(-1)).sum())
@@ -103,10 +103,11 @@ def config_of(**sections: Any) -> Config:
     return config_from_dict(values)
 
 
-def records_of(config: Config) -> Kept:
+def losses_and_evaluation(config: Config) -> tuple[list[float], Evaluation]:
     sink = Kept()
-    build_trainer(config, SoloCommunicator(torch.device("cpu")), sink=sink).run()
-    return sink
+    trainer = build_trainer(config, SoloCommunicator(torch.device("cpu")), sink=sink)
+    trainer.run()
+    return [record.loss_sum for record in sink.steps], trainer.evaluate()
 
 
 @pytest.mark.parametrize(
@@ -119,16 +120,14 @@ def records_of(config: Config) -> Kept:
     ],
 )
 def test_a_run_has_the_losses_of_one_without(precision: str, dtype: str, tolerance: float) -> None:
-    fused, plain = (
-        records_of(config_of(train={"precision": precision, "dtype": dtype, "fused_loss": asked}))
+    (fused, ours), (plain, theirs) = (
+        losses_and_evaluation(config_of(train={"precision": precision, "dtype": dtype, "fused_loss": asked}))
         for asked in (True, "auto")
     )
-    assert [r.loss_sum for r in fused.steps] == pytest.approx([r.loss_sum for r in plain.steps], rel=tolerance)
-    ours, theirs = ([r for r in sink.records if isinstance(r, EvalRecord)] for sink in (fused, plain))
-    assert len(ours) == len(theirs) == 2
-    assert [r.loss for r in ours] == pytest.approx([r.loss for r in theirs], rel=tolerance)
+    assert fused == pytest.approx(plain, rel=tolerance)
+    assert ours.loss == pytest.approx(theirs.loss, rel=tolerance)
     if dtype == "float64":
-        assert [r.accuracy for r in ours] == [r.accuracy for r in theirs]
+        assert ours.accuracy == theirs.accuracy
 
 
 @pytest.mark.parametrize(
@@ -220,7 +219,7 @@ def test_a_causal_model_trains_with_its_logits_and_without(monkeypatch: pytest.M
 
     def losses(asked: Any) -> list[float]:
         values = config_of(train={"dtype": "float64", "fused_loss": asked}).model_dump(exclude_unset=True)
-        return [r.loss_sum for r in records_of(config_from_dict({**values, "model": model})).steps]
+        return losses_and_evaluation(config_from_dict({**values, "model": model}))[0]
 
     assert losses(True) == pytest.approx(losses(False), rel=1e-10)
 
