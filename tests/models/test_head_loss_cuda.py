@@ -147,8 +147,8 @@ def test_a_run_with_it_has_the_losses_of_one_without(precision: str, compiles: b
         }
         sink = Kept()
         trainer = build_trainer(config_from_dict(values), SoloCommunicator(torch.device("cuda")), sink=sink)
-        assert isinstance(trainer.loss, CrossEntropy)
-        assert trainer.loss.is_fused is (fused == "auto")
+        assert isinstance(trainer.parts.loss, CrossEntropy)
+        assert trainer.parts.loss.is_fused is (fused == "auto")
         trainer.run()
         return [record.loss_sum for record in sink.steps]
 

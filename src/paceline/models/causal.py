@@ -51,7 +51,7 @@ def with_head_loss(model: nn.Module) -> nn.Module:
         raise UsageError(
             f"{name} has no output layer that can be found\n"
             "  it needs base_model, get_output_embeddings() that returns a linear layer, and config.vocab_size\n"
-            "  give it loss_vocabulary() and a forward that takes targets: see docs/precision.md"
+            "  give it loss_vocabulary() and a forward that takes targets: see docs/fused-loss.md"
         )
     head = cast("nn.Linear", _head(model))
     bias: Tensor | None = head.bias

@@ -180,7 +180,7 @@ def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool
         raise UsageError(
             f"train.fused_loss = true, but {type(model).__name__} does not compute a loss\n"
             "  the loss is fused with the output layer inside the model, which says so with loss_vocabulary()\n"
-            "  give it that method and a forward that takes targets (see docs/precision.md), or leave "
+            "  give it that method and a forward that takes targets (see docs/fused-loss.md), or leave "
             "train.fused_loss out"
         )
     return vocabulary is not None and (asked is True or vocabulary >= _LARGE_VOCABULARY)
