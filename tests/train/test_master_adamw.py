@@ -347,7 +347,7 @@ def test_an_engine_without_copies_in_bf16_lends_nothing() -> None:
 
 def test_on_a_cpu_the_optimizer_of_a_config_is_torchs() -> None:
     engine = make_engine()
-    optimizer = build_optimizer(OptimConfig(kind="adamw"), engine.named_parameters(), engine.lend_copies)
+    optimizer = build_optimizer(OptimConfig(kind="adamw"), engine.named_parameters(), engine)
     assert type(optimizer) is torch.optim.AdamW
     assert not can_update(list(engine.parameters()))
     nn.functional.cross_entropy(engine(make_batch().microbatches[0][0]).float(), torch.zeros(12).long()).backward()
@@ -383,7 +383,7 @@ def test_a_kernel_that_cannot_be_built_is_told_of(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
 def test_the_optimizer_of_a_config_updates_masters_and_copies_in_one_pass() -> None:
     engine = make_engine("cuda")
-    optimizer = build_optimizer(OptimConfig(kind="adamw"), engine.named_parameters(), engine.lend_copies)
+    optimizer = build_optimizer(OptimConfig(kind="adamw"), engine.named_parameters(), engine)
     assert isinstance(optimizer, MasterAdamW)
 
 
