@@ -49,12 +49,12 @@ class _Update:
     """One tensor's part of an update."""
 
     group: int
-    master: torch.Tensor
+    master: nn.Parameter
     gradient: torch.Tensor
     average: torch.Tensor
     square: torch.Tensor
     step: torch.Tensor
-    copy: torch.Tensor | None
+    copy: nn.Parameter | None
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
@@ -82,7 +82,7 @@ class MasterAdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # of torch's GradScaler, which would write to the masters' gradients
         self._copies = dict(copies)
         self._scaling = Scaling()
-        self._tables: Any = None  # made in the first step, where the device is known
+        self._tables: _Tables | None = None  # made in the first step, where the device is known
 
     def gradient(self, master: nn.Parameter) -> torch.Tensor | None:
         """Returns the gradient that a master is updated by."""
@@ -96,7 +96,7 @@ class MasterAdamW(torch.optim.AdamW):
         """Makes an update.
 
         In a CUDA graph: make one step before the capture, keep the gradients' memory for as long as the graph lives,
-        and call ``upload_rates`` before each replay after which learning rates have changed.
+        and call ``upload_rates`` before each replay for which learning rates have changed.
         """
         loss = None
         if closure is not None:
@@ -108,11 +108,14 @@ class MasterAdamW(torch.optim.AdamW):
         if updates[0].master.device.type != "cuda":
             for update in updates:
                 _update_plainly(update, self.param_groups[update.group], self._scaling)
-            return loss
-        if self._tables is None:
-            self._tables = _Tables(updates[0].master.device)
-        self.upload_rates()
-        self._tables.launch(updates, self.param_groups, self._scaling)
+        else:
+            if self._tables is None:
+                self._tables = _Tables(updates[0].master.device)
+            self.upload_rates()
+            self._tables.launch(updates, self.param_groups, self._scaling)
+        for update in updates:
+            if update.copy is None and (copy := self._copies.get(update.master)) is not None:
+                copy.data.copy_(update.master)
         return loss
 
     def step_scaled(self, scaling: Scaling) -> None:
@@ -154,10 +157,13 @@ class MasterAdamW(torch.optim.AdamW):
                 for name in ("exp_avg", "exp_avg_sq"):
                     if state[name].stride() != master.stride():
                         state[name] = torch.empty_like(master, requires_grad=False).copy_(state[name])
-                if gradient.stride() != master.stride() or gradient.data_ptr() % _ALIGN:
-                    gradient = torch.empty_like(master, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
-                average, square, copy = state["exp_avg"], state["exp_avg_sq"], self._copies.get(master)
-                yield _Update(number, master, gradient, average, square, state["step"], copy)
+                dtype = torch.bfloat16 if gradient.dtype == torch.bfloat16 else torch.float32
+                if gradient.dtype != dtype or not _lie_alike(gradient, master):
+                    gradient = torch.empty_like(master, dtype=dtype, requires_grad=False).copy_(gradient)
+                copy = self._copies.get(master)
+                if copy is not None and not _lie_alike(copy, master):
+                    copy = None  # somebody gave it another memory format: it is written by itself
+                yield _Update(number, master, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], copy)
 
 
 def can_update(parameters: Sequence[nn.Parameter]) -> bool:
@@ -354,6 +360,11 @@ def _owners(columns: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
 def _pinned(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
     """Returns numbers in memory from which they are copied to the device without waiting."""
     return torch.tensor(values, dtype=dtype, device="cpu").pin_memory()
+
+
+def _lie_alike(tensor: torch.Tensor, master: torch.Tensor) -> bool:
+    """Says whether the kernel can walk through both with the same offsets, and read several numbers at a time."""
+    return tensor.stride() == master.stride() and tensor.data_ptr() % _ALIGN == 0
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
