@@ -13,7 +13,7 @@ from paceline.cli.train import show_result
 from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.records.records import RunRecord, read_records
-from paceline.run.decide import decide_strategy, resolve_config, show_decisions
+from paceline.run.decide import decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
 from paceline.run.result import read_result
 from paceline.search.choice import Room
 
@@ -118,3 +118,24 @@ def test_a_description_of_the_machine_that_is_of_no_use_is_told(
 def test_settings_that_nobody_reads_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions(load_config(None, [*MLP, "comm.nccl.p2p_level=NVL"]), None)
     assert "comm.nccl is not read here" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_precision_of_auto_is_told_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet = decide_run(load_config(None, [*MLP, "parallel.ranks=1"]))
+    assert quiet.notes == ()  # what CPU ranks always have
+    assert (quiet.plan.layout.precision, quiet.config.train.precision) == ("fp32", "auto")
+    asked = decide_run(load_config(None, [*MLP, "parallel.ranks=1", "train.precision=auto"]))
+    assert asked.notes == ("train.precision = auto takes fp32: ranks on CPUs, where bf16 is often slower than fp32",)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for has_bf16, name, why in (
+        (True, "bf16_master", "fp32 masters lose no update"),
+        (False, "fp32", "no units for bf16"),
+    ):
+        monkeypatch.setattr("paceline.engines.precision.has_bf16", lambda _, found=has_bf16: found)
+        gpu = load_config(None, [*MLP, "parallel={device: cuda, ranks: 1}"])
+        decided = resolve_config(gpu)
+        assert decided.train.precision == name
+        (note,) = precision_notes(gpu, decided)
+        assert note.startswith(f"train.precision = auto takes {name}: ")
+        assert why in note

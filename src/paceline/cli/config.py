@@ -104,7 +104,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
         return []
     decided, choice = _decide(config, known)
     kept = {name: getattr(config.parallel, name) for name in ("device", "ranks")}
-    settled = decided.with_values("parallel", **kept)
+    settled = decided.with_values("parallel", **kept).with_values("train", precision=config.train.precision)
     before, after = leaf_values(config), leaf_values(settled)
     key, origin = "parallel.sharding_strategy", "derived: chosen, as parallel.sharding_strategy = auto"
     chosen = {path: value for path, value in after.items() if value != before.get(path)}

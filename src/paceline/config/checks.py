@@ -312,7 +312,7 @@ def check_optimizer_keys(config: Config) -> Iterator[Problem]:
 def check_precision(config: Config) -> Iterator[Problem]:
     """Checks that lower precision starts from float32, and that a loss scale comes with fp16."""
     train = config.train
-    if train.dtype == "float64" and train.precision != "fp32":
+    if train.dtype == "float64" and train.precision not in ("fp32", "auto"):
         yield Problem(
             what=f"train.precision = {train.precision} with train.dtype = float64",
             rule="lower precision is for speed and memory, float64 for exactness",

@@ -62,6 +62,7 @@ def _derived(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         yield _row("parallel.ranks", ranks, f"asked for here, where the config says {asked}")
     yield from _ranks(config, known)
     yield from _batch(config, known)
+    yield from _precision(config)
     yield from _length(config)
     yield from _learning_rate(config, known)
     yield from _offload_and_buckets(config)
@@ -180,6 +181,17 @@ def _batch_formulas(config: Config, plan: BatchPlan | None) -> dict[str, str]:
         "microbatch": micro,
         "accumulate": steps if None not in (train.global_batch, train.microbatch) else alone,
     }
+
+
+def _precision(config: Config) -> Iterator[ExplainRow]:
+    train, device = config.train, config.parallel.device
+    if train.precision != "auto":
+        return
+    if device == "auto" and train.dtype == "float32":
+        formula = "bf16_master on GPUs that compute in bf16, else fp32; known with the device"
+        yield _row("derived.precision", None, formula)
+    else:
+        yield _row("derived.precision", train.precision_on(device), train.precision_reason(device))
 
 
 def _length(config: Config) -> Iterator[ExplainRow]:

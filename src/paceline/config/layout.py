@@ -33,7 +33,8 @@ CONFIG_KEYS: Mapping[str, str] = {name: f"{section}." for name, section in (_SHA
 def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None = None) -> Layout:
     """Returns the layout that a config asks for; on so many ranks, if they are given, ``node_ranks`` on a host.
 
-    With ranks, the batch is resolved too. A strategy that is still to be chosen stands as ddp.
+    With ranks, the batch is resolved too. A strategy that is still to be chosen stands as ddp; a precision that is to
+    follow from a device that is not known stands as fp32.
 
     Raises ConfigError where the batch cannot be divided, UsageError where a schedule's file cannot be read.
     """
@@ -50,6 +51,7 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
         "gathers_logits": train.loss != "auto",  # a loss of one's own expects whole logits
         "offload": Offload.of(config.memory.offload),
         "compile": config.model.compile,
+        "precision": train.precision_on(parallel.device),
         "microbatch": None,  # these two follow from the ranks
         "accumulate": None,
     }
@@ -59,6 +61,14 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     layout = layout.for_ranks(ranks, node_ranks)
     batch = batch_plan(train, layout.data, layout.pipeline)
     return replace(layout, microbatch=batch.microbatch, accumulate=batch.accumulate)
+
+
+def with_precision(config: Config, device: str, *, has_bf16: bool = True) -> Config:
+    """Returns the config with the precision that ``auto`` is on a device; for CPUs, where that is fp32, as it is."""
+    name = config.train.precision_on(device, has_bf16=has_bf16)
+    if name == config.train.precision or "cuda" not in (device, config.parallel.device):
+        return config
+    return config.with_values("train", precision=name)
 
 
 def config_batch(config: Config, ranks: int) -> BatchPlan:

@@ -334,10 +334,11 @@ class TrainConfig(Section):
     seed: Seed = Field(default=0, description="seed of weights, dropout and data order")
     deterministic: bool = Field(default=False, description="only deterministic kernels; slower, bit-for-bit the same")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype in which the model is built")
-    precision: Literal["fp32", "bf16", "fp16", "bf16_master", "fp8", "fp8_row"] = Field(
-        default="fp32",
+    precision: Literal["auto", "fp32", "bf16", "fp16", "bf16_master", "fp8", "fp8_row"] = Field(
+        default="auto",
         description="fp32: computes in dtype; bf16, fp16: autocast; bf16_master: bf16 parameters with fp32 masters; "
-        "fp8: so, and linear layers of blocks in 8 bits, scaled tensor by tensor; fp8_row: scaled row by row",
+        "fp8: so, and linear layers of blocks in 8 bits, scaled tensor by tensor; fp8_row: scaled row by row; "
+        "auto: bf16_master on GPUs with bf16, else fp32",
     )
     cuda_graphs: bool | Literal["auto"] = Field(
         default="auto",
@@ -362,6 +363,22 @@ class TrainConfig(Section):
         default=None, description="keep a moving average of the parameters with this decay, such as 0.999"
     )
     ema_eval: bool = Field(default=False, description="evaluate the average instead of the parameters")
+
+    def precision_on(self, device: str, *, has_bf16: bool = True) -> str:
+        """Returns the precision of ranks on a device, which may or may not compute in bf16: what ``auto`` is there."""
+        if self.precision != "auto":
+            return self.precision
+        return "bf16_master" if device == "cuda" and has_bf16 and self.dtype == "float32" else "fp32"
+
+    def precision_reason(self, device: str, *, has_bf16: bool = True) -> str:
+        """Returns why ``auto`` is that."""
+        if self.dtype != "float32":
+            return f"train.dtype = {self.dtype} is for exactness"
+        if device != "cuda":
+            return "ranks on CPUs, where bf16 is often slower than fp32"
+        if not has_bf16:
+            return "this GPU has no units for bf16; fp16 has a smaller range and a loss scale, so ask for it by name"
+        return "GPUs multiply bf16 several times as fast as fp32, and fp32 masters lose no update"
 
     @property
     def epochs_to_run(self) -> float | None:

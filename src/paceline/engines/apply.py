@@ -83,7 +83,7 @@ def parallelize(
         _refuse_twice(strategy, precision, options)
     else:
         layout = layout_from(options, None if is_auto else strategy)
-    policy = precision_named(layout.precision if precision is None else precision)
+    policy = precision_named(layout.precision if precision is None else precision, comm.device)
     layout = replace(layout, precision=policy.name)
     if compressor is not None:  # the rules of a layout's own compression hold for it too
         given = compressor.settings

@@ -128,6 +128,10 @@ class DataParallel(ModuleEngine):
         self._settle_lent()
         return super().gradients()
 
+    @property
+    def can_lend_copies(self) -> bool:
+        return self._masters is not None and self._masters.can_lend
+
     def lend_copies(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {} if self._masters is None else self._masters.lend()
 

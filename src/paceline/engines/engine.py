@@ -209,6 +209,11 @@ class Engine(ABC):
         """Returns the gradients of what this rank updates, to be read or scaled in place."""
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
+    @property
+    def can_lend_copies(self) -> bool:
+        """Whether ``lend_copies`` has something to lend."""
+        return False
+
     def lend_copies(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Returns, by master, the copy in bf16 that the module computes with: for an optimizer that writes both.
 

@@ -35,11 +35,16 @@ class Masters:
         self.may_have_changed = False
         self.are_lent = False  # to an optimizer that writes the module's parameters too
 
+    @property
+    def can_lend(self) -> bool:
+        """Whether there are masters, all of them in fp32, and the module's parameters in bf16."""
+        dtypes = {(master.dtype, parameter.dtype) for parameter, master in self._pairs}
+        return dtypes == {(torch.float32, torch.bfloat16)}
+
     def lend(self) -> dict[nn.Parameter, nn.Parameter]:
-        """Returns the module's parameters in bf16 by their fp32 masters, for an optimizer that updates both."""
-        found = {m: p for p, m in self._pairs if (m.dtype, p.dtype) == (torch.float32, torch.bfloat16)}
-        self.are_lent = len(found) == len(self._pairs) > 0
-        return found if self.are_lent else {}
+        """Returns the module's parameters by their masters, for an optimizer that updates both."""
+        self.are_lent = self.can_lend
+        return {master: parameter for parameter, master in self._pairs} if self.are_lent else {}
 
     def expect_update(self) -> None:
         """Notes that an update of the masters may follow, of which the module's parameters know nothing yet."""
@@ -100,7 +105,8 @@ def norm_of(whole: list[torch.Tensor], half: list[torch.Tensor], norm_type: floa
     """Returns the norm of gradients of which some are in half precision: these are read as they are, once."""
     norms = [*torch._foreach_norm(half, norm_type, dtype=torch.float32)]
     norms += torch._foreach_norm(whole, norm_type) if whole else []
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return total
 
 
 def _split_off(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:

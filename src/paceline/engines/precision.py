@@ -78,18 +78,23 @@ PRECISIONS = {
 }
 
 
-def precision_named(precision: str | Precision) -> Precision:
-    """Returns the policy of a name; a policy of the user's own is passed through."""
+def precision_named(precision: str | Precision, device: torch.device | None = None) -> Precision:
+    """Returns the policy of a name; a policy of the user's own is passed through.
+
+    ``auto``, where there is a device: bf16 with masters on a GPU that computes in bf16, else fp32.
+    """
     if isinstance(precision, Precision):
         return precision
+    if precision == "auto" and device is not None:
+        precision = "bf16_master" if device.type == "cuda" and has_bf16(device) else "fp32"
     if precision not in PRECISIONS:
-        raise UsageError(f"precision = {precision!r} is unknown\n  it is one of {', '.join(PRECISIONS)}")
+        raise UsageError(f"precision = {precision!r} is unknown\n  it is one of {', '.join(PRECISIONS)}, or auto")
     return PRECISIONS[precision]
 
 
 def mixed_precision(device: torch.device) -> Precision:
     """Returns what "mixed precision" means on a device: bf16, which needs no loss scale, or fp16 on older GPUs."""
-    return PRECISIONS["bf16" if _has_bf16(device) else "fp16"]
+    return PRECISIONS["bf16" if has_bf16(device) else "fp16"]
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
@@ -102,7 +107,7 @@ def check_precision(precision: Precision, device: torch.device) -> None:
     problem = _lacks_float8(device) if precision.float8 else ""
     if problem:
         other = "bf16_master"
-    elif dtype is torch.bfloat16 and not _has_bf16(device):
+    elif dtype is torch.bfloat16 and not has_bf16(device):
         problem = "its tensor cores have no such format, and torch would emulate it slowly"
     else:
         try:
@@ -131,7 +136,8 @@ def kept_parameters(module: nn.Module) -> set[nn.Parameter]:
     return {p for owner in module.modules() if keeps_dtype(owner) for p in owner.parameters(recurse=False)}
 
 
-def _has_bf16(device: torch.device) -> bool:
+def has_bf16(device: torch.device) -> bool:
+    """Says whether a device computes in bf16: not whether that is fast on a CPU, nor what a GPU emulates."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 

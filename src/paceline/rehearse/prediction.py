@@ -14,7 +14,7 @@ from pathlib import Path
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.wires import wire_cost
-from paceline.config import Config, load_config
+from paceline.config import Config, load_config, with_precision
 from paceline.errors import UsageError
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep
@@ -75,6 +75,8 @@ def predict_decided(
         raise UsageError(f"rank = {rank} of {ranks} ranks\n  ranks are 0 to {ranks - 1}\n  try rank = {ranks - 1}")
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.with_values("parallel", device="cpu")
+    if not cluster.device.is_cpu and config.parallel.device != "cpu":
+        config = with_precision(config, "cuda", has_bf16="bf16" in cluster.device.peak_flops)
     config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)
     programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
     found = replay(programs, cluster, slow=slow_ranks, keeps_spans=keeps_spans, with_loop=True)

@@ -9,6 +9,7 @@ Raises ConfigError with all problems at once for what does not fit together, Usa
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from paceline import free_memory
 from paceline.cluster import detect
 from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
-from paceline.config import Config, check_ranks
+from paceline.config import Config, check_ranks, with_precision
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan
@@ -52,11 +53,15 @@ class Participants:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was decided before ranks start: the plan, the config without what it left open, and why if it was chosen."""
+    """What was decided before ranks start: the plan, the config without what it left open, and why if it was chosen.
+
+    ``notes``: what else was decided, a line for each.
+    """
 
     plan: Plan
     config: Config
     choice: Choice | None = None
+    notes: tuple[str, ...] = ()
 
 
 def decide_run(asked: Config, participants: Participants | None = None, *, checks_memory: bool = True) -> Decision:
@@ -75,6 +80,7 @@ def decide_run(asked: Config, participants: Participants | None = None, *, check
         is_alone = False  # of several hosts, each has memory of its own
     else:
         config, here, is_alone = resolve_config(asked), None, True
+    config = decide_precision(config)
     choice: Choice | None = None
     if config.parallel.strategy == "auto":
         if who.comm is None:
@@ -85,7 +91,8 @@ def decide_run(asked: Config, participants: Participants | None = None, *, check
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
         check_memory(config, is_told=who.comm is None or who.comm.rank == 0)
     machine = RunMachine(device=config.parallel.device, ranks=config.parallel.decided_ranks, node_ranks=here)
-    return Decision(plan=make_plan(config, machine), config=config, choice=choice)
+    plan, notes = make_plan(config, machine), tuple(precision_notes(asked, config))
+    return Decision(plan=plan, config=config, choice=choice, notes=notes)
 
 
 def resolve_config(config: Config) -> Config:
@@ -93,7 +100,7 @@ def resolve_config(config: Config) -> Config:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
     ranks = config.parallel.ranks if config.parallel.ranks != "auto" else (num_gpus if device == "cuda" else CPU_RANKS)
-    problems = _check_precision(config.train.precision, device)
+    problems = _check_precision(config.train.precision_on(device), device)
     if device == "cuda" and num_gpus == 0:
         problems.append(
             Problem(
@@ -113,7 +120,24 @@ def resolve_config(config: Config) -> Config:
     else:
         problems += check_ranks(config, ranks)
     _refuse(problems)
-    return config.with_values("parallel", device=device, ranks=ranks)
+    return decide_precision(config.with_values("parallel", device=device, ranks=ranks))
+
+
+def decide_precision(config: Config) -> Config:
+    """Decides ``train.precision: auto`` of a config whose device is decided, by what that computes in."""
+    return with_precision(config, config.parallel.device, has_bf16=_has_bf16(config.parallel.device))
+
+
+def precision_notes(asked: Config, decided: Config) -> Iterator[str]:
+    """Yields which precision was taken and why, unless it was asked for, or is what CPU ranks always have."""
+    train, device = asked.train, decided.parallel.device
+    if train.precision == "auto" and (device == "cuda" or "precision" in train.model_fields_set):
+        reason = train.precision_reason(device, has_bf16=_has_bf16(device))
+        yield f"train.precision = auto takes {decided.train.precision_on(device)}: {reason}"
+
+
+def _has_bf16(device: str) -> bool:
+    return device != "cuda" or not torch.cuda.is_available() or precision.has_bf16(torch.device("cuda"))
 
 
 def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
@@ -166,11 +190,11 @@ def check_virtual(config: Config) -> None:
         )
 
 
-def show_decisions(config: Config, choice: Choice | None) -> None:
+def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] = ()) -> None:
     """Prints what was decided before the run, and why."""
     from rich.console import Console
 
-    notes = [None if choice is None else choice.reason()]
+    notes = [None if choice is None else choice.reason(), *others]
     if config.memory.offload and config.parallel.device == "cpu":
         notes.append("memory.offload moves nothing here: on CPU ranks the host's memory is the device's")
     if config.train.precision in ("fp8", "fp8_row") and config.parallel.device == "cpu":

@@ -68,7 +68,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
     check_port(options.port)
     is_shown = config.monitor.console and not options.is_quiet
     if is_shown:
-        show_decisions(config, decision.choice)
+        show_decisions(config, decision.choice, decision.notes)
     expected = predict_run(config)
     folder, ranks = location.folder, plan.layout.ranks
     asked = LocalRanks(

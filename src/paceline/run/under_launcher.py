@@ -71,7 +71,7 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     claimed, prediction = _claim_together(comm, location, decision, cores, force=options.force)
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not options.is_quiet else None
     if view is not None:
-        show_decisions(config, choice)
+        show_decisions(config, choice, decision.notes)
     _run_rank(decision, comm, location, claimed, prediction, view)
     comm.barrier()  # every rank's records are complete
     result = read_result(location.folder, config, choice) if comm.rank == 0 else None

@@ -40,6 +40,7 @@ def task_of(
     Raises UsageError for a model whose shape is not known.
     """
     train, compiles = config.train, Layout(compile=config.model.compile).for_ranks(devices).compile
+    precision = train.precision_on(config.parallel.device)
     own: ModelShape | SampleModel
     if isinstance(config.model, GPTModelConfig):
         own, details = _of_gpt(config, config.model)
@@ -48,9 +49,9 @@ def task_of(
     return TrainingTask(
         model=shape or own,
         global_batch=train.global_batch or config_batch(config, devices).global_batch,
-        compute=_COMPUTE[train.precision],
+        compute=_COMPUTE[precision],
         framework="eager" if compiles == "none" else "compiled",
-        base=Layout(precision=train.precision, prefetch=config.parallel.prefetch, compile=compiles),
+        base=Layout(precision=precision, prefetch=config.parallel.prefetch, compile=compiles),
         **details,
     )
 
@@ -114,6 +115,7 @@ def workload_as_written(config: Config, task: TrainingTask, cluster: Cluster) ->
     is_fully = layout.is_fully_sharded
     layout = replace(
         layout,
+        precision=task.base.precision,
         bucket_mb=task.base.bucket_mb if is_fully else layout.bucket_mb,
         reshard_after_forward=layout.reshard_after_forward is not False or not is_fully,
         offload=Offload() if config.parallel.device == "cpu" else _implied(layout.offload),

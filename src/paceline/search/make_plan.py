@@ -36,7 +36,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.cluster.detect import Machine
-from paceline.config import Config, check_ranks, config_batch, layout_of, run_checks
+from paceline.config import Config, check_ranks, config_batch, layout_of, run_checks, with_precision
 from paceline.errors import ConfigError, UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
@@ -196,6 +196,7 @@ def make_plan(config: Config, machine: RunMachine, *, source: str = "config") ->
     problems = check_ranks(config, machine.ranks, machine.node_ranks)
     if problems:
         raise ConfigError(problems, source=source)
+    config = with_precision(config, machine.device)
     return Plan(
         name=config.name,
         layout=layout_of(config, machine.ranks, machine.node_ranks),
@@ -211,6 +212,7 @@ def choose_layout(config: Config, model: ModelFacts, room: Room, machine: Machin
     priced. Raises ConfigError where nothing fits.
     """
     choose = choose_mesh if config.parallel.sharding_strategy == "auto" else choose_for_config
+    config = with_precision(config, room.device)
     here = config.with_values("parallel", device=room.device)
     choice = choose_by_time(choose(config, model, room), here, model, machine)
     return apply_choice(config, choice), choice

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.entries import near_names
-from paceline.config import Config, config_from_dict
+from paceline.config import Config, config_from_dict, with_precision
 from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
 from paceline.predict.memory.facts import ModelFacts
@@ -52,6 +52,8 @@ def request_for(
 
     ``precision``: another one than the config's, or ``auto`` for any. Raises UsageError for what cannot be planned.
     """
+    device = cluster.device
+    config = with_precision(config, "cpu" if device.is_cpu else "cuda", has_bf16="bf16" in device.peak_flops)
     return PlanRequest(
         config=config,
         cluster=cluster,

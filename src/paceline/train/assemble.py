@@ -19,7 +19,7 @@ from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.config import Config, layout_of, peak_learning_rate
+from paceline.config import Config, layout_of, peak_learning_rate, with_precision
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader
@@ -29,6 +29,7 @@ from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes
 from paceline.engines.engine import Engine
+from paceline.engines.precision import has_bf16
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
@@ -226,6 +227,7 @@ def build_trainer(
     if config.train.deterministic:
         make_deterministic()
     if plan is None:
+        config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
         if config.parallel.strategy == "auto":
             config, _ = resolve_together(config, comm, node_ranks)
         plan = make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
@@ -259,7 +261,7 @@ def build_trainer(
     parts = TrainerParts(
         plan=plan,
         engine=engine,
-        optimizer=build_optimizer(optim, engine.named_parameters(), engine.lend_copies),
+        optimizer=build_optimizer(optim, engine.named_parameters(), engine),
         loader=_train_loader(config, plan, work.data, engine.comm, options),
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,

@@ -49,12 +49,12 @@ class _Update:
     """One tensor's part of an update."""
 
     group: int
-    master: torch.Tensor
+    master: nn.Parameter
     gradient: torch.Tensor
     average: torch.Tensor
     square: torch.Tensor
     step: torch.Tensor
-    copy: torch.Tensor | None
+    copy: nn.Parameter | None
 
     @property
     def kind(self) -> tuple[int, bool, bool]:
@@ -82,7 +82,7 @@ class MasterAdamW(torch.optim.AdamW):
         self._step_supports_amp_scaling = False  # of torch's GradScaler, which would write to the masters' gradients
         self._copies = dict(copies)
         self._scaling = Scaling()
-        self._tables: Any = None  # made in the first step, where the device is known
+        self._tables: _Tables | None = None  # made in the first step, where the device is known
 
     def gradient(self, master: nn.Parameter) -> torch.Tensor | None:
         """Returns the gradient that a master is updated by."""
@@ -92,11 +92,11 @@ class MasterAdamW(torch.optim.AdamW):
         return None if copy is None else copy.grad
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Makes an update.
 
         In a CUDA graph: make one step before the capture, keep the gradients' memory for as long as the graph lives,
-        and call ``upload_rates`` before each replay after which learning rates have changed.
+        and call ``upload_rates`` before each replay for which learning rates have changed.
         """
         loss = None
         if closure is not None:
@@ -108,11 +108,14 @@ class MasterAdamW(torch.optim.AdamW):
         if updates[0].master.device.type != "cuda":
             for update in updates:
                 _update_plainly(update, self.param_groups[update.group], self._scaling)
-            return loss
-        if self._tables is None:
-            self._tables = _Tables(updates[0].master.device)
-        self.upload_rates()
-        self._tables.launch(updates, self.param_groups, self._scaling)
+        else:
+            if self._tables is None:
+                self._tables = _Tables(updates[0].master.device)
+            self.upload_rates()
+            self._tables.launch(updates, self.param_groups, self._scaling)
+        for update in updates:
+            if update.copy is None and (copy := self._copies.get(update.master)) is not None:
+                copy.data.copy_(update.master)
         return loss
 
     def step_scaled(self, scaling: Scaling) -> None:
@@ -154,10 +157,13 @@ class MasterAdamW(torch.optim.AdamW):
                 for name in ("exp_avg", "exp_avg_sq"):
                     if state[name].stride() != master.stride():
                         state[name] = torch.empty_like(master, requires_grad=False).copy_(state[name])
-                if gradient.stride() != master.stride() or gradient.data_ptr() % _ALIGN:
-                    gradient = torch.empty_like(master, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
-                average, square, copy = state["exp_avg"], state["exp_avg_sq"], self._copies.get(master)
-                yield _Update(number, master, gradient, average, square, state["step"], copy)
+                dtype = torch.bfloat16 if gradient.dtype == torch.bfloat16 else torch.float32
+                if gradient.dtype != dtype or not _lie_alike(gradient, master):
+                    gradient = torch.empty_like(master, dtype=dtype, requires_grad=False).copy_(gradient)
+                copy = self._copies.get(master)
+                if copy is not None and not _lie_alike(copy, master):
+                    copy = None  # somebody gave it another memory format: it is written by itself
+                yield _Update(number, master, gradient, state["exp_avg"], state["exp_avg_sq"], state["step"], copy)
 
 
 def can_update(parameters: Sequence[nn.Parameter]) -> bool:
@@ -185,7 +191,8 @@ def has_kernel(device: torch.device) -> bool:
     copy = nn.Parameter(torch.ones(1, device=device, dtype=torch.bfloat16))
     copy.grad = torch.ones_like(copy)
     try:
-        MasterAdamW([{"params": [master]}], {master: copy}, lr=0.5, betas=(0.0, 0.0)).step()
+        optimizer = MasterAdamW([{"params": [master]}], {master: copy}, lr=0.5, betas=(0.0, 0.0))
+        optimizer.step_scaled(Scaling(norm=torch.ones((), device=device), max_norm=1.0))  # as every step does
         return bool((master < 0.6).item())
     except Exception as error:  # whatever a compiler, a driver or a version of Triton brings up
         first = (str(error).strip().splitlines() or [""])[0]
@@ -213,7 +220,7 @@ class _Tables:
             return
         if len(rates) != len(self._rates):
             self._rates = torch.empty(len(rates), 4, device=self.device)  # 16 bytes apart, so that each is aligned
-        self._rates.copy_(_pinned(torch.tensor(rates).unsqueeze(1).expand(-1, 4)), non_blocking=True)
+        self._rates.copy_(_pinned([rate for rate in rates for _ in range(4)], torch.float32).view(-1, 4), True)
         self._known_rates = rates
 
     def launch(self, updates: list[_Update], groups: Sequence[Mapping[str, Any]], scaling: Scaling) -> None:
@@ -252,14 +259,14 @@ class _Tables:
         """
         if is_capturing:
             source, table = plan.take_spare(), torch.empty_like(plan.table)
-            source.copy_(torch.tensor(addresses, dtype=torch.int64))
+            source.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
             table.copy_(source, non_blocking=True)
             self._captured += [source, table]
             return table
         plan.keep_spare()
         if addresses != plan.addresses:
             # Torch's allocator does not hand out pinned memory again before the copy from it has ended.
-            plan.table.copy_(_pinned(torch.tensor(addresses, dtype=torch.int64)), non_blocking=True)
+            plan.table.copy_(_pinned(addresses, torch.int64), non_blocking=True)
             plan.addresses = addresses
         return plan.table
 
@@ -278,12 +285,7 @@ class _Plan:
             mine.append(column)
         self.sizes = torch.tensor(sizes, dtype=torch.int64, device=device)
         self.firsts = torch.tensor(firsts, dtype=torch.int32, device=device)
-        self.owners = {
-            kind: torch.repeat_interleave(
-                torch.tensor(mine, dtype=torch.int32), torch.tensor([blocks[each] for each in mine])
-            ).to(device)
-            for kind, mine in columns.items()
-        }
+        self.owners = {kind: _owners(mine, blocks).to(device) for kind, mine in columns.items()}
         self.addresses: list[int] = []
         self.table = torch.empty(kernel.NUM_ROWS * len(updates), dtype=torch.int64, device=device)
         self._spare: torch.Tensor | None = None
@@ -291,7 +293,7 @@ class _Plan:
     def keep_spare(self) -> None:
         """Keeps pinned memory for the next graph that is captured, which cannot get any itself."""
         if self._spare is None:
-            self._spare = torch.empty(self.table.shape, dtype=torch.int64, pin_memory=True)
+            self._spare = torch.empty(self.table.shape, dtype=torch.int64, device="cpu", pin_memory=True)
 
     def take_spare(self) -> torch.Tensor:
         spare, self._spare = self._spare, None
@@ -349,8 +351,20 @@ def _log(beta: float) -> float:
     return math.log(beta) if beta > 0 else -math.inf
 
 
-def _pinned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().pin_memory()
+def _owners(columns: Sequence[int], blocks: Sequence[int]) -> torch.Tensor:
+    """Returns the column of each program, for as many programs as each of some columns has blocks."""
+    counts = torch.tensor([blocks[column] for column in columns], device="cpu")
+    return torch.repeat_interleave(torch.tensor(columns, dtype=torch.int32, device="cpu"), counts)
+
+
+def _pinned(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
+    """Returns numbers in memory from which they are copied to the device without waiting."""
+    return torch.tensor(values, dtype=dtype, device="cpu").pin_memory()
+
+
+def _lie_alike(tensor: torch.Tensor, master: torch.Tensor) -> bool:
+    """Says whether the kernel can walk through both with the same offsets, and read several numbers at a time."""
+    return tensor.stride() == master.stride() and tensor.data_ptr() % _ALIGN == 0
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

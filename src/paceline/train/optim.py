@@ -14,7 +14,7 @@ t = (before - w) / (n - w):
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from paceline.config import OptimConfig
+from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import full_shape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
@@ -33,14 +34,12 @@ _ONE_CYCLE_RISE = 0.3
 
 
 def build_optimizer(
-    config: OptimConfig,
-    named: Iterable[tuple[str, nn.Parameter]],
-    lend_copies: Callable[[], Mapping[nn.Parameter, nn.Parameter]] | None = None,
+    config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]], engine: Engine | None = None
 ) -> torch.optim.Optimizer:
     """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
 
-    A parameter may be a flat slice of a sharded one: the whole one's dims count. ``lend_copies`` is an engine's, which
-    then leaves it to the optimizer to write them: it is called where AdamW can update masters and copies in one pass.
+    A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` lends its copies of
+    masters, where AdamW can update both in one pass.
     """
     parameters = [parameter for _, parameter in named if parameter.requires_grad]
     groups = [
@@ -51,9 +50,8 @@ def build_optimizer(
     if config.kind == "adamw":
         # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
         betas = (config.betas[0], config.betas[1])
-        copies = lend_copies() if lend_copies is not None and can_update(parameters) else {}
-        if copies:
-            return MasterAdamW(groups, copies, lr=config.lr, betas=betas, eps=config.eps)
+        if engine is not None and engine.can_lend_copies and can_update(parameters):
+            return MasterAdamW(groups, engine.lend_copies(), lr=config.lr, betas=betas, eps=config.eps)
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=_can_fuse(parameters))
     if config.kind == "sgd":
         return torch.optim.SGD(
