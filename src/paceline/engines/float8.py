@@ -167,7 +167,7 @@ def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tenso
 def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns x times the scale in a dtype of 8 bits; what is outside its range is its largest number."""
     largest = torch.finfo(dtype).max
-    return (x.float() * scale).clamp(-largest, largest).to(dtype)
+    return (x.float() * scale).clamp(-largest, largest).to(dtype).contiguous()  # rows in memory, whatever x was
 
 
 def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -75,9 +75,8 @@ def bound_for(settings: Settings, pieces: int, tolerance: float | None = None) -
     is the norm of all tensors.
 
     In fp8 the products read numbers that are rounded more coarsely: u is 2^-4 of their size in e4m3. An element that
-    bf16 puts on the other side of an edge is off by that much, so the bounds are the same shares of this u. Where
-    tensor ranks cast parts of a weight or pipelines cut a model, the pieces are those of one process, and its bound
-    for other pieces would be as large as what it measures; there it is u.
+    bf16 puts on the other side of an edge is off by that much, so the bound for the same pieces is the same share of
+    this u. Elsewhere it is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
     """
     if settings.is_exact:
         return Bound(tolerance=tolerance or TOLERANCE, reason="sums in another order, in float64")
@@ -91,7 +90,8 @@ def bound_for(settings: Settings, pieces: int, tolerance: float | None = None) -
         reason = f"the same roundings to {name} on both sides, and one element in 256 on the other side of an edge"
         return Bound(tolerance=tolerance or unit / 16, reason=reason, floor=0.01)
     reason = f"gradients of other pieces of the batch, rounded to {name} on both sides"
-    return Bound(tolerance=tolerance or unit * 4, reason=reason, floor=1.0)
+    share = 4 if settings.policy.float8 is None else 1
+    return Bound(tolerance=tolerance or unit * share, reason=reason, floor=1.0)
 
 
 def compare(ours: StepValues, expected: StepValues, measure: Measure | None = None) -> Errors:
