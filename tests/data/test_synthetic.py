@@ -32,16 +32,14 @@ def test_small_sets_are_made_whole_and_as_ever() -> None:
     assert torch.equal(tokens.inputs, datasets.synthetic_tokens(**TOKENS).inputs)
 
 
-def test_the_limit_counts_what_the_whole_set_would_take() -> None:
-    size = 1024
-    largest = synthetic.LARGEST_WHOLE_BYTES // (4 * size**2)
-    whole = make_images(samples=largest, classes=2, channels=1, size=size, seed=0)
-    assert isinstance(whole, TensorPairs)
-    layered = make_images(samples=largest + 1, classes=2, channels=1, size=size, seed=0, dtype="uint8")
-    assert isinstance(layered, LayeredImages)
-    assert len(layered) == largest + 1
-    tokens = make_tokens(samples=synthetic.LARGEST_WHOLE_BYTES // 8, vocab_size=5, context=8, seed=0)
-    assert isinstance(tokens, TokenWindows)
+def test_the_limit_counts_what_the_whole_set_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert synthetic.LARGEST_WHOLE_BYTES == 256 * 2**20
+    monkeypatch.setattr(synthetic, "LARGEST_WHOLE_BYTES", 10 * 3 * 8 * 8 * 4)
+    for samples, kind in ((10, TensorPairs), (11, LayeredImages)):
+        assert type(make_images(**{**IMAGES, "samples": samples}, dtype="uint8")) is kind  # bytes count as floats
+    monkeypatch.setattr(synthetic, "LARGEST_WHOLE_BYTES", 10 * 17 * 8)
+    for samples, tokens_kind in ((10, TensorPairs), (11, TokenWindows)):
+        assert type(make_tokens(**{**TOKENS, "samples": samples})) is tokens_kind
 
 
 def test_classes_without_samples_do_not_change_the_others() -> None:

@@ -46,6 +46,11 @@ def test_one_number_serves_all_channels_and_strides_stay() -> None:
     assert torch.equal(found, (IMAGES.float() - 128) / 32)
 
 
+def test_images_of_other_channels_are_refused() -> None:
+    with pytest.raises(DataError, match="images of 4 channels, and 3 numbers"):
+        Normalise(MEAN, STD)(IMAGES.permute(0, 3, 1, 2), torch.float32)
+
+
 class Model(nn.Module):
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -87,6 +92,9 @@ def test_a_loss_of_ones_own_gets_them_too(tmp_path: Path, monkeypatch: pytest.Mo
         {"std": (1.0,)},
         {"mean": (1.0, 2.0), "std": (1.0,)},
         {"mean": (1.0,), "std": (0.0,)},
+        {"mean": 128.0, "std": 32.0},
+        {"mean": (), "std": ()},
+        {"mean": ("a",), "std": ("b",)},
         {"mean": (1.0, 2.0), "std": (1.0, 2.0), "channels": 3},
     ],
 )

@@ -65,15 +65,23 @@ class DataShape:
     def __post_init__(self) -> None:
         if self.mean is None and self.std is None:
             return
-        mean, std = self.mean or (), self.std or ()
-        numbers = {1, self.channels or len(mean)}
-        if len(mean) != len(std) or len(mean) not in numbers or not all(each > 0 for each in std):
+        mean, std = _numbers(self.mean), _numbers(self.std)
+        counts = {1, self.channels or max(1, len(mean))}
+        if len(mean) != len(std) or len(mean) not in counts or not all(each > 0 for each in std):
             raise DataError(
                 f"shape.mean = {self.mean}, shape.std = {self.std}, shape.channels = {self.channels}\n"
                 "  images of bytes become (x - mean) / std: lists with a mean and a positive deviation for each\n"
                 "  channel, or with one for all\n"
                 "  of ImageNet: mean = [123.675, 116.28, 103.53], std = [58.395, 57.12, 57.375]"
             )
+
+
+def _numbers(values: Any) -> list[float]:
+    """Returns a list of numbers; none of what is no list of numbers."""
+    try:
+        return [float(each) for each in values]
+    except (TypeError, ValueError):
+        return []
 
 
 class MapDataset(Protocol):

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from paceline.errors import DataError
+
 _IMAGE_DIMS = 4  # samples, channels, height, width
 
 
@@ -31,6 +33,12 @@ class Normalise:
         def change(value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != _IMAGE_DIMS:
                 return value
+            if len(self._scale) not in (1, value.shape[1]):
+                raise DataError(
+                    f"images of {value.shape[1]} channels, and {len(self._scale)} numbers in shape.mean of the data\n"
+                    "  there is one for each channel, or one for all\n"
+                    "  images are (channels, height, width): check their order, and shape.mean and shape.std"
+                )
             scale, shift = self._factors(value.device, dtype)
             return torch.mul(value, scale).add_(shift)
 
