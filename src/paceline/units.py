@@ -21,6 +21,14 @@ def format_count(count: float) -> str:
     return f"{count:.0f}" if float(count).is_integer() else f"{count:.1f}"
 
 
+def format_flops(rate: float) -> str:
+    """Writes FLOP per second with a decimal prefix: ``format_flops(4.12e14) == '412.0 TFLOP/s'``."""
+    for prefix, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if rate >= scale:
+            return f"{rate / scale:.1f} {prefix}FLOP/s"
+    return f"{rate / 1e6:.1f} MFLOP/s"
+
+
 def format_seconds(seconds: float) -> str:
     """Writes a duration in the unit that keeps it readable: ``format_seconds(0.0042) == '4.2 ms'``."""
     if seconds >= 3600:

@@ -297,3 +297,21 @@ def test_losses_are_written_short(loss: float | None, text: str) -> None:
 def test_shares_are_written_as_percent() -> None:
     assert format_percent(0.972) == "97.2 %"
     assert format_percent(None) == "-"
+
+
+def test_speed_is_told_in_what_the_run_counts_and_as_a_share_of_the_peak(
+    run_record: RunRecord, step_record: StepRecord
+) -> None:
+    run = replace(run_record, unit="tokens", units_per_sample=1024.0, flops_per_sample=1e12, peak_flops=989e12)
+    for known, told in (
+        (run, "655.4k tokens/s   640.0 TFLOP/s   MFU 32.4 %"),  # 640 samples/s on two devices
+        (replace(run, peak_flops=None), "655.4k tokens/s   640.0 TFLOP/s   2 s left"),
+        (replace(run, flops_per_sample=None), "655.4k tokens/s   2 s left"),
+    ):
+        view, stream = _plain(_Clock(), width=200)
+        view.write(known)
+        for step in range(1, 81):
+            view.write(_step(step_record, step))
+        view.flush()
+        view.close()
+        assert told in stream.getvalue()

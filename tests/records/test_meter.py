@@ -10,11 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from paceline.clock import CudaMark
 from paceline.comm.base import DONE, Work
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.records.meter import StepMeter, peak_memory_bytes
+from paceline.records.meter import StepMeter, _host_seconds, peak_memory_bytes
 from paceline.records.records import StepRecord
 
 CPU = torch.device("cpu")
@@ -299,3 +300,45 @@ def test_a_ledger_knows_the_phase_of_every_microbatch_and_what_steps_took() -> N
     assert times.step_s == pytest.approx(sum(record.step_s for record in records), abs=1e-8)
     assert times.phases["backward"] == pytest.approx(sum(record.backward_s for record in records), abs=1e-8)
     assert times.own_s <= times.step_s + 1e-8
+
+
+# How good a step was.
+
+
+class Reached(CudaMark):
+    """A mark that a device has come by, or not; without a device."""
+
+    def __init__(self, *, is_past: bool) -> None:
+        self._is_past = is_past
+
+    def is_past(self) -> bool:
+        return self._is_past
+
+
+@pytest.mark.parametrize(("is_past", "host_s"), [(True, 0.5), (False, 0.0)])
+def test_the_host_is_blamed_where_the_device_had_nothing_left_to_do(is_past: bool, host_s: float) -> None:
+    laps = [(phase, Reached(is_past=is_past), 0) for phase in ("forward", "backward")]
+    laps.append(("optimizer", Reached(is_past=False), 0))
+    assert _host_seconds(laps, 0.5) == host_s
+
+
+def test_without_a_device_nobody_waits_for_the_host(stage: Stage) -> None:
+    assert _host_seconds([("backward", 1.0, 0), ("optimizer", 2.0, 0)], 0.5) is None
+    stage.meter.finish(make_facts())
+    assert stage.record().host_s is None
+
+
+def test_steps_are_rated_against_the_peak_of_the_device(stage: Stage) -> None:
+    stage.meter.rate_against(100.0, 1600.0)
+    stage.meter.start()
+    stage.work(2.0)
+    stage.meter.finish(make_facts(samples=8))
+    record = stage.record()
+    assert (record.flops_per_s, record.mfu) == (400.0, 0.25)
+    stage.meter.rate_against(100.0, None)
+    stage.work(1.0)
+    stage.meter.finish(make_facts(2, samples=8))
+    record = stage.record()
+    assert (record.flops_per_s, record.mfu) == (800.0, None)
+    stage.meter.finish(make_facts(3, samples=0))  # nor of a rank without samples
+    assert stage.record().flops_per_s is None

@@ -121,6 +121,7 @@ def test_two_ranks_with_ragged_counts(tmp_path: Path) -> None:
         comm_share=6.0 / 14.5,
         comm_s=6.0,
         ranks=ranks,
+        units_per_s=1.75,
     )
     assert ranks[0] == RankSummary(
         rank=0,
@@ -357,3 +358,23 @@ def test_the_report_needs_no_torch() -> None:
     code = "import sys, paceline.records.report; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
+
+
+def test_the_report_says_how_good_the_run_was(tmp_path: Path) -> None:
+    """Two ranks with 4 samples each in steps of 2 s: 4 samples/s of 8 tokens and 1 TFLOP."""
+    known = {"unit": "tokens", "units_per_sample": 8.0, "flops_per_sample": 1e12, "compute": "bf16"}
+    peaks = {"peak_flops": 10e12, "measured_peak_flops": 8e12}
+    for rank in (0, 1):
+        steps = [replace(_step(number, count=4, step_s=2.0), host_s=1.5) for number in range(1, 11)]
+        write_records(tmp_path, rank, replace(_run(rank), **known, **peaks), *steps, _end())
+    summary = summarize(tmp_path)
+    assert (summary.units_per_s, summary.flops_per_s) == (32.0, 4e12)
+    assert (summary.mfu, summary.mfu_measured) == (0.2, 0.25)
+    text = " ".join(_draw(summary, 120).split())
+    assert "tokens/s 32 all ranks, median step after warm-up; 4.0 samples/s" in text
+    assert "model FLOP/s 4.0 TFLOP/s" in text
+    assert "MFU 20.0 % of 10.0 TFLOP/s (bf16, data sheet), 25.0 % of 8.0 TFLOP/s (measured)" in text
+    assert "limited by host: 75 % of the step waits for the host to launch kernels" in text
+    values = to_json(summary)
+    assert values["limits"][0]["what"] == "host"
+    assert (values["mfu"], values["unit"]) == (0.2, "tokens")

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord
-from paceline.units import format_count, format_seconds
+from paceline.units import format_count, format_flops, format_seconds
 
 _DRAW_EVERY_S = 0.2
 _WINDOW_STEPS = 32
@@ -141,6 +141,7 @@ class _RunProgress:
 
     def __init__(self) -> None:
         self.step = 0
+        self._run: RunRecord | None = None
         self._total_steps = 0
         self._global_batch = 0
         self._epoch = 0.0
@@ -151,6 +152,7 @@ class _RunProgress:
     def take(self, record: Record) -> None:
         match record:
             case RunRecord():
+                self._run = record
                 self._total_steps = record.total_steps
                 self._global_batch = record.global_batch
                 self._window.clear()
@@ -211,14 +213,22 @@ class _RunProgress:
         rate = self.samples_per_second()
         if rate is None:
             return []
-        numbers = [f"epoch {self._epoch:.2f}", f"loss {format_loss(self._loss)}", _format_rate(rate)]
+        numbers = [f"epoch {self._epoch:.2f}", f"loss {format_loss(self._loss)}", *_format_speed(rate, self._run)]
         if self._evaluation is not None and self._evaluation.accuracy is not None:
             numbers.append(f"accuracy {format_percent(self._evaluation.accuracy)}")
         return numbers
 
 
-def _format_rate(rate: float) -> str:
-    return f"{format_count(round(rate) if rate >= 10 else rate)} samples/s"
+def _format_speed(samples_per_s: float, run: RunRecord | None) -> list[str]:
+    """Writes the rate of all ranks in what the run counts, and how good that is, as far as it is known."""
+    rate = samples_per_s * (1.0 if run is None else run.units_per_sample)
+    told = [f"{format_count(round(rate) if rate >= 10 else rate)} {'samples' if run is None else run.unit}/s"]
+    if run is not None and run.flops_per_sample:
+        flops = samples_per_s * run.flops_per_sample
+        told.append(format_flops(flops))
+        if run.peak_flops:
+            told.append(f"MFU {format_percent(flops / run.peak_flops / run.world_size)}")
+    return told
 
 
 class _LastingStream:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
-from paceline.clock import DeviceClock, Mark, on_device
+from paceline.clock import CudaMark, DeviceClock, Mark, on_device
 from paceline.comm.ledger.file import (
     BACKWARD_NS,
     DATA_NS,
@@ -81,9 +81,11 @@ class StepFacts(Protocol):
 
 _Lap = tuple[str, Mark | float, int]  # phase, its end, waits so far in the step
 _Wait = tuple[Mark, Mark]
-# A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, peak memory, time of day.
-# Bare tuples are made in half the time of named ones.
-_Issued = tuple[StepFacts, torch.Tensor | None, Mark | float, list[_Lap], Mark | float, Sequence[_Wait], int, float]
+# A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, peak memory, time of day,
+# seconds of the host. Bare tuples are made in half the time of named ones.
+_Issued = tuple[
+    StepFacts, torch.Tensor | None, Mark | float, list[_Lap], Mark | float, Sequence[_Wait], int, float, float | None
+]
 
 
 class StepMeter:
@@ -101,8 +103,14 @@ class StepMeter:
         self._order: list[int] = []  # the number of the phase that followed each lap of the last step
         self._pending: deque[_Issued] = deque()
         self._memory_bytes = 0
-        self._drained_at = time.time()
+        self._drained_at = self._issued_at = time.time()
+        self._flops_per_sample: float | None = None
+        self._peak_flops: float | None = None
         self._cells: MutableSequence[int] = [0] * NUM_CELLS if ledger is None else cast("Any", ledger.cells)
+
+    def rate_against(self, flops_per_sample: float | None, peak_flops: float | None) -> None:
+        """Sets what a sample takes of this rank, and what its device could do: steps get FLOP/s and MFU."""
+        self._flops_per_sample, self._peak_flops = flops_per_sample, peak_flops
 
     def enter(self, phase: str) -> None:
         """Notes that the rank does something else than a step from here on, until the next one starts."""
@@ -112,7 +120,7 @@ class StepMeter:
     def start(self) -> None:
         """Begins a step now: what happened since the last one (an evaluation, say) is not counted."""
         self._trace.take_waits()
-        self._start = self._take()
+        self._start, self._issued_at = self._take(), time.time()
         self._laps = []
         self._cells[PHASE] = _FIRST_PHASE
 
@@ -133,11 +141,12 @@ class StepMeter:
         on_host = _to_host(facts.outcome) if self._is_device else None
         # The copy to the host is ordered before this mark: once it is past, the values can be read.
         end, now = self._take(), time.time()
+        host_s = _host_seconds(self._laps, now - self._issued_at) if self._is_device else None
         waits = self._trace.take_waits() if self._waits else ()
-        self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory_bytes, now))
+        self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory_bytes, now, host_s))
         if len(self._laps) != len(self._order):
             self._order = [*(PHASES.index(phase) for phase, _, _ in self._laps[1:]), _FIRST_PHASE]
-        self._start, self._laps = end, []
+        self._start, self._laps, self._issued_at = end, [], now
         self._cells[PHASE] = _FIRST_PHASE
         self._cells[STEP] += 1
         return len(self._pending) >= _DRAIN_STEPS or now - self._drained_at > _DRAIN_S
@@ -150,8 +159,16 @@ class StepMeter:
             if not (wait or isinstance(end, float) or end.is_past()):
                 break
             record = _record(self._pending.popleft())
+            self._rate(record)
             self._add_times(record)
             yield record
+
+    def _rate(self, record: StepRecord) -> None:
+        """Completes a record with FLOP/s and MFU, where a sample's FLOPs are known."""
+        flops = (self._flops_per_sample or 0.0) * record.samples
+        if flops and record.step_s > 0:
+            record.flops_per_s = flops / record.step_s
+            record.mfu = record.flops_per_s / self._peak_flops if self._peak_flops else None
 
     def _add_times(self, record: StepRecord) -> None:
         """Adds a step to what whoever compares ranks reads; the number of steps last."""
@@ -175,8 +192,21 @@ def _to_host(outcome: StepNumbers) -> torch.Tensor:
     return stacked.to("cpu", non_blocking=True)
 
 
+def _host_seconds(laps: Sequence[_Lap], issued_s: float) -> float | None:
+    """Returns the host's time for a step that the device was waiting for, 0 if it was not; None without a device.
+
+    It was if it has come by the end of the backward pass when the host has issued the update after it: a device that is
+    behind has most of a step before it. A host that is ahead spends its time waiting for room in the device's queue, so
+    that its own time alone would say nothing.
+    """
+    mark = laps[-2][1] if len(laps) > 1 else None
+    if not isinstance(mark, CudaMark):
+        return None
+    return issued_s if mark.is_past() else 0.0
+
+
 def _record(issued: _Issued) -> StepRecord:
-    facts, on_host, start, laps, end, waits, memory_bytes, now = issued
+    facts, on_host, start, laps, end, waits, memory_bytes, now, host_s = issued
     since: Callable[[Any, Any], float] = operator.sub if isinstance(end, float) else _device_seconds_since
     seconds = dict.fromkeys(_PHASES, 0.0)
     comm_s, last, num_waits = 0.0, start, 0
@@ -214,6 +244,7 @@ def _record(issued: _Issued) -> StepRecord:
         memory_bytes=memory_bytes,
         time=now,
         loss_scale=loss_scale,
+        host_s=max(0.0, host_s - data_s) if host_s else host_s,
     )
 
 

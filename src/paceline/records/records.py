@@ -32,7 +32,12 @@ EndStatus = Literal["done", "failed", "stopped"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """The first line of an attempt: who writes, where, and what was planned. A resumed run has one per attempt."""
+    """The first line of an attempt: who writes, where, and what was planned. A resumed run has one per attempt.
+
+    Throughput counts ``unit``, of which a sample has ``units_per_sample``. ``flops_per_sample`` are the whole model's,
+    forward and backward; the peaks are those of one device in the dtype ``compute``, of its data sheet and as measured.
+    None where nobody knows.
+    """
 
     rank: int
     world_size: int
@@ -51,6 +56,12 @@ class RunRecord:
     accumulate: int
     total_steps: int
     time: float
+    unit: str = "samples"
+    units_per_sample: float = 1.0
+    flops_per_sample: float | None = None
+    compute: str = ""
+    peak_flops: float | None = None
+    measured_peak_flops: float | None = None
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)
@@ -61,7 +72,9 @@ class StepRecord:
     other count is this rank's. ``loss`` is ``loss_sum / count``, or None when the rank had no samples in the step.
     ``comm_s`` is exposed communication: the time that the step waited for other ranks. ``grad_norm`` is that of all
     ranks, before clipping; where it is not finite, the update was left out. ``loss_scale`` is 1 where losses are not
-    scaled.
+    scaled. ``host_s`` is the time that the host took to issue the step, if the device had nothing left to do by then,
+    and 0 if it had; None on a CPU. ``flops_per_s`` and ``mfu`` are this rank's share of the model, and the share of its
+    device's peak that this comes to; None where they are not known.
     """
 
     step: int
@@ -83,6 +96,9 @@ class StepRecord:
     memory_bytes: int
     time: float
     loss_scale: float = 1.0
+    host_s: float | None = None
+    flops_per_s: float | None = None
+    mfu: float | None = None
 
     @property
     def is_skipped(self) -> bool:

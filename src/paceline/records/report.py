@@ -9,6 +9,8 @@ How ranks and steps become one number is said in ``summary.py``. Here besides, f
 
     communication    sum over s of      mean_r comm_s                    exposed: what the steps waited
     its share        communication  /   sum over s of mean_r step_s
+    model FLOP/s     samples/s x FLOPs of a sample, forward and backward
+    MFU              model FLOP/s / (ranks x peak of a device)
 
 Rate and step time leave out the warm-up. A prediction is of the last attempt that made a step, and compared with its
 steps alone.
@@ -19,7 +21,7 @@ for a step is the last attempt that rank 0 (or the lowest rank there is) made at
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -32,10 +34,11 @@ from rich.text import Text
 from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.records.console import format_loss, format_percent
+from paceline.records.limits import Limit, find_limits
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
 from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, StepTable, add_up, read_run
 from paceline.search.expectation import Compared, compare, read_expectation
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_flops, format_seconds
 
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
 
@@ -65,7 +68,11 @@ class RankSummary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """What a run did. ``unfinished`` means that no end was recorded: the run goes on, or was killed."""
+    """What a run did. ``unfinished`` means that no end was recorded: the run goes on, or was killed.
+
+    ``units_per_s`` counts ``unit``: tokens, images or samples. ``mfu`` is of the peak in the device's data sheet, in
+    the dtype ``compute``; ``mfu_measured`` of the most that products were measured to reach.
+    """
 
     name: str
     folder: Path
@@ -88,6 +95,15 @@ class RunSummary:
     prediction: Compared | None = None
     straggler: Straggler | None = None
     late: tuple[str, ...] = ()  # who was told to be late while the run went on
+    unit: str = "samples"
+    units_per_s: float | None = None
+    flops_per_s: float | None = None
+    compute: str = ""
+    peak_flops: float | None = None
+    measured_peak_flops: float | None = None
+    mfu: float | None = None
+    mfu_measured: float | None = None
+    limits: tuple[Limit, ...] = ()  # the largest share of the step first
 
 
 def summarize(run_folder: Path) -> RunSummary:
@@ -105,6 +121,7 @@ def summarize(run_folder: Path) -> RunSummary:
     evaluation = max((own[-1] for own in evaluations if own), key=lambda record: record.time, default=None)
     end = _end(own[-1].end for rank, own in attempts.items() if rank < run.world_size)
     comm_s, step_s = table.mean_s("comm_s"), table.mean_s("step_s")
+    samples_per_s, straggler = table.without_warm_up().samples_per_s, find_straggler(table.rows)
     return RunSummary(
         name=run_folder.resolve().name,
         folder=run_folder,
@@ -120,7 +137,7 @@ def summarize(run_folder: Path) -> RunSummary:
         final_loss=table.last(FINAL_STEPS).totals().loss,
         test_loss=None if evaluation is None else evaluation.loss,
         test_accuracy=None if evaluation is None else evaluation.accuracy,
-        samples_per_s=table.without_warm_up().samples_per_s,
+        samples_per_s=samples_per_s,
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
         ranks=tuple(
@@ -128,7 +145,7 @@ def summarize(run_folder: Path) -> RunSummary:
             for rank, own in attempts.items()
         ),
         prediction=_compared(run_folder, lead, lead_steps, steps),
-        straggler=find_straggler(table.rows),
+        straggler=straggler,
         late=tuple(
             f"at step {event.step}: {event.detail.get('sentence', '')}"
             for own in attempts.values()
@@ -136,7 +153,30 @@ def summarize(run_folder: Path) -> RunSummary:
             for event in attempt.events
             if event.name == "straggler"
         ),
+        limits=find_limits(table, has_straggler=straggler is not None),
+        **_speed(run, samples_per_s),
     )
+
+
+def _speed(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
+    """Returns how fast a run was in what it counts, and how good that is, as far as its first record knows."""
+    if samples_per_s is None:
+        return {"unit": run.unit}
+    flops = samples_per_s * run.flops_per_sample if run.flops_per_sample else None
+
+    def share(peak: float | None) -> float | None:
+        return flops / peak / run.world_size if flops and peak else None
+
+    return {
+        "unit": run.unit,
+        "units_per_s": samples_per_s * run.units_per_sample,
+        "flops_per_s": flops,
+        "compute": run.compute,
+        "peak_flops": run.peak_flops,
+        "measured_peak_flops": run.measured_peak_flops,
+        "mfu": share(run.peak_flops),
+        "mfu_measured": share(run.measured_peak_flops),
+    }
 
 
 def to_json(summary: RunSummary) -> dict[str, Any]:
@@ -156,6 +196,7 @@ def render(summary: RunSummary) -> RenderableType:
         parts.append(Text(str(summary.straggler), style="yellow"))
     else:  # for a part of the run
         parts += [Text(line, style="yellow") for line in summary.late]
+    parts += [Text(str(limit), style="yellow") for limit in summary.limits]
     parts += [Text(line, style="yellow") for line in _doubts(summary)]
     return Group(*parts)
 
@@ -260,12 +301,28 @@ def _headline(summary: RunSummary) -> Table:
         last = "the last step" if summary.steps == 1 else f"the last {min(FINAL_STEPS, summary.steps)} steps"
         table.add_row("training loss", format_loss(summary.final_loss), f"all samples of {last}")
     if summary.samples_per_s is not None:
-        table.add_row("samples/s", f"{summary.samples_per_s:,.0f}", "all ranks, median step after warm-up")
+        for row in _speed_rows(summary, summary.samples_per_s):
+            table.add_row(*row)
         share = f"{format_percent(summary.comm_share)} of step time, mean of the ranks"
         table.add_row("time in communication", _format_seconds(summary.comm_s), share)
     table.add_row("steps", f"{summary.steps:,}", "")
     table.add_row("duration", _format_seconds(summary.seconds), "")
     return table
+
+
+def _speed_rows(summary: RunSummary, samples_per_s: float) -> Iterator[tuple[str, str, str]]:
+    """Yields throughput, the model's FLOPs in it, and their share of what the devices could do."""
+    rate = samples_per_s if summary.units_per_s is None else summary.units_per_s
+    also = "" if rate == samples_per_s else f"; {samples_per_s:,.1f} samples/s"
+    yield f"{summary.unit}/s", f"{rate:,.0f}", f"all ranks, median step after warm-up{also}"
+    if summary.flops_per_s is not None:
+        yield "model FLOP/s", format_flops(summary.flops_per_s), "forward and backward of the model alone"
+    if summary.mfu is not None and summary.peak_flops is not None:
+        told = f"of {format_flops(summary.peak_flops)} ({summary.compute}, data sheet)"
+        if summary.mfu_measured is not None and summary.measured_peak_flops is not None:
+            measured = f"{format_flops(summary.measured_peak_flops)} (measured)"
+            told += f", {format_percent(summary.mfu_measured)} of {measured}"
+        yield "MFU", format_percent(summary.mfu), told
 
 
 def _rank_table(summary: RunSummary) -> Table:

@@ -234,6 +234,12 @@ def _scalars(record: StepRecord | EvalRecord) -> Iterator[tuple[str, float]]:
     yield "train/epoch", record.epoch
     for name in ("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s"):
         yield f"time/{name}", getattr(record, name)
+    if record.host_s is not None:
+        yield "time/host_s", record.host_s
+    if record.flops_per_s is not None:
+        yield "speed/tflops", record.flops_per_s / 1e12
+    if record.mfu is not None:
+        yield "speed/mfu", record.mfu
 
 
 def _cut_unterminated_line(path: Path) -> None:

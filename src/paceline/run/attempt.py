@@ -31,7 +31,15 @@ from paceline.run.folder import adopt_config
 from paceline.run.location import find_start
 from paceline.run.notes import StepNote, note_preemption, write_failure
 from paceline.run.rank_process import leave_process, node_ranks
-from paceline.run.records import end_record, name_strategy, records_path, run_record, write_settings, write_trace
+from paceline.run.records import (
+    end_record,
+    name_strategy,
+    rate_against,
+    records_path,
+    run_record,
+    write_settings,
+    write_trace,
+)
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.consensus import ConsensusHook
@@ -102,7 +110,9 @@ class RankRunner:
         trainer.hooks.append(lambda _, result: note.write(result.step))
         try:
             with contextlib.closing(trainer.sink):
-                trainer.sink.write(run_record(config, comm, trainer))
+                first = run_record(config, comm, trainer)
+                rate_against(trainer, first)
+                trainer.sink.write(first)
                 write_settings(config, trainer)
                 self._train(config, trainer, checkpoint, started)
         except PreemptedError:

@@ -14,20 +14,23 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from paceline import __version__
+from paceline.cluster.peaks import Peaks, find_peaks
 from paceline.health.straggler import Straggler
 from paceline.records.records import EndRecord, EndStatus, EventRecord, Record, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
 from paceline.run.notes import read_progress
+from paceline.run.prediction import machine_entry
 from paceline.run.variables import variables_in_effect
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator
     from paceline.config import Config
+    from paceline.engines.precision import Precision
     from paceline.train.trainer import Trainer
 
 _RUN = b'{"type":"run"'
@@ -96,7 +99,40 @@ def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> R
         accumulate=0 if plan is None else plan.batch.accumulate,
         total_steps=0 if plan is None else plan.total_steps,
         time=time.time(),
+        **({} if trainer is None else _speed_of(trainer, comm.device, device)),
     )
+
+
+def _speed_of(trainer: Trainer, device: torch.device, name: str) -> dict[str, Any]:
+    """Returns what the speed of a run is measured by: what a sample takes, and what its device could do."""
+    sample, entry = trainer.parts.sample, machine_entry()
+    compute = compute_dtype(trainer.parts.engine.precision, device)
+    peaks = find_peaks(name, compute, entry) if device.type == "cuda" or entry is not None else Peaks()
+    return {
+        "unit": sample.unit,
+        "units_per_sample": sample.units,
+        "flops_per_sample": sample.flops,
+        "compute": compute,
+        "peak_flops": peaks.sheet,
+        "measured_peak_flops": peaks.measured,
+    }
+
+
+def compute_dtype(precision: Precision, device: torch.device) -> str:
+    """Names the dtype that matrix products run in, as the catalog of devices does."""
+    if "fp8" in precision.name:
+        return "fp8"
+    dtype = precision.autocast_dtype or precision.param_dtype
+    if dtype in (torch.bfloat16, torch.float16):
+        return "bf16" if dtype is torch.bfloat16 else "fp16"
+    return "tf32" if device.type == "cuda" and torch.get_float32_matmul_precision() != "highest" else "fp32"
+
+
+def rate_against(trainer: Trainer, run: RunRecord) -> None:
+    """Lets the steps of a rank have FLOP/s and MFU: of its share, where the model is spread over ranks."""
+    layout = trainer.parts.plan.layout
+    share = None if run.flops_per_sample is None else run.flops_per_sample / (layout.pipeline * layout.tensor)
+    trainer.parts.meter.rate_against(share, run.peak_flops)
 
 
 def name_strategy(config: Config, ranks: int) -> str:

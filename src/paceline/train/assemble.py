@@ -42,6 +42,7 @@ from paceline.search.choice import MARGIN
 from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
 from paceline.train.ema import WeightAverage
+from paceline.train.flops import cost_of_sample
 from paceline.train.loss import Loss, build_loss
 from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import make_deterministic, seed_everything
@@ -227,6 +228,7 @@ def build_trainer(
     plan = with_length(plan, config, train_samples=len(work.data.train), eval_samples=num_eval)
     check_enough(plan.train_samples, layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
+    sample = cost_of_sample(config, work.data, work.model)  # before an engine has it
     seed_everything(config.train.seed)  # a model without values draws them now
     compressor = build_compressor(layout)
     talking = _build_comm(config, comm, trace, node_ranks)
@@ -259,6 +261,7 @@ def build_trainer(
         compressor=compressor,
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
         evaluates_average=config.train.ema_eval,
+        sample=sample,
     )
     if layout.tunes_buckets:
         hooks = [BucketHook(), *hooks]

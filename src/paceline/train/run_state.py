@@ -25,6 +25,7 @@ from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
 from paceline.shards import Region
 from paceline.train.ema import WeightAverage
+from paceline.train.flops import SampleCost
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
@@ -52,6 +53,7 @@ class TrainerParts:
     compressor: Compressor | None = None
     average: WeightAverage | None = None
     evaluates_average: bool = False
+    sample: SampleCost = SampleCost()  # noqa: RUF009 (frozen)
 
 
 class RunState:

@@ -28,7 +28,7 @@ import yaml
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.workload import SampleModel, Workload
+from paceline.plan.workload import ModelShape, SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, ConstantSets, between, constants_for, fitted_constants
 from paceline.predict.formulas.step import StepParts, expected_most, reduce_behind, transformer_step
@@ -250,4 +250,9 @@ def model_flops(workload: Workload) -> float:
     model, length = workload.model, workload.run.seq_len
     if isinstance(model, SampleModel):
         return 3 * model.flops
+    return transformer_flops(model, length)
+
+
+def transformer_flops(model: ModelShape, length: int) -> float:
+    """Of one sequence of a transformer, forward and backward, attention in full."""
     return length * (6 * model.active_matmul_params + 12 * model.layers * model.score_width * length)
