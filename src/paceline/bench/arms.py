@@ -57,10 +57,15 @@ class PeeredArm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arm(PeeredArm):
-    """One way to train a model; ``wrap`` sets it up. Arms of one set take turns and are in memory together."""
+    """One way to train a model; ``wrap`` sets it up. Arms of one set take turns and are in memory together.
+
+    Where arms are compiled, one that ``compiles_whole`` is one graph with its loss, which is the fastest for a loop
+    that communicates nothing; the others are compiled block by block, and their loss by itself.
+    """
 
     wrap: Callable[[nn.Module, Communicator], Wrapped]
     set: int = 0
+    compiles_whole: bool = False
 
 
 class TrainingStep:
@@ -98,21 +103,32 @@ class TrainingStep:
 def set_up(
     arm: Arm, workload: BenchWorkload, comm: Communicator, num_losses: int, *, compiled: bool = False
 ) -> TrainingStep:
-    """Builds an arm's model, compiled block by block if asked, and returns its training step."""
+    """Builds an arm's model, compiled if asked, and returns its training step."""
     model = workload.make_model(comm.device)
-    if compiled:
+    if compiled and not arm.compiles_whole:
         compile_model(model, whole=False)
     wrapped = arm.wrap(model, comm)
     inputs, targets = workload.make_batch(comm.device, comm.rank)
+    mean_loss: Callable[..., torch.Tensor] = _mean_loss
+    if compiled and not arm.compiles_whole:
+        mean_loss = torch.compile(_mean_loss)
+
+    def forward() -> torch.Tensor:
+        return mean_loss(wrapped.forward(inputs), targets)
+
+    whole: Callable[[], torch.Tensor] = torch.compile(forward) if compiled and arm.compiles_whole else forward
 
     def passes() -> Sequence[torch.Tensor]:
-        logits = wrapped.forward(inputs)
-        rows = logits.view(-1, logits.shape[-1]).float()  # a module of bf16 parameters gives bf16
-        loss = F.cross_entropy(rows, targets.view(-1))
+        loss = whole()
         loss.backward()  # type: ignore[no-untyped-call]
         return [loss]
 
     return TrainingStep(passes, wrapped.parameters, num_losses, wrapped.update)
+
+
+def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    rows = logits.view(-1, logits.shape[-1]).float()  # a module of bf16 parameters gives bf16
+    return F.cross_entropy(rows, targets.view(-1))
 
 
 # Which arms there are.
@@ -167,7 +183,7 @@ def arms_in_bf16() -> list[Arm]:
     master = partial(_wrap_ours, precision="bf16_master")
     autocast = partial(_wrap_ours, precision="bf16")
     return [
-        Arm(name=plain, peer=plain, wrap=partial(_wrap_plain, precision="bf16")),
+        Arm(name=plain, peer=plain, wrap=partial(_wrap_plain, precision="bf16"), compiles_whole=True),
         Arm(name="torch ddp bf16", peer=plain, wrap=partial(_wrap_ddp, precision="bf16")),
         Arm(name="paceline ddp bf16", peer=plain, wrap=partial(autocast, strategy="ddp")),
         Arm(name="paceline ddp bf16_master", peer=plain, wrap=partial(master, strategy="ddp")),

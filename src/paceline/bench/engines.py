@@ -65,7 +65,7 @@ def bench_fp32(workload: BenchWorkload, turns: Turns, ranks: int, wanted: Wanted
 def bench_bf16(
     workload: BenchWorkload, turns: Turns, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
 ) -> list[dict[str, Any]]:
-    """Times our engines against torch's at world size 1 in bf16, compiled block by block: what a GPU runs."""
+    """Times our engines against torch's at world size 1 in bf16, compiled: what a GPU runs."""
     if device.type == "cuda":
         with _process_group(device):
             measured = _measure_bf16(SoloCommunicator(device), workload, turns, wanted, compiled)
