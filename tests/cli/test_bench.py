@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.bench.workloads import CPU_WORKLOADS
 
@@ -107,6 +108,9 @@ def test_pipeline_writes_the_parts_asked_for(call: Call, tmp_path: Path) -> None
     ("arguments", "message"),
     [
         (["engines", "--device", "tpu"], "--device tpu is not here"),
+        (["gpu", "--device", "tpu"], "--device tpu: torch reaches no such device here"),
+        (["gpu", "--device", "cpu", "--models", "gpt-9t"], "--models gpt-9t: on cpu they are gpt-tiny, resnet-tiny"),
+        (["gpu", "--device", "cpu", "--arms", "deepspeed"], "--arms deepspeed: no arm is called so"),
         (["engines", "--models", "gpt-9t"], "--models gpt-9t: on cpu they are mlp, gpt-11m"),
         (["engines", "--arms", "deepspeed"], "--arms deepspeed: no arm is called so"),
         (["pipeline", "--parts", "sped"], "--parts sped: they are speed, features, modelled, bubbles"),
@@ -123,3 +127,28 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
     called = call("bench", *arguments)
     assert called.code == 2
     assert message in called.err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_there_is_nothing_to_time(call: Call) -> None:
+    called = call("bench", "gpu")
+    assert called.code == 2
+    assert "--device cuda: torch reaches no such device here" in called.err
+    assert "--device cpu" in called.err
+
+
+@pytest.mark.exhaustive
+def test_the_whole_benchmark_runs_on_a_cpu(call: Call, tmp_path: Path) -> None:
+    """All arms in processes of their own, ``paceline train`` among them; the loops traced by torch's compiler."""
+    file = tmp_path / "gpu.json"
+    words = ["bench", "gpu", "--device", "cpu", "--models", "gpt-tiny", "--rounds", "2", "--output", str(file)]
+    called = call(*words)
+    assert called.code == 0, called.err
+    rows = {row["arm"]: row for row in json.loads(file.read_text())["rows"]}
+    assert "torchao is not installed" in rows["torchao fp8"]["error"]
+    for name in ("plain autocast", "plain masters", "paceline engine", "paceline train"):
+        assert rows[name]["loss"] == pytest.approx(rows["plain autocast"]["loss"], rel=2e-2), rows[name]
+        assert rows[name]["first_step_s"] > 0
+        assert rows[name]["tflops"] is not None
+    assert rows["paceline train"]["peer"].startswith("plain ")
+    assert "paceline train" in called.out

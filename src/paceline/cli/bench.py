@@ -3,101 +3,32 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
 
 import typer
 
-from paceline.cli.bench_tables import Rows, show_table
-from paceline.cli.destination import check_record, check_scratch
+from paceline.cli.bench_gpu import gpu
+from paceline.cli.bench_options import (
+    AsJson,
+    Models,
+    Output,
+    Rounds,
+    announced,
+    check_device,
+    chosen_of,
+    numbers_of,
+    show_record,
+    tell,
+    words_of,
+)
+from paceline.cli.bench_tables import Rows
+from paceline.cli.destination import check_scratch
 from paceline.cli.options import ConfigPath, Overrides
-from paceline.errors import UsageError
-
-# What the commands of ``paceline bench`` share: words of their options, checks of them, records and tables.
-
-
-Output = Annotated[
-    Path | None, typer.Option(callback=check_record, help="Also write the record to this file, row after row.")
-]
-Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
-Models = Annotated[str | None, typer.Option(help="Comma-separated: mlp, gpt-11m on a CPU; gpt-124m, gpt-1.1b on CUDA.")]
-
-
-def check_device(device: str) -> None:
-    """Raises UsageError for a device that is not here."""
-    import torch
-
-    if device not in ("cpu", "cuda") or (device == "cuda" and not torch.cuda.is_available()):
-        raise UsageError(f"--device {device} is not here\n  use cpu, or cuda on a machine with a GPU")
-
-
-def chosen_of(option: str, text: str | None, known: Sequence[str], where: str = "") -> list[str]:
-    """Returns the words of an option, or all that there are. Raises UsageError for others."""
-    wanted = words_of(text) or list(known)
-    if unknown := [name for name in wanted if name not in known]:
-        raise UsageError(f"{option} {','.join(unknown)}: {where}they are {', '.join(known)}")
-    return wanted
-
-
-def numbers_of(option: str, text: str | None) -> list[int]:
-    """Returns the numbers of an option such as ``1,2,4``. Raises UsageError for other words."""
-    if wrong := [word for word in words_of(text) if not word.isdigit()]:
-        raise UsageError(f"{option} {','.join(wrong)}: give whole numbers, with commas between them")
-    return [int(word) for word in words_of(text)]
-
-
-def words_of(text: str | None) -> list[str]:
-    """Returns the words between commas."""
-    return [word.strip() for word in text.split(",") if word.strip()] if text else []
-
-
-def show_record(
-    name: str, settings: dict[str, Any], batches: Iterable[Rows], output: Path | None, *, as_json: bool
-) -> None:
-    """Shows the rows of a benchmark as a table, or its record as JSON.
-
-    A file is written after each batch of rows, so that a run that is cut short leaves what it has.
-    """
-    from paceline.bench.record import BenchRecord
-
-    rows: Rows = []
-    for batch in batches:
-        rows += batch
-        if output is not None:
-            BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings).write(output)
-    if as_json:
-        record = BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings)
-        typer.echo(record.to_json())
-    else:
-        show_table(name, rows)
-
-
-def tell(text: str) -> None:
-    """Tells what is measured now."""
-    typer.echo(text, err=True)
-
-
-def announced(names: Iterable[str]) -> Iterator[str]:
-    """Iterates over what is to be measured, and tells each before its turn."""
-    for name in names:
-        tell(f"{name} ...")
-        yield name
-
-
-def typed_command(argv: list[str]) -> str:
-    """Returns the command to repeat a measurement: what was typed, less where the record went."""
-    words = argv[1:]
-    if "--output" in words:
-        at = words.index("--output")
-        words = words[:at] + words[at + 2 :]
-    return " ".join(["paceline", *words])
-
 
 app = typer.Typer(no_args_is_help=True, help="Time ours beside the others, and see how large a model fits.")
+app.command()(gpu)
 
 
 @app.command()
@@ -113,7 +44,8 @@ def engines(
     """Time a step of every engine beside torch DDP and FSDP2.
 
     On a CPU over Gloo ranks in fp32, and at world size 1 beside the plain loop; on CUDA at world size 1 in bf16,
-    compiled block by block. The arms take turns in one run; the ratio of an arm to its peer is what counts.
+    compiled: the plain loop as one graph with its loss, the others block by block. The arms take turns in one run; the
+    ratio of an arm to its peer is what counts.
 
     Examples:
 

@@ -30,6 +30,17 @@ _POLICY = ("<policy: {policy}", "<setting: {setting}", "<feedback: {error_feedba
 _TABLES: dict[str, tuple[str, ...]] = {
     "engines": _STEPS,
     "loop": _STEPS,
+    "gpu": (
+        *("<model: {model}", "<arm: {arm}", "step: {step_ms:.2f} ms", "ratio: {ratio:.3f}"),
+        *("rate: {tokens_per_s:,.0f} tokens/s|{images_per_s:,.0f} images/s", "MFU: {mfu:.1%}", "peak: {peak_bytes:?B}"),
+        *("first step: {first_step_s:.1f} s", "again: {second_start_s:.1f} s", "loss: {loss:.4f}"),
+        *("of torchao: {fp8_ratio:.3f}", "<not run: {error}"),
+    ),
+    "gpu losses": (
+        *("<model: {model}", "<precision: {precision}", "step: {step}", "loss: {loss:.4f}", "<than: {other}"),
+        *("at equal steps: {other_loss:.4f}", "off by: {difference:+.2%}", "after: {seconds:.1f} s"),
+        *("at equal time: {other_loss_then:.4f}", "off by: {difference_then:+.2%}"),
+    ),
     "predict": (
         *("<model: {model}", "<arm: {arm}", "predicted: {error}|{predicted_ms:.2f} ms"),
         *("measured: {measured_ms:.2f} ms", "off by: {step_error:+.1%}"),
@@ -95,6 +106,8 @@ def show_table(name: str, rows: Rows) -> None:
     if name == "predict":  # on a CPU no memory is measured to set the prediction beside
         rows = [row if row.get("measured_peak_bytes") else row | {"predicted_peak_bytes": None} for row in rows]
     _print_table(rows, _TABLES[name])
+    if name == "gpu":
+        print("ratio: to the best plain loop of the same round   MFU: of the bf16 peak   again: at the second start")
     if name == "checkpoint":
         print("ratio: to DCP in the same round   memory: growth while saving, of the shard; goal 1.1   goals: at most")
     if name == "predict":

@@ -1,0 +1,100 @@
+"""Writes the README's table of one GPU from the record of ``paceline bench gpu``.
+
+    python scripts/speed_table.py bench/results/gpu-h200.json            # print it
+    python scripts/speed_table.py bench/results/gpu-h200.json --write    # put it into README.md, between its marks
+    python scripts/speed_table.py bench/results/gpu-h200.json --check    # exit 1 where README.md says something else
+
+Every figure is the record's. A record in which an arm did not run says so in its row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BEGIN, END = "<!-- one GPU: begin (scripts/speed_table.py) -->", "<!-- one GPU: end -->"
+NAMES = {
+    "gpt-124m": "GPT-124M, 32 x 1024 tokens",
+    "gpt-1.1b": "GPT-1.1B, 8 x 2048 tokens",
+    "gpt-10m": "nanoGPT's 10M on characters, 64 x 256 tokens",
+    "resnet50": "ResNet-50, 256 images of 224 pixels",
+}
+GIB = 2**30
+INTRODUCTION = (
+    "`paceline train` beside the best loops that a user would write. These compile the whole model together with its "
+    "loss, clip, and update with torch's fused optimizer. The ratio is that of step times to the fastest plain loop of "
+    "the same round: below 1 is faster. All arms train the same model on the same batches, each in a process of its "
+    "own, in turns. MFU is the share of the data sheet's bf16 peak that the model's own FLOPs come to."
+)
+
+
+def table(record: dict[str, Any]) -> str:
+    """Returns the text between the marks: what was measured, a table for each model, and what it rests on."""
+    gpu, versions = record["hardware"].get("gpu", "a CPU"), record["versions"]
+    where = f"One {gpu}, torch {versions['torch']}: "
+    lines = textwrap.wrap(where + INTRODUCTION, 118)
+    for model in dict.fromkeys(row["model"] for row in record["rows"]):
+        lines += ["", *_model_table(model, [row for row in record["rows"] if row["model"] == model])]
+    missing = {row["arm"]: row["error"] for row in record["rows"] if "error" in row}
+    if missing:
+        lines += ["", "Not run: " + "; ".join(f"{arm} ({reason})" for arm, reason in missing.items()) + "."]
+    return "\n".join(lines)
+
+
+def _model_table(model: str, rows: list[dict[str, Any]]) -> Iterator[str]:
+    unit = "tokens" if any("tokens_per_s" in row for row in rows) else "images"
+    yield f"| {NAMES.get(model, model)} | step | {unit}/s | ratio | MFU | peak memory | first step, again | loss |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for row in rows:
+        if "error" not in row:
+            yield "| " + " | ".join(_cells(row, unit)) + " |"
+
+
+def _cells(row: dict[str, Any], unit: str) -> Iterator[str]:
+    is_ours = row["arm"].startswith("paceline")
+    yield f"**{row['arm']}**" if is_ours else row["arm"]
+    yield f"{row['step_ms']:.1f} ms"
+    yield f"{row[f'{unit}_per_s']:,.0f}"
+    yield "" if row["ratio"] is None else f"{row['ratio']:.3f}"
+    yield "" if row["mfu"] is None else f"{100 * row['mfu']:.1f} %"
+    yield "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / GIB:.1f} GiB"
+    again = row["second_start_s"]
+    yield f"{row['first_step_s']:.0f} s" + ("" if again is None else f", {again:.0f} s")
+    yield f"{row['loss']:.4f} after {row['loss_step']}"
+
+
+def with_table(readme: str, text: str) -> str:
+    """Returns the README with the text between its marks. Raises ValueError where it has none."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"README.md has no lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n{text}\n{END}{after}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--check", action="store_true")
+    arguments = parser.parse_args()
+    text = table(json.loads(arguments.record.read_text(encoding="utf-8")))
+    readme = README.read_text(encoding="utf-8")
+    if arguments.check:
+        return int(with_table(readme, text) != readme)
+    if arguments.write:
+        README.write_text(with_table(readme, text), encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

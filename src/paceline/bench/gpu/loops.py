@@ -1,0 +1,211 @@
+"""The loops that a user would write, at their strongest, and other trainers: what ``paceline train`` is compared with.
+
+All of them compile the whole model together with its loss, so that no kernel writes logits in fp32, clip by the global
+norm and update with a fused optimizer of torch:
+
+    plain autocast     fp32 parameters, autocast to bf16
+    plain masters      bf16 parameters; fp32 masters are updated and copied back, each in one call over all tensors
+    ... graphs         the same with ``mode="reduce-overhead"``: CUDA graphs of forward and backward
+    ... channels last  the same with images and weights in that layout
+    torchao fp8        linear layers in fp8 with dynamic scales per tensor; the output layer stays in bf16
+    accelerate, lightning fabric    as their documentation says, around a module that returns the loss
+
+A loop is a function from inputs and targets to the loss of the step, which it does not wait for.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.config import Config, OptimConfig
+
+Step = Callable[[Tensor, Tensor], Tensor]
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopArm:
+    """A loop: its name in records, the ``kind`` that a workload asks for it by, and how it is set up.
+
+    ``library`` is what must be there to import; ``is_plain``: ours are compared with the fastest of those.
+    """
+
+    name: str
+    kind: str
+    library: str = ""
+    is_plain: bool = False
+    has_masters: bool = False
+    mode: str | None = None
+    is_channels_last: bool = False
+
+    @property
+    def missing(self) -> str:
+        """The reason why it cannot run here; empty if it can."""
+        is_there = not self.library or importlib.util.find_spec(self.library) is not None
+        return "" if is_there else f"{self.library} is not installed"
+
+
+_GRAPHS = "reduce-overhead"
+LOOPS = (
+    LoopArm(name="plain autocast", kind="plain", is_plain=True),
+    LoopArm(name="plain autocast channels last", kind="channels_last", is_plain=True, is_channels_last=True),
+    LoopArm(name="plain masters", kind="masters", is_plain=True, has_masters=True),
+    LoopArm(name="plain autocast graphs", kind="graphs", is_plain=True, mode=_GRAPHS),
+    LoopArm(name="plain masters graphs", kind="graphs", is_plain=True, has_masters=True, mode=_GRAPHS),
+    LoopArm(name="accelerate", kind="accelerate", library="accelerate"),
+    LoopArm(name="lightning fabric", kind="lightning", library="lightning"),
+    LoopArm(name="torchao fp8", kind="fp8", library="torchao"),
+    LoopArm(name="torchao fp8 masters", kind="fp8", library="torchao", has_masters=True),
+)
+
+
+def set_up_loop(arm: LoopArm, model: nn.Module, config: Config, device: torch.device) -> Step:
+    """Moves a model to the device and returns its training step."""
+    model = model.to(device)
+    if arm.is_channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if arm.library == "accelerate":
+        return _accelerate(model, config, device)
+    if arm.library == "lightning":
+        return _lightning(model, config, device)
+    if arm.library == "torchao" and device.type == "cuda":
+        _to_fp8(model)
+    return _plain(model, config, device, has_masters=arm.has_masters, mode=arm.mode)
+
+
+class WithLoss(nn.Module):
+    """A model that returns its loss, as libraries and compilers like to have it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        logits = self.model(inputs)
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.view(-1))
+
+
+def _plain(model: nn.Module, config: Config, device: torch.device, *, has_masters: bool, mode: str | None) -> Step:
+    whole = WithLoss(model)
+    parameters = [each for each in model.parameters() if each.requires_grad]
+    masters = _make_masters(parameters) if has_masters else parameters
+    optimizer = make_optimizer(config.optim, masters)
+    uses_graphs = mode == _GRAPHS and device.type == "cuda"
+
+    def compute(inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, BF16, enabled=not has_masters):
+            loss: Tensor = whole(inputs, targets)
+        return loss
+
+    compiled = _compile(compute, device, mode)
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        if uses_graphs:
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+        loss = compiled(inputs, targets)
+        loss.backward()
+        if has_masters:
+            torch._foreach_copy_(_gradients(masters), _gradients(parameters))
+        if config.optim.clip_norm is not None:
+            nn.utils.clip_grad_norm_(masters, config.optim.clip_norm, foreach=True)
+        optimizer.step()
+        if has_masters:
+            with torch.no_grad():
+                torch._foreach_copy_(tuple(parameters), tuple(masters))
+        for each in parameters:
+            each.grad = None
+        kept: Tensor = loss.detach()
+        return kept.clone() if uses_graphs else kept  # the next replay writes into the same memory
+
+    return step
+
+
+def _make_masters(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Keeps the values in fp32 beside room for their gradients, and turns the parameters into bf16."""
+    masters = [nn.Parameter(each.detach().clone()) for each in parameters]
+    for each, master in zip(parameters, masters, strict=True):
+        master.grad = torch.zeros_like(master)
+        each.data = each.data.to(BF16)
+    return masters
+
+
+def _gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [each.grad for each in parameters if each.grad is not None]
+
+
+def _compile(function: Callable[..., Any], device: torch.device, mode: str | None = None) -> Callable[..., Any]:
+    if device.type == "cpu":  # a trial: traced as on a GPU, and run without a C++ compiler
+        return torch.compile(function, backend="eager")
+    return torch.compile(function, mode=mode)
+
+
+def make_optimizer(asked: OptimConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Makes torch's own fused optimizer with a config's settings; biases and norms get no weight decay."""
+    known = list(parameters)
+    groups: list[dict[str, Any]] = [
+        {"params": [each for each in known if each.ndim >= 2], "weight_decay": asked.weight_decay},
+        {"params": [each for each in known if each.ndim < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if asked.kind == "sgd":
+        return torch.optim.SGD(groups, lr=asked.lr, momentum=asked.momentum, nesterov=asked.nesterov, fused=True)
+    return torch.optim.AdamW(groups, lr=asked.lr, betas=(asked.betas[0], asked.betas[1]), eps=asked.eps, fused=True)
+
+
+def _accelerate(model: nn.Module, config: Config, device: torch.device) -> Step:
+    from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
+    from accelerate.utils import TorchDynamoPlugin  # type: ignore[import-not-found, unused-ignore]
+
+    plugin = TorchDynamoPlugin(backend="inductor" if device.type == "cuda" else "eager")
+    accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", dynamo_plugin=plugin)
+    whole: Any = WithLoss(model)
+    prepared, optimizer = accelerator.prepare(whole, make_optimizer(config.optim, model.parameters()))
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = prepared(inputs, targets)
+        accelerator.backward(loss)
+        if config.optim.clip_norm is not None:
+            accelerator.clip_grad_norm_(model.parameters(), config.optim.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _lightning(model: nn.Module, config: Config, device: torch.device) -> Step:
+    from lightning.fabric import Fabric  # type: ignore[import-not-found, unused-ignore]
+
+    fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
+    compiled: Any = _compile(WithLoss(model), device)
+    prepared, optimizer = fabric.setup(compiled, make_optimizer(config.optim, model.parameters()))
+
+    def step(inputs: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = prepared(inputs, targets)
+        fabric.backward(loss)
+        if config.optim.clip_norm is not None:
+            # Looked at on the host, the norm would stop the device in every step.
+            fabric.clip_gradients(prepared, optimizer, max_norm=config.optim.clip_norm, error_if_nonfinite=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def _to_fp8(model: nn.Module) -> None:
+    from torchao import float8  # type: ignore[import-not-found, unused-ignore]
+
+    def fits(module: nn.Module, name: str) -> bool:
+        is_multiple = isinstance(module, nn.Linear) and module.in_features % 16 == module.out_features % 16 == 0
+        return is_multiple and name != "head"
+
+    recipe = float8.Float8LinearConfig.from_recipe_name("tensorwise")
+    float8.convert_to_float8_training(model, config=recipe, module_filter_fn=fits)
