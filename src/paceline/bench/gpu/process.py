@@ -26,6 +26,7 @@ from paceline.bench.gpu.workloads import ALL_WORKLOADS, GpuWorkload, OnDevice
 from paceline.clock import DeviceClock, seconds_between
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config
+from paceline.data.datasets import DataShape
 from paceline.data.fetch import fetch_batch
 from paceline.data.loader import StepBatch
 from paceline.data.order import DataOrder
@@ -78,12 +79,19 @@ def _set_up_loop(
     work = build_workload(config)
     batches = make_batches(config, work.data, device)
     if workload.unit == "images":
-        batches = ((_as_images(inputs, is_last=loop.is_channels_last), targets) for inputs, targets in batches)
+        batches = (
+            (_as_images(inputs, work.data.shape, is_last=loop.is_channels_last), targets) for inputs, targets in batches
+        )
     return set_up_loop(loop, work.model, config, device), batches
 
 
-def _as_images(inputs: Tensor, *, is_last: bool) -> Tensor:
-    images = inputs if inputs.is_floating_point() else inputs.float() / 255
+def _as_images(inputs: Tensor, shape: DataShape, *, is_last: bool) -> Tensor:
+    """Returns images as a loop trains on them: bytes are normalised before the time begins."""
+    images = inputs
+    if not inputs.is_floating_point():
+        mean, std = (getattr(shape, name, None) for name in ("mean", "std"))
+        as_channels = [inputs.new_tensor(each, dtype=torch.float32).view(1, -1, 1, 1) for each in (mean, std) if each]
+        images = (inputs - as_channels[0]) / as_channels[1] if len(as_channels) == 2 else inputs / 255
     return images.contiguous(memory_format=torch.channels_last) if is_last else images
 
 
