@@ -404,6 +404,7 @@ def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:
 
 
 def _make_group(name: str, members: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """Makes the group of a name that all members have agreed on."""
     c10d: Any = dist.distributed_c10d
     store, timeout = c10d._get_default_store(), datetime.timedelta(seconds=timeout_s)
     group: dist.ProcessGroup
