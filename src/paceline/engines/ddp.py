@@ -179,7 +179,7 @@ class DataParallel(ModuleEngine):
 
     def mark_updated(self) -> None:
         if self._masters is not None:
-            self._masters.may_have_changed = True
+            self._masters.expect_update()
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         if self._masters is None:

@@ -29,6 +29,7 @@ from paceline.engines.engine import Engine, OnPhase, ignore_phase
 from paceline.errors import TrainingError
 from paceline.plan.layout import Layout
 from paceline.train.loss import Loss
+from paceline.train.master_adamw import MasterAdamW
 from paceline.train.scaler import LossScaler
 from paceline.train.step import RunPasses, StepOutcome, StepPolicy, place, train_step
 
@@ -186,7 +187,9 @@ class GraphedStep:
         for target, source in zip(self._inputs, _tensors(batch.microbatches), strict=True):
             target.copy_(source, non_blocking=True)
         rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if rates != self._last_rates:
+        if isinstance(optimizer, MasterAdamW):
+            optimizer.upload_rates()
+        elif rates != self._last_rates:
             for tensor, rate in zip(self._rates, rates, strict=True):
                 tensor.fill_(rate)
             self._last_rates = rates
