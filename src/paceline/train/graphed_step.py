@@ -35,7 +35,9 @@ from paceline.train.step import RunPasses, StepOutcome, StepPolicy, place, train
 
 GraphChoice = Literal["auto", "on", "off"]
 _TIMED = (3, 4, 5)  # steps; the first ones compile, and make the optimizer's state
-_HOST_BOUND = 0.7  # share of a step's time after which a graph pays: below it the device has enough to do
+# The host's share of a step from which on a graph pays: kernels of a graph also follow one another more closely. Below
+# it the device has long kernels, and phases that can be told apart are worth more.
+_HOST_BOUND = 0.25
 _Shape = tuple[Any, ...]
 
 
