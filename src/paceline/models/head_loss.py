@@ -33,7 +33,7 @@ from torch import Tensor
 
 from paceline.errors import UsageError
 
-CHUNK_BYTES = 512 * 2**20  # of the logits that are there at once
+CHUNK_BYTES = 2**30  # of the logits that are there at once
 _LEAST_ROWS = 128
 _SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor targets, int ignored, float smoothing, int rows, bool for_hidden, "
@@ -141,24 +141,34 @@ def _walk(
     counts: bool,
 ) -> _Found:
     """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
-    losses, hits, d_hidden, d_weight = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
-    num_rows, vocabulary = hidden.shape[0], weight.shape[0]
+    results = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
     if targets.device.type == "cpu":
-        _check_values(targets, vocabulary, ignored)
-    buffer = hidden.new_empty(min(rows, num_rows), vocabulary)
+        _check_values(targets, weight.shape[0], ignored)
     with _without_autocast(hidden.device.type):
-        matrix = weight.to(hidden.dtype)
-        for begin in range(0, num_rows, rows):
-            part = slice(begin, min(begin + rows, num_rows))
-            chunk, inputs = buffer[: part.stop - begin], hidden[part]
-            torch.mm(inputs, matrix.t(), out=chunk)
-            results = (losses[part], hits[part] if counts else None)
-            _go_over(chunk, targets[part], results, ignored, smoothing, is_trained=for_hidden or for_weight)
-            if for_hidden:
-                torch.mm(chunk, matrix, out=d_hidden[part])
-            if for_weight:
-                _add_product(d_weight, chunk.t(), inputs)
+        _fill(results, hidden, weight.to(hidden.dtype), targets, ignored, smoothing, rows)
+    losses, hits, d_hidden, d_weight = results
     return losses.sum(), hits.sum(), d_hidden, d_weight.to(weight.dtype)
+
+
+def _fill(
+    results: _Found, hidden: Tensor, matrix: Tensor, targets: Tensor, ignored: int, smoothing: float, rows: int
+) -> None:
+    """Computes the results of all rows. What has no elements is not asked for."""
+    losses, hits, d_hidden, d_weight = results
+    num_rows, is_trained = hidden.shape[0], d_hidden.numel() + d_weight.numel() > 0
+    if num_rows == 0:
+        d_weight.zero_()
+    buffer = hidden.new_empty(min(rows, num_rows), matrix.shape[0])
+    for begin in range(0, num_rows, rows):
+        part = slice(begin, min(begin + rows, num_rows))
+        chunk, inputs = buffer[: part.stop - begin], hidden[part]
+        torch.mm(inputs, matrix.t(), out=chunk)
+        found = (losses[part], hits[part] if hits.numel() else None)
+        _go_over(chunk, targets[part], found, ignored, smoothing, is_trained=is_trained)
+        if d_hidden.numel():
+            torch.mm(chunk, matrix, out=d_hidden[part])
+        if d_weight.numel():
+            _add_product(d_weight, chunk.t(), inputs, is_first=begin == 0)
 
 
 def _make_results(
@@ -169,7 +179,7 @@ def _make_results(
     losses = hidden.new_empty(hidden.shape[0], dtype=wide)
     hits = targets.new_empty(targets.shape[0] if counts else 0, dtype=torch.int64)
     d_hidden = hidden.new_empty(hidden.shape if for_hidden else (0,))
-    d_weight = weight.new_zeros(weight.shape if for_weight else (0,), dtype=wide)
+    d_weight = weight.new_empty(weight.shape if for_weight else (0,), dtype=wide)
     return losses, hits, d_hidden, d_weight
 
 
@@ -276,25 +286,29 @@ def _go_over_by_torch(
             logits.copy_(wide)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a product to ``total``, which may be wider than what is multiplied."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """Adds a product to ``total``, which may be wider than what is multiplied; the first one overwrites it."""
+    beta = 0 if is_first else 1
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=beta)
     elif total.is_cuda and _adds_wider():
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # the product of a chunk is rounded, their sum is not
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    elif is_first:  # the product of a chunk is rounded, their sum is not
+        total.copy_(torch.mm(left, right))
+    else:
         total.add_(torch.mm(left, right))
 
 
 @functools.cache
 def _adds_wider() -> bool:
     """Whether this torch adds products of halves to a matrix of float32 in one kernel (2.10 and later do)."""
-    total, half = torch.zeros(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    total, half = torch.ones(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
     try:
-        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+        for beta in (0, 1):
+            torch.addmm(total, half, half, out_dtype=torch.float32, beta=beta, out=total)
     except (RuntimeError, TypeError):
         return False
-    return True
+    return bool((total == 32).all())
 
 
 @functools.cache
