@@ -328,6 +328,22 @@ def test_logits_that_are_more_than_products_are_not_fused(change: str) -> None:
     assert type(model) is Causal
 
 
+def test_a_causal_model_without_values_is_judged_by_its_config() -> None:
+    with torch.device("meta"):
+        plain, capped = Causal(), Causal()
+    capped.config.final_logit_softcapping = 30.0
+    assert loss_vocabulary(with_head_loss(plain)) == VOCABULARY
+    with pytest.raises(UsageError, match="the logits of Causal are not the products"):
+        with_head_loss(capped)
+
+
+def test_parts_that_are_called_otherwise_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_causal()
+    monkeypatch.setattr(Causal, "forward", lambda self, tokens: self.lm_head(self.model.embed_tokens(tokens)))
+    with pytest.raises(UsageError, match="the logits of Causal are not the products"):
+        with_head_loss(model)
+
+
 def test_a_model_without_the_parts_is_refused() -> None:
     assert not is_causal(nn.Linear(2, 2))
     assert not is_causal(make_gpt(tied=True))

@@ -36,6 +36,7 @@ OffloadPart: TypeAlias = Literal["optimizer", "gradients", "parameters"]
 Policy: TypeAlias = Literal["none", "topk", "randomk", "threshold", "powersgd", "sign", "int8", "fp16", "bf16"]
 Buffers: TypeAlias = Literal["broadcast", "local"]
 FusedLoss: TypeAlias = Literal["auto"] | bool
+LARGE_VOCABULARY = 8192  # from here on, logits take more memory and time than a loss in chunks does
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
@@ -221,6 +222,14 @@ class Layout:
     def is_fully_sharded(self) -> bool:
         """Whether parameters are cut among ranks, and gathered before they are used."""
         return self.strategy in FULLY_SHARDED
+
+    def fuses_loss(self, vocabulary: int, device: str) -> bool:
+        """Whether a model with so many logits a token, if it can, computes its loss with its output layer.
+
+        Not where ranks share the output layer, or stages pass activations on: the loss is that of logits there.
+        """
+        is_worth_it = device == "cuda" and vocabulary >= LARGE_VOCABULARY
+        return not self.is_split and (is_worth_it if self.fused_loss == "auto" else self.fused_loss)
 
     @property
     def num_stages(self) -> int:
