@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from paceline.errors import UsageError
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.gpt import GPT, gpt_config
-from paceline.models.head_loss import CHUNK_BYTES, chunk_rows, head_loss
+from paceline.models.head_loss import CHUNK_BYTES, OutputLayer, chunk_rows, head_loss
 from paceline.models.registry import loss_vocabulary
 
 ROWS, WIDTH, VOCABULARY = 13, 6, 11
@@ -190,6 +190,14 @@ def test_bad_shapes_and_targets_are_told() -> None:
     targets[5] = VOCABULARY
     with pytest.raises(UsageError, match="a target is 11, but the vocabulary has 11 tokens"):
         head_loss(hidden, weight, targets)
+
+
+def test_an_output_layer_with_a_bias_makes_logits_only() -> None:
+    hidden, _, targets = inputs()
+    layer = OutputLayer(WIDTH, VOCABULARY).to(torch.float64)
+    assert layer(hidden).shape == (ROWS, VOCABULARY)
+    with pytest.raises(UsageError, match="the loss of an output layer with a bias"):
+        layer(hidden, targets)
 
 
 # A model.

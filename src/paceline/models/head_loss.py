@@ -29,7 +29,7 @@ import importlib.util
 from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
 
@@ -93,6 +93,22 @@ def head_loss(
     smoothing = float(smoothing) if smoothing else 0.0  # a constant for torch.compile, where it is none
     found = cast("_Found", run(flat, weight, flat_targets, ignored, smoothing, rows, *needs, counts))
     return (found[0], found[1]) if counts else found[0]
+
+
+class OutputLayer(nn.Linear):
+    """A linear layer that makes logits, or their loss. It reads its weight in its own call, as sharding needs it."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+        """Returns the logits; with ``targets`` their summed cross entropy, with ``counts`` right answers too."""
+        if targets is None:
+            return super().forward(x)
+        bias: Tensor | None = self.bias
+        if bias is not None:
+            raise UsageError(
+                "the loss of an output layer with a bias\n  the fused loss is that of hidden @ weight.T\n"
+                "  make the layer with bias=False, or compute the loss of its logits"
+            )
+        return head_loss(x, self.weight, targets, counts=counts)
 
 
 def chunk_rows(vocabulary: int, element_bytes: int) -> int:
