@@ -15,8 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from paceline.errors import UsageError
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.gpt import GPT, gpt_config
-from paceline.models.head_loss import CHUNK_BYTES, OutputLayer, chunk_rows, head_loss
+from paceline.models.head_loss import OutputLayer, head_loss
 from paceline.models.registry import loss_vocabulary
+from paceline.plan.layout import LOSS_CHUNK_BYTES, loss_rows
 
 ROWS, WIDTH, VOCABULARY = 13, 6, 11
 TOLERANCE = 1e-10
@@ -142,10 +143,10 @@ def test_under_autocast_the_weight_gets_a_gradient_of_its_own_dtype() -> None:
 
 
 def test_a_chunk_keeps_to_its_bytes() -> None:
-    assert chunk_rows(50304, 2) == 8192
-    assert chunk_rows(32000, 2) == 16384
-    assert chunk_rows(50304, 4) * 50304 * 4 <= CHUNK_BYTES
-    assert chunk_rows(10**9, 4) == 128
+    assert loss_rows(50304, 2) == 8192
+    assert loss_rows(32000, 2) == 16384
+    assert loss_rows(50304, 4) * 50304 * 4 <= LOSS_CHUNK_BYTES
+    assert loss_rows(10**9, 4) == 128
 
 
 def test_the_logits_of_all_rows_are_never_there() -> None:

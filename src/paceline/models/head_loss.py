@@ -32,9 +32,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.plan.layout import loss_rows
 
-CHUNK_BYTES = 2**30  # of the logits that are there at once
-_LEAST_ROWS = 128
 _SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor targets, int ignored, float smoothing, int rows, bool for_hidden, "
     "bool for_weight, bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -78,14 +77,14 @@ def head_loss(
 
     ``hidden`` is (..., width), ``weight`` (vocabulary, width), ``targets`` (...). Targets that are ``ignored`` count
     nothing; ``smoothing`` spreads that share of a target over the vocabulary, as torch's cross entropy does. ``rows``
-    are computed at once (None: as many as make ``CHUNK_BYTES`` of logits). Under autocast products are in its dtype.
+    are computed at once (None: as many as make a GiB of logits). Under autocast products are in its dtype.
     Backward may run once. Raises UsageError for shapes that do not fit, and for targets out of range on a CPU; on a
     GPU, where looking would take time, such a target makes the sum NaN.
     """
     _check_shapes(hidden, weight, targets)
     flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
     if rows is None:
-        rows = chunk_rows(weight.shape[0], flat.element_size())
+        rows = loss_rows(weight.shape[0], flat.element_size())
     needs = (torch.is_grad_enabled() and each.requires_grad for each in (flat, weight))
     # A recorder of meta tensors is to see the products that a device would run, and not one operator of ours.
     run: Any = _OnMeta.apply if hidden.is_meta else _operator
@@ -109,12 +108,6 @@ class OutputLayer(nn.Linear):
                 "  make the layer with bias=False, or compute the loss of its logits"
             )
         return head_loss(x, self.weight, targets, counts=counts)
-
-
-def chunk_rows(vocabulary: int, element_bytes: int) -> int:
-    """Returns how many rows of logits are made at once: a power of two, so that products fill the device."""
-    most = max(CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS)
-    return 1 << (most.bit_length() - 1)
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
