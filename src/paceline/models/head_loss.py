@@ -174,9 +174,9 @@ def _fill(
         torch.mm(inputs, matrix.t(), out=chunk)
         found = (losses[part], hits[part] if hits.numel() else None)
         _go_over(chunk, targets[part], found, ignored, smoothing, is_trained=is_trained)
-        if d_hidden.numel():
+        if d_hidden.numel() and not hidden.is_meta:
             torch.mm(chunk, matrix, out=d_hidden[part])
-        if d_weight.numel():
+        if d_weight.numel() and not hidden.is_meta:
             _add_product(d_weight, chunk.t(), inputs, is_first=begin == 0)
 
 
@@ -221,11 +221,34 @@ _operator.register_autograd(_scale, setup_context=_keep)
 
 
 class _OnMeta(torch.autograd.Function):
-    """The same for tensors without values, product by product."""
+    """The same for tensors without values, product by product.
+
+    The products of the gradients run in backward: who counts a model's operations takes forward three times.
+    """
 
     forward = staticmethod(_walk)
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Found) -> None:
+        hidden, weight, rows = inputs[0], inputs[1], inputs[5]
+        ctx.sizes = (hidden.shape[0], weight.shape[1], weight.shape[0], rows, hidden.dtype)
+        _keep(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        num_rows, width, vocabulary, rows, dtype = ctx.sizes
+        for begin in range(0, num_rows, rows):
+            size = min(rows, num_rows - begin)
+            chunk, inputs, matrix = (
+                gradient.new_empty(shape, dtype=dtype)
+                for shape in ((size, vocabulary), (size, width), (vocabulary, width))
+            )
+            if ctx.is_needed[0]:
+                torch.mm(chunk, matrix, out=inputs)
+            if ctx.is_needed[1]:
+                torch.mm(chunk.t(), inputs, out=matrix)
+            del chunk, inputs, matrix
+        return _scale(ctx, gradient)
 
 
 def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
