@@ -15,8 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from paceline.errors import UsageError
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.gpt import GPT, gpt_config
-from paceline.models.head_loss import CHUNK_BYTES, chunk_rows, head_loss
+from paceline.models.head_loss import OutputLayer, head_loss
 from paceline.models.registry import loss_vocabulary
+from paceline.plan.layout import LOSS_CHUNK_BYTES, loss_rows
 
 ROWS, WIDTH, VOCABULARY = 13, 6, 11
 TOLERANCE = 1e-10
@@ -54,6 +55,12 @@ def test_sum_and_gradients_are_those_of_the_plain_loss(rows: int, chunk: int | N
 def test_a_batch_in_which_everything_is_ignored_has_no_loss_and_no_gradient() -> None:
     hidden, weight, targets = inputs()
     for each in gradients(head_loss(hidden, weight, torch.full_like(targets, -100), rows=4), hidden, weight):
+        assert not each.any()
+
+
+def test_no_rows_at_all_have_no_loss() -> None:
+    hidden, weight, targets = inputs()
+    for each in gradients(head_loss(hidden[:0], weight, targets[:0]), weight):
         assert not each.any()
 
 
@@ -136,10 +143,10 @@ def test_under_autocast_the_weight_gets_a_gradient_of_its_own_dtype() -> None:
 
 
 def test_a_chunk_keeps_to_its_bytes() -> None:
-    assert chunk_rows(50304, 2) == 4096
-    assert chunk_rows(32000, 2) == 8192
-    assert chunk_rows(50304, 4) * 50304 * 4 <= CHUNK_BYTES
-    assert chunk_rows(10**9, 4) == 128
+    assert loss_rows(50304, 2) == 8192
+    assert loss_rows(32000, 2) == 16384
+    assert loss_rows(50304, 4) * 50304 * 4 <= LOSS_CHUNK_BYTES
+    assert loss_rows(10**9, 4) == 128
 
 
 def test_the_logits_of_all_rows_are_never_there() -> None:
@@ -184,6 +191,14 @@ def test_bad_shapes_and_targets_are_told() -> None:
     targets[5] = VOCABULARY
     with pytest.raises(UsageError, match="a target is 11, but the vocabulary has 11 tokens"):
         head_loss(hidden, weight, targets)
+
+
+def test_an_output_layer_with_a_bias_makes_logits_only() -> None:
+    hidden, _, targets = inputs()
+    layer = OutputLayer(WIDTH, VOCABULARY).to(torch.float64)
+    assert layer(hidden).shape == (ROWS, VOCABULARY)
+    with pytest.raises(UsageError, match="the loss of an output layer with a bias"):
+        layer(hidden, targets)
 
 
 # A model.
@@ -320,6 +335,22 @@ def test_logits_that_are_more_than_products_are_not_fused(change: str) -> None:
     with pytest.raises(UsageError, match="the logits of Causal are not the products"):
         with_head_loss(model)
     assert type(model) is Causal
+
+
+def test_a_causal_model_without_values_is_judged_by_its_config() -> None:
+    with torch.device("meta"):
+        plain, capped = Causal(), Causal()
+    capped.config.final_logit_softcapping = 30.0
+    assert loss_vocabulary(with_head_loss(plain)) == VOCABULARY
+    with pytest.raises(UsageError, match="the logits of Causal are not the products"):
+        with_head_loss(capped)
+
+
+def test_parts_that_are_called_otherwise_are_not_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_causal()
+    monkeypatch.setattr(Causal, "forward", lambda self, tokens: self.lm_head(self.model.embed_tokens(tokens)))
+    with pytest.raises(UsageError, match="the logits of Causal are not the products"):
+        with_head_loss(model)
 
 
 def test_a_model_without_the_parts_is_refused() -> None:

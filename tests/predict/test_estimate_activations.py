@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from paceline.config import config_from_dict
+from paceline.config import config_from_dict, layout_of
 from paceline.data.datasets import DataShape
 from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks, num_parameters
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.memory import StateFacts, estimate_memory
 
 KNOWN_ERROR = 0.01
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -134,3 +136,25 @@ def test_a_gpu_saves_no_more_than_a_cpu() -> None:
     assert on_gpu is not None
     assert on_cpu is not None
     assert per_sample(on_gpu) <= per_sample(on_cpu)
+
+
+def test_a_fused_loss_keeps_no_logits() -> None:
+    config = config_from_dict(
+        {
+            "model": {"kind": "gpt", "size": "gpt-124m"},
+            "data": {"kind": "synthetic_tokens", "vocab_size": 50304, "context": 1024},
+            "train": {"global_batch": 32, "precision": "bf16_master"},
+        }
+    )
+    facts, states = describe_model(config, "cuda"), StateFacts.of(config, "cuda")
+    assert facts is not None
+    fused, plain = (
+        estimate_memory(facts, replace(layout_of(config, 1), fused_loss=asked), states) for asked in ("auto", False)
+    )
+    tokens, vocabulary, width = 32 * 1024, 50304, 768
+    assert plain.activations - fused.activations == tokens * (4 * vocabulary - 2 * width)
+    assert plain.temporary - fused.temporary == vocabulary * (tokens * 6 - 8192 * 2 - width * 4)
+    on_cpu = replace(states, device="cpu")
+    assert estimate_memory(facts, layout_of(config, 1), on_cpu).activations == plain.activations
+    split = replace(layout_of(config, 2), tensor=2, data=1)
+    assert estimate_memory(facts, split, states) == estimate_memory(facts, replace(split, fused_loss=False), states)

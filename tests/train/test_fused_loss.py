@@ -107,7 +107,9 @@ def losses_and_evaluation(config: Config) -> tuple[list[float], Evaluation]:
     sink = Kept()
     trainer = build_trainer(config, SoloCommunicator(torch.device("cpu")), sink=sink)
     trainer.run()
-    return [record.loss_sum for record in sink.steps], trainer.evaluate()
+    evaluation = trainer.evaluate()
+    assert evaluation is not None
+    return [record.loss_sum for record in sink.steps], evaluation
 
 
 @pytest.mark.parametrize(
@@ -237,20 +239,21 @@ def test_a_causal_model_whose_logits_are_scaled_is_told_and_left(monkeypatch: py
 
 @pytest.mark.parametrize("precision", ["bf16", "bf16_master"])
 def test_a_dry_run_sees_the_products_of_chunks_and_no_logits(precision: str) -> None:
-    def peak_and_products(asked: Any) -> tuple[float, int, set[str]]:
+    def peak_and_products(asked: Any) -> tuple[float, int, set[str], float]:
         config = config_of(
             parallel={"device": "cuda"},
-            data={"vocab_size": 32768, "context": 64},
+            data={"vocab_size": 65536, "context": 64},
             model={"context": 64},
             train={"precision": precision, "global_batch": 256, "accumulate": 1, "fused_loss": asked},
         )
         (program,) = record_stages(config, ranks=1)
         kernels = [event.operation for event in program.events if isinstance(event, Run)]
-        heads = [kernel for kernel in kernels if kernel.family == "matmul" and 32768 in kernel.sizes]
-        return sum(program.peak_memory().values()), len(heads), {kernel.dtype for kernel in heads}
+        heads = [kernel for kernel in kernels if kernel.family == "matmul" and 65536 in kernel.sizes]
+        return sum(program.peak_memory().values()), len(heads), {kernel.dtype for kernel in heads}, program.model_flops
 
     fused, plain = peak_and_products("auto"), peak_and_products(False)
     assert plain[1] == 3
-    assert fused[1] == 6  # 16,384 rows in two chunks of 512 MiB
+    assert fused[1] == 6  # 16,384 rows in two chunks of 1 GiB
     assert fused[2] == plain[2] == {"bf16"}
     assert fused[0] < 0.7 * plain[0]
+    assert fused[3] == pytest.approx(plain[3], rel=1e-6)

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from paceline.errors import UsageError
 from paceline.models.head_loss import head_loss
 
+_CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # keys of Hugging Face's configs
+
 
 class _WithHeadLoss(nn.Module):
     """Mixed into the class of a model: names, parameters and all other methods stay as they are."""
@@ -77,14 +79,16 @@ def _hidden(model: Any, tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _is_product(model: nn.Module, head: nn.Linear) -> bool:
-    """Compares logits with products, on two tokens; what has no values cannot be looked at."""
+    """Compares logits with products, on two tokens. Of what has no values, the config says it."""
     if head.weight.is_meta:
-        return True
+        return not any(getattr(model.config, name, None) for name in _CHANGES_LOGITS)
     was_training = model.training
     model.eval()
     tokens = torch.zeros(1, 2, dtype=torch.int64, device=head.weight.device)
     try:
         logits, products = model(tokens).logits.float(), head(_hidden(model, tokens)).float()
-        return torch.allclose(logits, products, rtol=1e-4, atol=1e-5)
+    except (AttributeError, TypeError):  # its parts are called in another way
+        return False
     finally:
         model.train(was_training)
+    return torch.allclose(logits, products, rtol=1e-4, atol=1e-5)

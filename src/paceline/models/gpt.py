@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTShape, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.models.head_loss import head_loss
+from paceline.models.head_loss import OutputLayer, head_loss
 from paceline.models.layers import PipelineLayer
 
 _INIT_STD = 0.02
@@ -88,7 +88,7 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = _make_norm(config)
-        self.head = None if config.tied else OutputLayer(config.width, config.vocab_size)
+        self.head = None if config.tied else Head(config.width, config.vocab_size)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
         """Returns the logits of the token that follows each position; with ``targets`` the summed loss instead.
@@ -278,12 +278,8 @@ class Linear(nn.Linear):
         nn.init.normal_(self.weight, std=self.std)
 
 
-class OutputLayer(Linear):
-    """The linear layer that makes logits, or their loss: its own forward reads the weight, which may be sharded."""
-
-    def forward(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
-        """Returns the logits; with ``targets`` their summed cross entropy, with ``counts`` right answers too."""
-        return super().forward(x) if targets is None else head_loss(x, self.weight, targets, counts=counts)
+class Head(OutputLayer, Linear):
+    """The output layer, drawn as the other linear layers."""
 
 
 class Embedding(nn.Embedding):

@@ -29,12 +29,11 @@ import importlib.util
 from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.plan.layout import loss_rows
 
-CHUNK_BYTES = 512 * 2**20  # of the logits that are there at once
-_LEAST_ROWS = 128
 _SCHEMA = (
     "(Tensor hidden, Tensor weight, Tensor targets, int ignored, float smoothing, int rows, bool for_hidden, "
     "bool for_weight, bool counts) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -78,14 +77,14 @@ def head_loss(
 
     ``hidden`` is (..., width), ``weight`` (vocabulary, width), ``targets`` (...). Targets that are ``ignored`` count
     nothing; ``smoothing`` spreads that share of a target over the vocabulary, as torch's cross entropy does. ``rows``
-    are computed at once (None: as many as make ``CHUNK_BYTES`` of logits). Under autocast products are in its dtype.
+    are computed at once (None: as many as make a GiB of logits). Under autocast products are in its dtype.
     Backward may run once. Raises UsageError for shapes that do not fit, and for targets out of range on a CPU; on a
     GPU, where looking would take time, such a target makes the sum NaN.
     """
     _check_shapes(hidden, weight, targets)
     flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
     if rows is None:
-        rows = chunk_rows(weight.shape[0], flat.element_size())
+        rows = loss_rows(weight.shape[0], flat.element_size())
     needs = (torch.is_grad_enabled() and each.requires_grad for each in (flat, weight))
     # A recorder of meta tensors is to see the products that a device would run, and not one operator of ours.
     run: Any = _OnMeta.apply if hidden.is_meta else _operator
@@ -95,10 +94,20 @@ def head_loss(
     return (found[0], found[1]) if counts else found[0]
 
 
-def chunk_rows(vocabulary: int, element_bytes: int) -> int:
-    """Returns how many rows of logits are made at once: a power of two, so that products fill the device."""
-    most = max(CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS)
-    return 1 << (most.bit_length() - 1)
+class OutputLayer(nn.Linear):
+    """A linear layer that makes logits, or their loss. It reads its weight in its own call, as sharding needs it."""
+
+    def forward(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+        """Returns the logits; with ``targets`` their summed cross entropy, with ``counts`` right answers too."""
+        if targets is None:
+            return super().forward(x)
+        bias: Tensor | None = self.bias
+        if bias is not None:
+            raise UsageError(
+                "the loss of an output layer with a bias\n  the fused loss is that of hidden @ weight.T\n"
+                "  make the layer with bias=False, or compute the loss of its logits"
+            )
+        return head_loss(x, self.weight, targets, counts=counts)
 
 
 def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
@@ -141,24 +150,34 @@ def _walk(
     counts: bool,
 ) -> _Found:
     """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
-    losses, hits, d_hidden, d_weight = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
-    num_rows, vocabulary = hidden.shape[0], weight.shape[0]
+    results = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
     if targets.device.type == "cpu":
-        _check_values(targets, vocabulary, ignored)
-    buffer = hidden.new_empty(min(rows, num_rows), vocabulary)
+        _check_values(targets, weight.shape[0], ignored)
     with _without_autocast(hidden.device.type):
-        matrix = weight.to(hidden.dtype)
-        for begin in range(0, num_rows, rows):
-            part = slice(begin, min(begin + rows, num_rows))
-            chunk, inputs = buffer[: part.stop - begin], hidden[part]
-            torch.mm(inputs, matrix.t(), out=chunk)
-            results = (losses[part], hits[part] if counts else None)
-            _go_over(chunk, targets[part], results, ignored, smoothing, is_trained=for_hidden or for_weight)
-            if for_hidden:
-                torch.mm(chunk, matrix, out=d_hidden[part])
-            if for_weight:
-                _add_product(d_weight, chunk.t(), inputs)
+        _fill(results, hidden, weight.to(hidden.dtype), targets, ignored, smoothing, rows)
+    losses, hits, d_hidden, d_weight = results
     return losses.sum(), hits.sum(), d_hidden, d_weight.to(weight.dtype)
+
+
+def _fill(
+    results: _Found, hidden: Tensor, matrix: Tensor, targets: Tensor, ignored: int, smoothing: float, rows: int
+) -> None:
+    """Computes the results of all rows. What has no elements is not asked for."""
+    losses, hits, d_hidden, d_weight = results
+    num_rows, is_trained = hidden.shape[0], d_hidden.numel() + d_weight.numel() > 0
+    if num_rows == 0:
+        d_weight.zero_()
+    buffer = hidden.new_empty(min(rows, num_rows), matrix.shape[0])
+    for begin in range(0, num_rows, rows):
+        part = slice(begin, min(begin + rows, num_rows))
+        chunk, inputs = buffer[: part.stop - begin], hidden[part]
+        torch.mm(inputs, matrix.t(), out=chunk)
+        found = (losses[part], hits[part] if hits.numel() else None)
+        _go_over(chunk, targets[part], found, ignored, smoothing, is_trained=is_trained)
+        if d_hidden.numel() and not hidden.is_meta:
+            torch.mm(chunk, matrix, out=d_hidden[part])
+        if d_weight.numel() and not hidden.is_meta:
+            _add_product(d_weight, chunk.t(), inputs, is_first=begin == 0)
 
 
 def _make_results(
@@ -169,7 +188,7 @@ def _make_results(
     losses = hidden.new_empty(hidden.shape[0], dtype=wide)
     hits = targets.new_empty(targets.shape[0] if counts else 0, dtype=torch.int64)
     d_hidden = hidden.new_empty(hidden.shape if for_hidden else (0,))
-    d_weight = weight.new_zeros(weight.shape if for_weight else (0,), dtype=wide)
+    d_weight = weight.new_empty(weight.shape if for_weight else (0,), dtype=wide)
     return losses, hits, d_hidden, d_weight
 
 
@@ -202,11 +221,34 @@ _operator.register_autograd(_scale, setup_context=_keep)
 
 
 class _OnMeta(torch.autograd.Function):
-    """The same for tensors without values, product by product."""
+    """The same for tensors without values, product by product.
+
+    The products of the gradients run in backward: who counts a model's operations takes forward three times.
+    """
 
     forward = staticmethod(_walk)
-    setup_context = staticmethod(_keep)
-    backward = staticmethod(_scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: _Found) -> None:
+        hidden, weight, rows = inputs[0], inputs[1], inputs[5]
+        ctx.sizes = (hidden.shape[0], weight.shape[1], weight.shape[0], rows, hidden.dtype)
+        _keep(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: None) -> tuple[Tensor | None, ...]:
+        num_rows, width, vocabulary, rows, dtype = ctx.sizes
+        for begin in range(0, num_rows, rows):
+            size = min(rows, num_rows - begin)
+            chunk, inputs, matrix = (
+                gradient.new_empty(shape, dtype=dtype)
+                for shape in ((size, vocabulary), (size, width), (vocabulary, width))
+            )
+            if ctx.is_needed[0]:
+                torch.mm(chunk, matrix, out=inputs)
+            if ctx.is_needed[1]:
+                torch.mm(chunk.t(), inputs, out=matrix)
+            del chunk, inputs, matrix
+        return _scale(ctx, gradient)
 
 
 def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
@@ -276,25 +318,29 @@ def _go_over_by_torch(
             logits.copy_(wide)
 
 
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Adds a product to ``total``, which may be wider than what is multiplied."""
+def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:
+    """Adds a product to ``total``, which may be wider than what is multiplied; the first one overwrites it."""
+    beta = 0 if is_first else 1
     if total.dtype == left.dtype:
-        total.addmm_(left, right)
+        total.addmm_(left, right, beta=beta)
     elif total.is_cuda and _adds_wider():
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # the product of a chunk is rounded, their sum is not
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    elif is_first:  # the product of a chunk is rounded, their sum is not
+        total.copy_(torch.mm(left, right))
+    else:
         total.add_(torch.mm(left, right))
 
 
 @functools.cache
 def _adds_wider() -> bool:
     """Whether this torch adds products of halves to a matrix of float32 in one kernel (2.10 and later do)."""
-    total, half = torch.zeros(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
+    total, half = torch.ones(16, 16, device="cuda"), torch.ones(16, 16, device="cuda", dtype=torch.bfloat16)
     try:
-        torch.addmm(total, half, half, out_dtype=torch.float32, out=total)
+        for beta in (0, 1):
+            torch.addmm(total, half, half, out_dtype=torch.float32, beta=beta, out=total)
     except (RuntimeError, TypeError):
         return False
-    return True
+    return bool((total == 32).all())
 
 
 @functools.cache

@@ -37,6 +37,9 @@ Policy: TypeAlias = Literal["none", "topk", "randomk", "threshold", "powersgd", 
 Buffers: TypeAlias = Literal["broadcast", "local"]
 Compile: TypeAlias = Literal["none", "blocks", "whole", "auto"]  # auto: decided with the ranks
 FusedLoss: TypeAlias = Literal["auto"] | bool
+LARGE_VOCABULARY = 8192  # from here on, logits take more memory and time than a loss in chunks does
+LOSS_CHUNK_BYTES = 2**30  # of the logits that a fused loss has at once
+_LEAST_ROWS = 128
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
@@ -232,6 +235,16 @@ class Layout:
         """Whether parameters are cut among ranks, and gathered before they are used."""
         return self.strategy in FULLY_SHARDED
 
+    def fuses_loss(self, vocabulary: int, device: str) -> bool:
+        """Whether a model with so many logits a token, if it can, computes its loss with its output layer.
+
+        Not where ranks share the output layer, where stages pass activations on, or for a loss of the user's own:
+        these are of logits.
+        """
+        is_worth_it = device == "cuda" and vocabulary >= LARGE_VOCABULARY
+        needs_logits = self.is_split or self.gathers_logits
+        return not needs_logits and (is_worth_it if self.fused_loss == "auto" else self.fused_loss)
+
     @property
     def num_stages(self) -> int:
         """How many stages the model is cut into; 1 where there is no pipeline."""
@@ -293,6 +306,12 @@ class Layout:
         known["compression"] = Compression(**_with_tuples(known["compression"]))
         known["offload"] = Offload(**known["offload"])
         return cls(**known)
+
+
+def loss_rows(vocabulary: int, element_bytes: int) -> int:
+    """Returns of how many tokens a fused loss has the logits at once: a power of two, which suits products."""
+    most = max(LOSS_CHUNK_BYTES // (vocabulary * element_bytes), _LEAST_ROWS)
+    return 1 << (most.bit_length() - 1)
 
 
 def _with_tuples(values: Mapping[str, Any]) -> dict[str, Any]:

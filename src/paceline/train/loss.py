@@ -23,12 +23,11 @@ from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
-from paceline.plan.layout import Layout
+from paceline.plan.layout import LARGE_VOCABULARY, Layout
 from paceline.train.normalise import Normalise, trained_dtype
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
-_LARGE_VOCABULARY = 8192  # from here on logits take more memory and time than the chunks cost
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,29 +160,28 @@ class OnNormalised:
 def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool:
     """Decides ``fused_loss``: whether the model computes its loss together with its output layer.
 
-    ``auto`` does so on a GPU for large vocabularies. A causal language model of Hugging Face is changed for it, in
-    place, so ask before it is parallelized. Where ranks share the output layer, or stages pass activations on, the loss
-    is that of logits. Raises UsageError where it is asked for of a model that does not offer it.
+    A causal language model of Hugging Face is changed for it, in place, so ask before it is parallelized. Raises
+    UsageError where it is asked for of a model that does not offer it.
     """
-    asked = layout.fused_loss
-    if asked is False or kind != "auto" or layout.is_split or (asked == "auto" and device != "cuda"):
+    if kind != "auto" or not layout.fuses_loss(LARGE_VOCABULARY, device):
         return False
+    is_asked = layout.fused_loss is True
     vocabulary = loss_vocabulary(model)
     if vocabulary is None and is_causal(model):
         try:
             vocabulary = loss_vocabulary(with_head_loss(model))
         except UsageError as error:
-            if asked is True:
+            if is_asked:
                 raise
             warnings.warn(f"the loss is not fused with the output layer: {error.headline}", stacklevel=2)
-    if vocabulary is None and asked is True:
+    if vocabulary is None and is_asked:
         raise UsageError(
             f"train.fused_loss = true, but {type(model).__name__} does not compute a loss\n"
             "  the loss is fused with the output layer inside the model, which says so with loss_vocabulary()\n"
             "  give it that method and a forward that takes targets (see docs/fused-loss.md), or leave "
             "train.fused_loss out"
         )
-    return vocabulary is not None and (asked is True or vocabulary >= _LARGE_VOCABULARY)
+    return vocabulary is not None and layout.fuses_loss(vocabulary, device)
 
 
 def build_loss(

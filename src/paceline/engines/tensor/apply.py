@@ -29,6 +29,7 @@ from paceline.engines.tensor.layers import (
 )
 from paceline.engines.tensor.layout import Split, TensorLayout
 from paceline.errors import UsageError
+from paceline.models.head_loss import OutputLayer
 
 # Which layers of a model are split, and how: a plan of name patterns, as data.
 #
@@ -316,7 +317,8 @@ def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return _is_transposed(module) or (isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward)
+    is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward)
+    return _is_transposed(module) or (isinstance(module, nn.Linear) and is_plain)
 
 
 # What is done.

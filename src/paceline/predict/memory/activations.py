@@ -9,7 +9,8 @@ Elements that a block of a GPT leaves for backward, per token, for width W, MLP 
 so 8 W + 4 M, times the bytes of an element. Under autocast the residual stream stays in the model's dtype, and every
 matrix product reads a low-precision copy of its own: the outputs of norms count 5 (3 + 2) times, in 2 bytes, and the
 weights are copied too. Dropout adds masks; in attention a CPU then has no fused kernel, and 3 h T numbers a token for T
-tokens stay. Outside of blocks: the last norm, and for a vocabulary of V the log-probabilities, 4 V bytes a token.
+tokens stay. Outside of blocks: the last norm, and for a vocabulary of V the log-probabilities, 4 V bytes a token. A
+loss that is fused with the output layer keeps none of them, and W numbers a token in their place.
 
 A convolution leaves its input, a norm its input, a ReLU its output, which is the next convolution's input.
 
@@ -33,7 +34,7 @@ from paceline.config import (
 )
 from paceline.config.sections import known_shape
 from paceline.plan.layout import WITH_MASTERS
-from paceline.predict.memory.facts import BlockFacts, ModelFacts, SampleWork
+from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts, SampleWork
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
 _RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -88,6 +89,14 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
     last = _gpt_head(shape, vocab_size, context, widths)
     tied = vocab_size * shape.width if shape.tied else 0
     root = BlockFacts.together((first, last), tied=tied, tied_columns=shape.width if shape.tied else 0)
+    loss = LossFacts(
+        vocabulary=vocab_size,
+        width=shape.width,
+        tokens=context,
+        element_bytes=widths.compute,
+        kept_bytes=last.split_bytes,
+        temporary_bytes=block.temporary_bytes,
+    )
     return ModelFacts(
         name=f"gpt of {shape.layers} layers",
         blocks=(block,) * shape.layers,
@@ -97,6 +106,7 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
         entry=(first,),
         exit=(last,),
         tied_parameters=tied,
+        loss=loss,
     )
 
 

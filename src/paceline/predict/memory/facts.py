@@ -54,6 +54,22 @@ class SampleWork:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LossFacts:
+    """What a loss keeps of logits, and what one takes that is fused with the output layer, and keeps none.
+
+    Of a sample of ``tokens``: ``kept_bytes``, of the root's ``saved_bytes``, are its logits for backward;
+    ``temporary_bytes`` live while an operation of the blocks runs.
+    """
+
+    vocabulary: int
+    width: int
+    tokens: int
+    element_bytes: int
+    kept_bytes: float
+    temporary_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """A model as the estimates see it: repeated blocks, and the rest as one block called root."""
 
@@ -67,6 +83,7 @@ class ModelFacts:
     entry: tuple[BlockFacts, ...] = ()
     exit: tuple[BlockFacts, ...] = ()
     tied_parameters: int = 0  # that the first and the last layer both use
+    loss: LossFacts | None = None  # None: the loss is not fused with the output layer
     work: SampleWork | None = None  # None: a transformer, whose dimensions say more
 
     @property

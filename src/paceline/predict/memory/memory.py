@@ -37,9 +37,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.config import Config, OptimConfig
-from paceline.plan.layout import WITH_MASTERS, Layout, Offload
+from paceline.plan.layout import WITH_MASTERS, Layout, Offload, loss_rows
 from paceline.plan.plan import MemoryEstimate
-from paceline.predict.memory.facts import BlockFacts, ModelFacts
+from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
 from paceline.predict.memory.parts import RankPart, parts_of
 from paceline.units import MIB
 
@@ -81,9 +81,20 @@ def is_known(model: ModelFacts, layout: Layout) -> bool:
 
 def estimate_memory(model: ModelFacts, layout: Layout, states: StateFacts) -> MemoryEstimate:
     """Estimates what one rank holds at the worst moment of a step; of a split model, the rank that holds the most."""
+    if model.loss is not None and layout.fuses_loss(model.loss.vocabulary, states.device):
+        model = _with_fused_loss(model, model.loss, layout.microbatch)
     if not layout.is_split:
         return _Estimate(RankPart(model=model), layout, states).total()
     return max(estimate_ranks(model, layout, states), key=lambda need: need.device_bytes)
+
+
+def _with_fused_loss(model: ModelFacts, loss: LossFacts, samples: int) -> ModelFacts:
+    """Returns a model that keeps no logits: a chunk of them is there at a time, and gradients that are made with it."""
+    rows = min(samples * loss.tokens, loss_rows(loss.vocabulary, loss.element_bytes))
+    chunk = loss.vocabulary * (rows * loss.element_bytes + loss.width * 4)  # the weight's gradient is in float32
+    kept = model.root.saved_bytes - loss.kept_bytes + loss.tokens * loss.width * loss.element_bytes
+    root = replace(model.root, saved_bytes=kept)
+    return replace(model, root=root, temporary_bytes=max(loss.temporary_bytes, chunk / samples))
 
 
 def estimate_ranks(model: ModelFacts, layout: Layout, states: StateFacts) -> tuple[MemoryEstimate, ...]:
