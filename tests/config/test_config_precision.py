@@ -94,7 +94,7 @@ def test_a_plan_is_made_in_the_precision_that_the_run_will_have(cluster: str, na
 
 
 def test_memory_is_estimated_in_the_precision_of_the_device() -> None:
-    half, whole = (describe_model(config(), device) for device in ("cuda", "cpu"))
+    half, whole = (describe_model(config(f"parallel.device={device}"), device) for device in ("cuda", "cpu"))
     named = describe_model(config("train.precision=bf16_master"), "cuda")
     assert half is not None
     assert whole is not None

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map
 from paceline.cluster.detect import Machine, detect_machine
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
-from paceline.config import Config
+from paceline.config import Config, with_precision
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits, build_data
 from paceline.engines.precision import precision_named
@@ -38,6 +38,7 @@ def resolve_strategy(config: Config, room: Room, machine: Machine | None = None)
     Of what fits, the fastest by prediction is taken; the first in order where the machine cannot be priced. None: the
     present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
+    config = with_precision(config, room.device)
     model = describe_model(config, room.device) or measure_config(config, room.device)
     return choose_layout(config, model, room, machine or detect_machine(with_gpus=room.device == "cuda"))
 
@@ -75,7 +76,7 @@ def measure_config(
     seed = config.train.seed if config.data.seed is None else config.data.seed
     data = build_data(config.data, model_context(config.model), seed)
     loss = build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory")
-    precision = precision_named(config.train.precision_on(device))
+    precision = precision_named(config.train.precision_on(config.parallel.device))
     dtype = precision.param_dtype or getattr(torch, config.train.dtype)
     model: nn.Module | None = None
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_its_log():

@@ -62,7 +62,7 @@ class Widths:
 
 def describe_model(config: Config, device: str) -> ModelFacts | None:
     """Returns what is known of a config's model on ``cpu`` or ``cuda``; None where only its own code can tell."""
-    widths = Widths.of(config.train.precision_on(device), config.train.dtype, device)
+    widths = Widths.of(config.train.precision_on(config.parallel.device), config.train.dtype, device)
     model, shape = config.model, known_shape(config.data)
     if isinstance(model, GPTModelConfig):
         dimensions = gpt_shape(model)

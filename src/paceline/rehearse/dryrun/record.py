@@ -24,7 +24,7 @@ from torch import nn
 from paceline.cluster.devices import Cluster
 from paceline.comm.dry.communicator import DryWorld
 from paceline.comm.group import check_peer
-from paceline.config import Config, layout_of, with_precision
+from paceline.config import Config, layout_of
 from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.precision import precision_named
@@ -140,7 +140,7 @@ class _Recording:
 
     def __init__(self, config: Config, layout: Layout, calls: KnownCalls | None) -> None:
         self._config, self._layout = config, layout
-        self._world = DryWorld(layout.ranks, _device_of(config))
+        self._world = DryWorld(layout.ranks, "cpu" if config.parallel.device == "cpu" else "cuda")
         self._calls = KnownCalls() if calls is None else calls
         self._data = few_data(config)
 
@@ -301,11 +301,7 @@ def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
         )
     if problems:
         raise UsageError("\n".join(problems))
-    return layout_of(with_precision(config, _device_of(config)), ranks, node_ranks)
-
-
-def _device_of(config: Config) -> str:
-    return "cpu" if config.parallel.device == "cpu" else "cuda"
+    return layout_of(config, ranks, node_ranks)
 
 
 def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
