@@ -118,3 +118,9 @@ def test_a_description_of_the_machine_that_is_of_no_use_is_told(
 def test_settings_that_nobody_reads_are_pointed_out(capsys: pytest.CaptureFixture[str]) -> None:
     show_decisions(load_config(None, [*MLP, "comm.nccl.p2p_level=NVL"]), None)
     assert "comm.nccl is not read here" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_on_cpus_says_that_fp8_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+    gpt = ["model.kind=gpt", "model.size=gpt-nano", "data.kind=synthetic_tokens", "data.context=64"]
+    show_decisions(load_config(None, [*gpt, "parallel.device=cpu", "train.precision=fp8"]), None)
+    assert "train.precision = fp8 is emulated on CPU ranks" in " ".join(capsys.readouterr().out.split())
