@@ -141,17 +141,15 @@ def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype
     """
     if a8.device.type == "cpu":
         return ((a8.float() @ b8.float()) * (a_inverse * b_inverse)).to(dtype)
-    if a_inverse.ndim == 0:
-        return torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
-    if fast:  # scales of rows come out in bf16 only
-        found = torch._scaled_mm(
-            a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-        return found.to(dtype)
-    # The kernel with scales of rows is slow with exact sums: one is taken without, and the scales come after it.
-    one = torch.ones((), dtype=torch.float32, device=a8.device)
-    found = torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    return (found * (a_inverse * b_inverse)).to(dtype)
+    is_by_row = a_inverse.ndim > 0
+    if is_by_row and not fast:
+        # The kernel with scales of rows is slow with exact sums: the one for a tensor runs, and scales come after it.
+        one = torch.ones((), dtype=torch.float32, device=a8.device)
+        unscaled: Tensor = torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return (unscaled * (a_inverse * b_inverse)).to(dtype)
+    wide = torch.bfloat16 if is_by_row else dtype  # all that comes out with scales of rows
+    found: Tensor = torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=wide, use_fast_accum=fast)
+    return found.to(dtype)
 
 
 # Casts.
@@ -265,7 +263,7 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
     """Makes the chosen layers compute with 8 bits, in place: parameters, names, hooks and state dict stay."""
     found = choose_float8(model, blocks)
     for name in found.chosen:
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         if not hasattr(module, "float8_by_row"):  # a layer that is split over ranks computes its products itself
             module.__class__ = _mixed(type(module))
             module.by_row = by_row
