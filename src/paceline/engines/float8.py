@@ -162,10 +162,10 @@ def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tenso
 
 
 def _largest(x: Tensor, dim: int | None = None) -> Tensor:
-    if dim is not None:
-        return torch.linalg.vector_norm(x, math.inf, dim=dim, keepdim=True)
-    # Rows first: a compiler takes their maxima where it makes them, in a norm or an activation.
-    return torch.linalg.vector_norm(x, math.inf, dim=-1).amax()
+    # Of a tensor, rows first: a compiler takes their maxima where it makes them, in a norm or an activation.
+    across = -1 if dim is None else dim
+    found: Tensor = torch.linalg.vector_norm(x, math.inf, dim=across, keepdim=True)
+    return found.amax() if dim is None else found
 
 
 def _cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype, *, with_rows: bool = True) -> tuple[Tensor, Tensor]:
@@ -265,7 +265,7 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
     for name in found.chosen:
         module: Any = model.get_submodule(name)
         if not hasattr(module, "float8_by_row"):  # a layer that is split over ranks computes its products itself
-            module.__class__ = _mixed(type(module))
+            module.__class__ = _mixed(cast("Any", type(module)))
             module.by_row = by_row
         else:
             module.float8_by_row = by_row
@@ -279,11 +279,11 @@ def travels_as_float8(parameter: nn.Parameter) -> bool:
 
 
 @functools.cache
-def _mixed(own: type[nn.Module]) -> type[nn.Module]:
+def _mixed(own: Any) -> Any:
     """Makes the class that is both; always the same, as compiled code looks at it."""
     if own is nn.Linear:
         return Float8Linear
-    return cast("type[nn.Module]", type(f"Float8{own.__name__}", (Float8Linear, own), {}))
+    return type(f"Float8{own.__name__}", (Float8Linear, own), {})
 
 
 def _reasons(module: nn.Linear, inside: set[int]) -> Iterator[str]:
