@@ -139,3 +139,9 @@ def test_the_precision_of_auto_is_told_with_its_reason(monkeypatch: pytest.Monke
         (note,) = precision_notes(gpu, decided)
         assert note.startswith(f"train.precision = auto takes {name}: ")
         assert why in note
+
+
+def test_a_run_on_cpus_says_that_fp8_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:
+    gpt = ["model.kind=gpt", "model.size=gpt-nano", "data.kind=synthetic_tokens", "data.context=64"]
+    show_decisions(load_config(None, [*gpt, "parallel.device=cpu", "train.precision=fp8"]), None)
+    assert "train.precision = fp8 is emulated on CPU ranks" in " ".join(capsys.readouterr().out.split())

@@ -152,6 +152,7 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (MLP, ["memory.offload=[gradients]", "parallel.strategy=zero2"], "memory.offload = [gradients] with"),
     (MLP, ["memory.offload=[optimizer, parameters]", "parallel.strategy=zero1"], "memory.offload = [optimizer, para"),
     (MLP, ["memory.checkpoint_activations=full"], "memory.checkpoint_activations = full with model.kind = mlp"),
+    (MLP, ["train.precision=fp8"], "train.precision = fp8 with model.kind = mlp"),
     (GPT, ["memory.checkpoint_activations=every_2"], None),
     # precision and rates
     (MLP, ["train={precision: bf16, dtype: float64}"], "train.precision = bf16 with train.dtype = float64"),

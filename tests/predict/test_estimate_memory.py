@@ -103,6 +103,7 @@ def test_full_sharding_gathers_the_root_and_two_units() -> None:
     assert need_of(keeps).temporary == 10 + 4 * P + gradients
     halves = dataclasses.replace(layout, precision="bf16_master")
     assert need_of(halves).temporary == 10 + gathered // 2 + gradients
+    assert need_of(dataclasses.replace(layout, precision="fp8")) == need_of(halves)
     assert need_of(shared("fsdp")).temporary == 10
 
 

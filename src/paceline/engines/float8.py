@@ -29,6 +29,7 @@ so the result: a run finds out as it would in bf16.
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,8 @@ _TOP = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 times two to this power
 # Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs bear it; in gradients, sums
 # over all tokens of a batch, the loss would show.
 _FAST_OUTPUT, _FAST_GRADIENTS = True, False
+# Whether casts with a transposed copy are a Triton kernel of our own on CUDA, or left to the compiler.
+_OWN_KERNEL = False
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_row: bool) -> Tensor:
@@ -56,7 +59,8 @@ def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_row: boo
     if rows == 0 or rows % MULTIPLE:
         return F.linear(x, weight, bias)
     run: Callable[..., Tensor] = _Float8Product.apply
-    y = run(x.reshape(rows, x.shape[-1]), weight, by_row).reshape(*x.shape[:-1], weight.shape[0])
+    keeps = torch.is_grad_enabled() and weight.requires_grad
+    y = run(x.reshape(rows, x.shape[-1]), weight, by_row, keeps).reshape(*x.shape[:-1], weight.shape[0])
     return y if bias is None else y + bias.to(y.dtype)
 
 
@@ -74,34 +78,38 @@ class Float8Linear(nn.Linear):
 
 
 class _Float8Product(Function):
-    """x (M, K) times the transpose of w (N, K)."""
+    """x (M, K) times the transpose of w (N, K). ``keeps``: whether a weight gradient will be asked for."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, by_row: bool) -> Tensor:
-        x8, x_inverse = _cast(x, E4M3, _across(by_row, 1))
-        w8, w_inverse = _cast(weight, E4M3, _across(by_row, 1))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, by_row: bool, keeps: bool) -> Tensor:
         ctx.by_row, ctx.dtype = by_row, x.dtype
         if by_row:
+            x8, x_inverse = _cast(x, E4M3, 1)
+            w8, w_inverse = _cast(weight, E4M3, 1)
             ctx.save_for_backward(x, weight)
-        else:
-            ctx.save_for_backward(_by_columns(x8), x_inverse, weight, w_inverse)
-        return _product(x8, w8.t(), x_inverse, w_inverse.t() if by_row else w_inverse, x.dtype, fast=_FAST_OUTPUT)
+            return _product(x8, w8.t(), x_inverse, w_inverse.t(), x.dtype, fast=_FAST_OUTPUT)
+        x_scale, x_inverse = scales_of(_largest(x), E4M3)
+        x8, x8_columns = _cast_both(x, x_scale, E4M3) if keeps else (round_to(x, x_scale, E4M3), None)
+        w8, w_inverse = _cast(weight, E4M3, None)
+        ctx.save_for_backward(x8_columns, x_inverse, weight, w_inverse)
+        return _product(x8, w8.t(), x_inverse, w_inverse, x.dtype, fast=_FAST_OUTPUT)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         backward = _backward_by_row if ctx.by_row else _backward_by_tensor
-        return *backward(ctx, gradient), None
+        return *backward(ctx, gradient), None, None
 
 
 def _backward_by_tensor(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x8, x_inverse, weight, w_inverse = ctx.saved_tensors
-    g8, g_inverse = _cast(gradient, E5M2, None)
+    x8_columns, x_inverse, weight, w_inverse = ctx.saved_tensors
+    scale, inverse = scales_of(_largest(gradient), E5M2)
+    g8, g8_columns = _cast_both(gradient, scale, E5M2)
     for_x = for_weight = None
     if ctx.needs_input_grad[0]:
-        w8 = _by_columns(round_to(weight, _inverted(w_inverse), E4M3))
-        for_x = _product(g8, w8, g_inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
+        _, w8_columns = _cast_both(weight, _inverted(w_inverse), E4M3, with_rows=False)
+        for_x = _product(g8, w8_columns.t(), inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
     if ctx.needs_input_grad[1]:
-        for_weight = _product(g8.t().contiguous(), x8, g_inverse, x_inverse, weight.dtype, fast=_FAST_GRADIENTS)
+        for_weight = _product(g8_columns, x8_columns.t(), inverse, x_inverse, weight.dtype, fast=_FAST_GRADIENTS)
     return for_x, for_weight
 
 
@@ -121,10 +129,6 @@ def _backward_by_row(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor 
     return for_x, for_weight
 
 
-def _across(by_row: bool, dim: int) -> int | None:
-    return dim if by_row else None
-
-
 def _by_columns(x: Tensor) -> Tensor:
     """Returns the same matrix, column after column in memory."""
     return x.t().contiguous().t()
@@ -137,17 +141,15 @@ def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype
     """
     if a8.device.type == "cpu":
         return ((a8.float() @ b8.float()) * (a_inverse * b_inverse)).to(dtype)
-    if a_inverse.ndim == 0:
-        return torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=dtype, use_fast_accum=fast)
-    if fast:  # scales of rows come out in bf16 only
-        found = torch._scaled_mm(
-            a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
-        return found.to(dtype)
-    # The kernel with scales of rows is slow with exact sums: one is taken without, and the scales come after it.
-    one = torch.ones((), dtype=torch.float32, device=a8.device)
-    found = torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
-    return (found * (a_inverse * b_inverse)).to(dtype)
+    is_by_row = a_inverse.ndim > 0
+    if is_by_row and not fast:
+        # The kernel with scales of rows is slow with exact sums: the one for a tensor runs, and scales come after it.
+        one = torch.ones((), dtype=torch.float32, device=a8.device)
+        unscaled: Tensor = torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+        return (unscaled * (a_inverse * b_inverse)).to(dtype)
+    wide = torch.bfloat16 if is_by_row else dtype  # all that comes out with scales of rows
+    found: Tensor = torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=wide, use_fast_accum=fast)
+    return found.to(dtype)
 
 
 # Casts.
@@ -155,13 +157,40 @@ def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype
 
 def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
     """Returns x in a dtype of 8 bits, and the inverse scale: one, or with ``dim`` one for each row across that dim."""
-    # Rows first: a compiler takes their maxima where it makes them, in a norm or an activation.
-    if dim is None:
-        largest = torch.linalg.vector_norm(x, math.inf, dim=-1).amax()
-    else:
-        largest = torch.linalg.vector_norm(x, math.inf, dim=dim, keepdim=True)
-    scale, inverse = scales_of(largest, dtype)
+    scale, inverse = scales_of(_largest(x, dim), dtype)
     return round_to(x, scale, dtype), inverse
+
+
+def _largest(x: Tensor, dim: int | None = None) -> Tensor:
+    # Of a tensor, rows first: a compiler takes their maxima where it makes them, in a norm or an activation.
+    across = -1 if dim is None else dim
+    found: Tensor = torch.linalg.vector_norm(x, math.inf, dim=across, keepdim=True)
+    return found.amax() if dim is None else found
+
+
+def _cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype, *, with_rows: bool = True) -> tuple[Tensor, Tensor]:
+    """Returns x in a dtype of 8 bits, which may be empty unless ``with_rows``, and its transposed copy."""
+    if _OWN_KERNEL and x.is_cuda:
+        run: Callable[..., tuple[Tensor, Tensor]] = _cast_in_one_pass
+        return run(x.contiguous(), scale, dtype, with_rows)
+    x8 = round_to(x, scale, dtype)
+    return x8, x8.t().contiguous()
+
+
+@torch.library.custom_op(
+    "paceline::cast_both",
+    mutates_args=(),
+    schema="(Tensor x, Tensor scale, ScalarType dtype, bool with_rows) -> (Tensor, Tensor)",
+)
+def _cast_in_one_pass(x: Tensor, scale: Tensor, dtype: torch.dtype, with_rows: bool) -> tuple[Tensor, Tensor]:
+    kernel = importlib.import_module("paceline.engines.float8_kernel")  # Triton is there beside CUDA only
+    return cast("tuple[Tensor, Tensor]", kernel.cast_both(x, scale, dtype, with_rows))
+
+
+@_cast_in_one_pass.register_fake
+def _(x: Tensor, scale: Tensor, dtype: torch.dtype, with_rows: bool) -> tuple[Tensor, Tensor]:
+    del scale
+    return x.new_empty(x.shape if with_rows else (0,), dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
 
 
 def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -234,9 +263,9 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
     """Makes the chosen layers compute with 8 bits, in place: parameters, names, hooks and state dict stay."""
     found = choose_float8(model, blocks)
     for name in found.chosen:
-        module = model.get_submodule(name)
+        module: Any = model.get_submodule(name)
         if not hasattr(module, "float8_by_row"):  # a layer that is split over ranks computes its products itself
-            module.__class__ = _mixed(type(module))
+            module.__class__ = _mixed(cast("Any", type(module)))
             module.by_row = by_row
         else:
             module.float8_by_row = by_row
@@ -250,11 +279,11 @@ def travels_as_float8(parameter: nn.Parameter) -> bool:
 
 
 @functools.cache
-def _mixed(own: type[nn.Module]) -> type[nn.Module]:
+def _mixed(own: Any) -> Any:
     """Makes the class that is both; always the same, as compiled code looks at it."""
     if own is nn.Linear:
         return Float8Linear
-    return cast("type[nn.Module]", type(f"Float8{own.__name__}", (Float8Linear, own), {}))
+    return type(f"Float8{own.__name__}", (Float8Linear, own), {})
 
 
 def _reasons(module: nn.Linear, inside: set[int]) -> Iterator[str]:
