@@ -237,8 +237,11 @@ def build_trainer(
     talking = _build_comm(config, comm, trace, node_ranks)
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
+    policy = build_policy(config)
     may_ignore = config.data.kind == "factory"
-    loss = build_loss(config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.compile)
+    loss = build_loss(
+        config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.compile, dtype=policy.dtype
+    )
     if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
@@ -252,7 +255,7 @@ def build_trainer(
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,
         schedule=build_schedule(config, plan),
-        policy=build_policy(config),
+        policy=policy,
         meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=plan.finds_microbatch),

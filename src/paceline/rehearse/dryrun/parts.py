@@ -92,7 +92,12 @@ def build_parts(
         engine=engine,
         optimizer=_optimizer(config, engine, memory),
         batch=step,
-        loss=build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory"),
+        loss=build_loss(
+            config.train.loss,
+            data.shape,
+            may_ignore=config.data.kind == "factory",
+            dtype=getattr(torch, config.train.dtype),
+        ),
         policy=build_policy(config),
         scaler=make_scaler(engine.precision, META, config.train.loss_scale),
         compressor=compressor,
