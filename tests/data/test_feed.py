@@ -208,16 +208,18 @@ def test_reading_ahead_ends_where_the_items_do() -> None:
     assert list(read_ahead(iter(range(2)), 5)) == [0, 1]
 
 
-def test_a_new_stream_ends_the_one_before() -> None:
+def test_streams_do_not_disturb_one_another_and_close_together() -> None:
     source = FeedSource(DirectSource(Watched(8)), CPU, reads_ahead=True, ahead=2)
 
     def requests() -> Iterator[BatchRequest]:
         return (BatchRequest(np.array([number]), 0) for number in range(8))
 
-    first = source.stream(requests())
-    assert next(first)[0].tolist() == [0]
-    second = source.stream(requests())
-    assert list(first) == []
+    first, second, third = (source.stream(requests()) for _ in range(3))
+    assert next(first)[0].tolist() == next(third)[0].tolist() == [0]
     assert [batch[0].item() for batch in second] == list(range(8))
+    assert next(first)[0].tolist() == [1]
+    assert len(feeding()) == 2
     source.close()
+    assert not feeding()
+    assert list(third) == []
     source.close()

@@ -24,7 +24,7 @@ def config(channels_last: Any, **parallel: Any) -> Config:
     return config_from_dict(
         {
             "model": {"kind": "resnet", "width": 4, "stem": "small", "norm": "group", "channels_last": channels_last},
-            "data": {"kind": "synthetic_images", "samples": 16, "size": 8, "classes": 3, "eval_fraction": 0.0},
+            "data": {"kind": "synthetic_images", "samples": 16, "size": 4, "classes": 3, "eval_fraction": 0.0},
             "train": {"steps": STEPS, "global_batch": 4, "dtype": "float64"},
             "optim": {"kind": "sgd", "lr": 0.05, "momentum": 0.9},
             "parallel": parallel,
@@ -43,6 +43,7 @@ def losses(trainer: Trainer, saver: Saver | None = None, end: int = STEPS) -> li
     return found
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_every_strategy_computes_the_same(strategy: str) -> None:
     def run(comm: Communicator, channels_last: bool) -> list[float]:
@@ -61,8 +62,9 @@ def test_parameters_lie_in_that_order() -> None:
     assert all(each.is_contiguous(memory_format=torch.channels_last) for each in weights)
 
 
-@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1"])
+@pytest.mark.parametrize(("before", "after"), [(True, False), (False, True)])
 def test_a_run_goes_on_in_the_other_order(
     before: bool, after: bool, strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,9 @@ from paceline.errors import DataError
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import build_loss
 from paceline.train.normalise import Normalise
+from paceline.verify.case import ConfigCase
+from paceline.verify.certificate import certify
+from paceline.verify.settings import Settings
 
 IMAGES = torch.arange(2 * 3 * 4 * 4, dtype=torch.uint8).view(2, 3, 4, 4)
 MEAN, STD = (10.0, 20.0, 30.0), (2.0, 4.0, 8.0)
@@ -65,14 +68,13 @@ class Model(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_loss_gives_the_model_normalised_images_in_its_dtype(dtype: torch.dtype) -> None:
     shape = DataShape(kind="classes", channels=3, size=4, classes=4, mean=MEAN, std=STD)
-    loss, plain = build_loss("auto", shape), build_loss("auto", DataShape(kind="classes", classes=4))
+    loss, plain = build_loss("auto", shape, dtype=dtype), build_loss("auto", DataShape(kind="classes", classes=4))
     model, targets = Model(dtype), torch.tensor([1, 3])
     assert loss.elements_per_sample == plain.elements_per_sample == 1.0
     expected = plain(model, (by_hand(IMAGES, dtype), targets))
     assert torch.allclose(loss(model, (IMAGES, targets)).total, expected.total)
     assert loss.score(model, (IMAGES, targets)).correct is not None
     assert all(each.dtype == dtype for each in model.seen)
-    assert loss(lambda images: images.flatten(1)[:, :4], (IMAGES, targets)).total.dtype == torch.float32
 
 
 def test_a_loss_of_ones_own_gets_them_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,3 +148,20 @@ def test_a_run_on_bytes_learns_as_one_on_floats(dtype: str) -> None:
 
 
 _FIRST_LOSS: dict[str, float] = {}
+
+
+def test_verification_compares_runs_on_the_same_floats() -> None:
+    config = config_from_dict(
+        {
+            "model": {"kind": "mlp", "hidden_dim": 4, "dropout": 0.0},
+            "data": {"kind": "synthetic_images", "samples": 12, "size": 2, "classes": 3, "dtype": "uint8"},
+            "train": {"dtype": "float64"},
+        }
+    )
+    case = ConfigCase(config, batch=4)
+    images, targets = case.make_batch(0)
+    assert images.dtype == torch.float64
+    assert images.abs().max() < 10
+    assert case.make_loss()(case.make_model(), (images, targets)).total.isfinite()
+    found = certify(case, Settings.of(ranks=2, steps=2))
+    assert found.passed, found.divergence

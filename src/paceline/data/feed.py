@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -47,22 +48,18 @@ class FeedSource:
         self._device = device
         self._reads_ahead = reads_ahead
         self._ahead = ahead
-        self._stream: Generator[Batch, None, None] | None = None
+        self._streams: WeakSet[Generator[Batch, None, None]] = WeakSet()  # those that somebody still reads
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
-        self._end()
-        self._stream = self._feed(requests)
-        return self._stream
+        stream = self._feed(requests)
+        self._streams.add(stream)
+        return stream
 
     def close(self) -> None:
         """Ends the thread and the workers now."""
-        self._end()
-        self._source.close()
-
-    def _end(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
+        for stream in list(self._streams):
             stream.close()
+        self._source.close()
 
     def _feed(self, requests: Iterator[BatchRequest]) -> Generator[Batch, None, None]:
         batches = self._source.stream(requests)

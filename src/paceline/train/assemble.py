@@ -244,9 +244,15 @@ def build_trainer(
     is_fused = fuses_loss(config.train.loss, layout, work.model, comm.device.type)
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
+    policy = build_policy(config)
     may_ignore = config.data.kind == "factory"
     loss = build_loss(
-        config.train.loss, work.data.shape, may_ignore=may_ignore, compiles=layout.is_compiled, is_fused=is_fused
+        config.train.loss,
+        work.data.shape,
+        may_ignore=may_ignore,
+        compiles=layout.is_compiled,
+        is_fused=is_fused,
+        dtype=policy.dtype,
     )
     if layout.is_compiled and not plan.finds_microbatch:
         batch, at_once = plan.batch.global_batch, plan.batch.microbatch * layout.data
@@ -266,7 +272,7 @@ def build_trainer(
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,
         schedule=build_schedule(config, plan),
-        policy=build_policy(config),
+        policy=policy,
         meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=plan.finds_microbatch),

@@ -24,7 +24,7 @@ from paceline.imports import import_from_path
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
-from paceline.train.normalise import Normalise, trained_dtype
+from paceline.train.normalise import Normalise
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
@@ -140,9 +140,10 @@ class CustomLoss:
 class OnNormalised:
     """A loss whose batches have their images of bytes normalised first."""
 
-    def __init__(self, loss: Loss, normalise: Normalise) -> None:
+    def __init__(self, loss: Loss, normalise: Normalise, dtype: torch.dtype) -> None:
         self._loss = loss
         self._normalise = normalise
+        self._dtype = dtype
 
     @property
     def elements_per_sample(self) -> float | None:
@@ -150,11 +151,11 @@ class OnNormalised:
         return self._loss.elements_per_sample
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        return self._loss(model, self._normalise(batch, trained_dtype(model)))
+        return self._loss(model, self._normalise(batch, self._dtype))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """The same for evaluation, with ``correct``."""
-        return self._loss.score(model, self._normalise(batch, trained_dtype(model)))
+        return self._loss.score(model, self._normalise(batch, self._dtype))
 
 
 def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool:
@@ -185,24 +186,31 @@ def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool
 
 
 def build_loss(
-    kind: str, shape: DataShape, *, may_ignore: bool = False, compiles: bool = False, is_fused: bool = False
+    kind: str,
+    shape: DataShape,
+    *,
+    may_ignore: bool = False,
+    compiles: bool = False,
+    is_fused: bool = False,
+    dtype: torch.dtype = torch.float32,
 ) -> Loss:
     """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy, which may be compiled, or fused.
 
     ``may_ignore`` says that targets may be ``IGNORED``, as in a user's own data: what counts is then counted each step.
+    ``dtype`` is what images of bytes are made into, where the shape asks for it.
     """
     if kind != "auto":
-        return _normalised(CustomLoss(import_from_path(kind, "train.loss"), kind), shape)
+        return _normalised(CustomLoss(import_from_path(kind, "train.loss"), kind), shape, dtype)
     elements = None
     if not may_ignore and shape.kind == "classes":
         elements = 1.0
     elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
         elements = float(shape.context)
-    return _normalised(CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused), shape)
+    return _normalised(CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused), shape, dtype)
 
 
-def _normalised(loss: Loss, shape: DataShape) -> Loss:
+def _normalised(loss: Loss, shape: DataShape, dtype: torch.dtype) -> Loss:
     """Returns a loss that normalises images of bytes as the data ask for; the loss itself where they do not."""
     if shape.mean is None or shape.std is None:
         return loss
-    return OnNormalised(loss, Normalise(shape.mean, shape.std))
+    return OnNormalised(loss, Normalise(shape.mean, shape.std), dtype)

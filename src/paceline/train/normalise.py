@@ -1,7 +1,7 @@
 """Images of bytes, normalised where they are trained on.
 
 A byte is a quarter of what a float is to read, to pin and to copy. On the device, two passes over the images make
-(x - mean) / std of them, in the dtype that the optimizer updates; a policy's cast follows as for any other input. It is
+(x - mean) / std of them, in the dtype of the run; a policy's cast follows as for any other input. It is
 part of the loss, so that training, evaluation, verification and the dry run give the model the same inputs.
 """
 
@@ -51,9 +51,3 @@ class Normalise:
             made = [torch.tensor(each, dtype=dtype, device=device) for each in (self._scale, self._shift)]
             self._known[key] = made[0].view(1, -1, 1, 1), made[1].view(1, -1, 1, 1)
         return self._known[key]
-
-
-def trained_dtype(model: Any) -> torch.dtype:
-    """Returns the dtype that an engine or a module updates; float32 for a stage of a pipeline, which does not tell."""
-    parameters = model.parameters() if hasattr(model, "parameters") else ()
-    return next((each.dtype for each in parameters if each.is_floating_point()), torch.float32)

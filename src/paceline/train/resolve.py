@@ -75,9 +75,9 @@ def measure_config(
     """
     seed = config.train.seed if config.data.seed is None else config.data.seed
     data = build_data(config.data, model_context(config.model), seed)
-    loss = build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory")
     precision = precision_named(config.train.precision_on(config.parallel.device))
     dtype = precision.param_dtype or getattr(torch, config.train.dtype)
+    loss = build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory", dtype=dtype)
     model: nn.Module | None = None
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_its_log():
 

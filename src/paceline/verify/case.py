@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
 from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.loss import Loss, LossValue, build_loss
+from paceline.train.normalise import Normalise
 from paceline.train.optim import build_optimizer
 
 
@@ -115,11 +116,15 @@ class ConfigCase:
         train = self._workload().data.train
         seed = self._config.train.seed if self._config.data.seed is None else self._config.data.seed
         order = DataOrder(length=len(train), global_batch=self._batch, seed=seed, shuffle=self._config.data.shuffle)
-        return fetch_batch(train, order.batch_at(order.position_of_step(step)).indices)
+        batch = fetch_batch(train, order.batch_at(order.position_of_step(step)).indices)
+        shape = self._workload().data.shape
+        if shape.mean is None or shape.std is None:
+            return batch
+        return Normalise(shape.mean, shape.std)(batch, torch.float64)  # of which every dtype is made
 
     def make_loss(self) -> Loss:
-        config = self._config
-        return build_loss(config.train.loss, self._workload().data.shape, may_ignore=config.data.kind == "factory")
+        config, shape = self._config, replace(self._workload().data.shape, mean=None, std=None)
+        return build_loss(config.train.loss, shape, may_ignore=config.data.kind == "factory")
 
     def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
         return build_optimizer(self._config.optim, named)
