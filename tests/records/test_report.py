@@ -371,7 +371,7 @@ def test_the_report_says_how_good_the_run_was(tmp_path: Path) -> None:
     assert (summary.units_per_s, summary.flops_per_s) == (32.0, 4e12)
     assert (summary.mfu, summary.mfu_measured) == (0.2, 0.25)
     text = " ".join(_draw(summary, 120).split())
-    assert "tokens/s 32 all ranks, median step after warm-up; 4.0 samples/s" in text
+    assert "tokens/s 32 median step after warm-up, 4.0 samples/s" in text
     assert "model FLOP/s 4.0 TFLOP/s" in text
     assert "MFU 20.0 % of 10.0 TFLOP/s (bf16, data sheet), 25.0 % of 8.0 TFLOP/s (measured)" in text
     assert "limited by host: 75 % of the step waits for the host to launch kernels" in text

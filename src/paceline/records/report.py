@@ -313,8 +313,10 @@ def _headline(summary: RunSummary) -> Table:
 def _speed_rows(summary: RunSummary, samples_per_s: float) -> Iterator[tuple[str, str, str]]:
     """Yields throughput, the model's FLOPs in it, and their share of what the devices could do."""
     rate = samples_per_s if summary.units_per_s is None else summary.units_per_s
-    also = "" if rate == samples_per_s else f"; {samples_per_s:,.1f} samples/s"
-    yield f"{summary.unit}/s", f"{rate:,.0f}", f"all ranks, median step after warm-up{also}"
+    note = "all ranks, median step after warm-up"
+    if rate != samples_per_s:
+        note = f"median step after warm-up, {samples_per_s:,.1f} samples/s"
+    yield f"{summary.unit}/s", f"{rate:,.0f}", note
     if summary.flops_per_s is not None:
         yield "model FLOP/s", format_flops(summary.flops_per_s), "forward and backward of the model alone"
     if summary.mfu is not None and summary.peak_flops is not None:

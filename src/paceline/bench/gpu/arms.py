@@ -29,7 +29,7 @@ from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.bench.interleave import rotate
 from paceline.cluster.peaks import Peaks, find_peaks
 from paceline.data.registry import build_data
-from paceline.errors import PacelineError
+from paceline.errors import LaunchError, PacelineError
 from paceline.models.registry import build_model, model_context
 from paceline.records.summary import read_run
 from paceline.train.flops import sample_flops
@@ -154,7 +154,9 @@ def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, s
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     found = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
     if "error" in found or not found:
-        raise OSError(found.get("error") or f"it left with exit code {done.returncode}: {done.stderr.strip()[-200:]}")
+        raise LaunchError(
+            found.get("error") or f"it left with exit code {done.returncode}: {done.stderr.strip()[-200:]}"
+        )
     return Turn(**found)
 
 
@@ -164,7 +166,9 @@ def run_train(workload: GpuWorkload, file: Path, folder: Path, overrides: Sequen
     command = [sys.executable, "-m", "paceline", "train", str(file), *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     if done.returncode != 0:
-        raise OSError(f"{' '.join(command[2:5])} left with exit code {done.returncode}: {done.stderr.strip()[:300]}")
+        raise LaunchError(
+            f"{' '.join(command[2:5])} left with exit code {done.returncode}: {done.stderr.strip()[:300]}"
+        )
     attempt = read_run(folder / "bench")[0][-1]
     steps = attempt.steps
     peak = max(each.memory_bytes for each in steps)

@@ -20,14 +20,15 @@ from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.config import config_from_dict, dump_yaml
 
 POINTS = 10  # of a curve
+_LARGE_VOCABULARY = 1024  # has room for the characters of any text
 _SMOOTHED = 10  # steps
-_WARM_UP = 50  # steps in which the rate rises: without them large models do not train
+_WARM_UP = 50  # steps at most in which the rate rises: without them large models do not train
 
 
 def bench_losses(workload: GpuWorkload, steps: int, precisions: Sequence[str], tell: Tell) -> list[dict[str, Any]]:
     """Trains a model in both precisions; returns a row for each tenth of the steps. The first is what is compared with.
 
-    Raises OSError where a run fails.
+    Raises LaunchError where a run fails.
     """
     turns = []
     with tempfile.TemporaryDirectory() as scratch:
@@ -35,7 +36,8 @@ def bench_losses(workload: GpuWorkload, steps: int, precisions: Sequence[str], t
         for precision in precisions:
             folder = Path(scratch) / precision
             folder.mkdir()
-            overrides = [*workload.overrides(steps, precision=precision), f"optim.schedule.warmup={_WARM_UP}"]
+            warm_up = min(_WARM_UP, steps // 4)
+            overrides = [*workload.overrides(steps, precision=precision), f"optim.schedule.warmup={warm_up}"]
             turns.append(run_train(workload, file, folder, overrides))
             tell(f"  {precision}: loss {_loss_at(turns[-1], steps):.4f} after {steps} steps")
     return compare_losses(workload.model, precisions, turns)
@@ -77,10 +79,12 @@ def _loss_at(turn: Turn, step: int) -> float:
 
 
 def _text_config(workload: GpuWorkload, folder: Path, steps: int) -> Path:
-    """Writes the config of a model with Python's documentation as its data, and its own vocabulary."""
+    """Writes the config of a model with Python's documentation as its data; a large output layer stays as it is."""
     config = workload.config(workload.config_file(folder), steps)
     values: dict[str, Any] = config.model_dump(mode="json", exclude_unset=True)
-    values["model"].setdefault("vocab_size", values["data"].get("vocab_size"))
+    vocabulary = values["model"].pop("vocab_size", None) or values["data"].get("vocab_size") or 0
+    if vocabulary >= _LARGE_VOCABULARY:
+        values["model"]["vocab_size"] = vocabulary
     values["data"] = {"kind": "text", "tokens": "char"}
     path = folder / "text.yaml"
     path.write_text(dump_yaml(config_from_dict(values)), encoding="utf-8")
