@@ -735,7 +735,7 @@ def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str) ->
 def test_all_problems_of_the_arguments_come_at_once() -> None:
     with pytest.raises(UsageError, match="DistributedTrainer: 4 problems"):
         DistributedTrainer(
-            make_model(), strategy="fsqp", mixed_precision="fp8", gradient_accumulation_steps=0, gradient_clip_val=0
+            make_model(), strategy="fsqp", mixed_precision="fp9", gradient_accumulation_steps=0, gradient_clip_val=0
         )
 
 

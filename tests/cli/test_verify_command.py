@@ -129,7 +129,7 @@ def test_a_mismatch_ends_with_code_1_and_names_the_place(call: Call, config: Pat
         (["--strategy", "hybrid", "--ranks", "3"], ["strategy = hybrid on 3 ranks of one host, without shard_ranks"]),
         (["--strategy", "fsdp", "--shard-ranks", "2"], ["shard_ranks = 2 has no effect with strategy = fsdp"]),
         (["--shard-ranks", "-1"], ["shard_ranks = -1"]),
-        (["--precision", "fp8", "--accumulate", "0"], ["precision = 'fp8' is unknown", "accumulate = 0"]),
+        (["--precision", "fp9", "--accumulate", "0"], ["precision = 'fp9' is unknown", "accumulate = 0"]),
         (["--checkpoint-policy", "some"], ["checkpoint_activations = 'some' is unknown"]),
         (["--clip", "0"], ["clip = 0.0", "give a number above 0, or none"]),
         (["--clip", "one"], ["--clip one is not a number", "or none"]),

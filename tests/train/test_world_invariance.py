@@ -143,8 +143,8 @@ def trace(overrides: Sequence[str], ranks: int, accumulate: int) -> Trace:
 def recorded_data(monkeypatch: pytest.MonkeyPatch) -> None:
     original = assemble.build_workload
 
-    def build_workload(config: Config, layout: Layout | None = None) -> assemble.DataAndModel:
-        work = original(config, layout)
+    def build_workload(config: Config, layout: Layout | None = None, **options: Any) -> assemble.DataAndModel:
+        work = original(config, layout, **options)
         data = dataclasses.replace(work.data, train=Recorded(work.data.train))
         return dataclasses.replace(work, data=data)
 

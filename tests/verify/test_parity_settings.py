@@ -67,10 +67,10 @@ def test_an_unknown_backend_is_refused() -> None:
 
 
 def test_everything_is_told_at_once() -> None:
-    settings = Settings.of(strategy="fsdb", ranks=0, clip=-1.0, precision="fp8", shard_ranks=2)
+    settings = Settings.of(strategy="fsdb", ranks=0, clip=-1.0, precision="fp9", shard_ranks=2)
     with pytest.raises(UsageError) as refusal:
         check_settings(settings, backend="mpi", tolerance=-1.0, batch=0)
-    for part in ("fsdb", "ranks = 0", "clip = -1.0", "fp8", "shard_ranks = 2", "mpi", "tolerance = -1", "batch = 0"):
+    for part in ("fsdb", "ranks = 0", "clip = -1.0", "fp9", "shard_ranks = 2", "mpi", "tolerance = -1", "batch = 0"):
         assert part in str(refusal.value)
 
 

@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Work
+from paceline.engines.compiled import Compiled
 from paceline.engines.flat.flat import FlatGroup
 
 _Table = dict[str, nn.Parameter | None]
@@ -133,7 +134,7 @@ class Gathering:
         seen.add(module)
         if getattr(module, "_compiled_call_impl", None) is not None:  # hooks and all: nothing runs before it
             self._held_elsewhere.update(id(parameter) for parameter in module.parameters())
-        elif hasattr(module.forward, "_torchdynamo_orig_callable"):
+        elif isinstance(module.forward, Compiled) or hasattr(module.forward, "_torchdynamo_orig_callable"):
             self._compiled.append(module)
             module.register_forward_pre_hook(self._enter_compiled, prepend=True)
         else:
