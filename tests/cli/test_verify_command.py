@@ -69,6 +69,15 @@ def test_the_bound_of_mixed_precision_is_stated(call: Call, config: Path, precis
     assert f"allowed: {found['tolerance']:.3g} (the same roundings" in " ".join(shown.out.split())
 
 
+@pytest.mark.some(1)
+@pytest.mark.parametrize("options", [["--tensor", "2"], ["--pipeline", "2", "--accumulate", "2"]])
+def test_split_models_of_fp8_are_within_one_rounding(call: Call, options: list[str]) -> None:
+    """Tensor ranks cast parts of weights by themselves, and sum what they get in bf16."""
+    found = verified(call, "gpt", *options, "--ranks", "2", "--precision", "fp8", "--steps", "1", "--batch", "8")
+    assert (found["precision"], found["tolerance"]) == ("fp8", 2.0**-4)
+    assert 0.0 < found["errors"]["gradients"] < 2.0**-5
+
+
 def test_built_in_models_can_be_checkpointed(call: Call) -> None:
     """Even the one that has no repeated blocks."""
     found = verified(call, "mlp", "--strategy", "fsdp", "--ranks", "2", "--checkpoint-activations", "--clip", "none")

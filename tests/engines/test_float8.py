@@ -30,11 +30,12 @@ DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def far_apart(found: Tensor, expected: Tensor) -> float:
-    return float((found.float() - expected.float()).norm() / expected.float().norm())
+    found, expected = found.detach().float(), expected.detach().float()
+    return float((found - expected).norm() / expected.norm())
 
 
 def gradients(y: Tensor, x: Tensor, weight: Tensor, g: Tensor) -> tuple[Tensor, ...]:
-    return torch.autograd.grad(y, (x, weight), g, retain_graph=True)
+    return torch.autograd.grad(y, (x, weight), g)
 
 
 def make_gpt(**options: Any) -> GPT:
