@@ -29,7 +29,6 @@ so the result: a run finds out as it would in bf16.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -49,8 +48,6 @@ _TOP = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 times two to this power
 # Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs bear it; in gradients, sums
 # over all tokens of a batch, the loss would show.
 _FAST_OUTPUT, _FAST_GRADIENTS = True, False
-# Whether casts with a transposed copy are a Triton kernel of our own on CUDA, or left to the compiler.
-_OWN_KERNEL = False
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_row: bool) -> Tensor:
@@ -106,7 +103,7 @@ def _backward_by_tensor(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tens
     g8, g8_columns = _cast_both(gradient, scale, E5M2)
     for_x = for_weight = None
     if ctx.needs_input_grad[0]:
-        _, w8_columns = _cast_both(weight, _inverted(w_inverse), E4M3, with_rows=False)
+        _, w8_columns = _cast_both(weight, _inverted(w_inverse), E4M3)
         for_x = _product(g8, w8_columns.t(), inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
     if ctx.needs_input_grad[1]:
         for_weight = _product(g8_columns, x8_columns.t(), inverse, x_inverse, weight.dtype, fast=_FAST_GRADIENTS)
@@ -168,29 +165,10 @@ def _largest(x: Tensor, dim: int | None = None) -> Tensor:
     return found.amax() if dim is None else found
 
 
-def _cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype, *, with_rows: bool = True) -> tuple[Tensor, Tensor]:
-    """Returns x in a dtype of 8 bits, which may be empty unless ``with_rows``, and its transposed copy."""
-    if _OWN_KERNEL and x.is_cuda:
-        run: Callable[..., tuple[Tensor, Tensor]] = _cast_in_one_pass
-        return run(x.contiguous(), scale, dtype, with_rows)
+def _cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Returns x in a dtype of 8 bits, and its transposed copy; compilers make both in one pass."""
     x8 = round_to(x, scale, dtype)
     return x8, x8.t().contiguous()
-
-
-@torch.library.custom_op(
-    "paceline::cast_both",
-    mutates_args=(),
-    schema="(Tensor x, Tensor scale, ScalarType dtype, bool with_rows) -> (Tensor, Tensor)",
-)
-def _cast_in_one_pass(x: Tensor, scale: Tensor, dtype: torch.dtype, with_rows: bool) -> tuple[Tensor, Tensor]:
-    kernel = importlib.import_module("paceline.engines.float8_kernel")  # Triton is there beside CUDA only
-    return cast("tuple[Tensor, Tensor]", kernel.cast_both(x, scale, dtype, with_rows))
-
-
-@_cast_in_one_pass.register_fake
-def _(x: Tensor, scale: Tensor, dtype: torch.dtype, with_rows: bool) -> tuple[Tensor, Tensor]:
-    del scale
-    return x.new_empty(x.shape if with_rows else (0,), dtype=dtype), x.new_empty(x.shape[::-1], dtype=dtype)
 
 
 def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
