@@ -73,6 +73,10 @@ def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
     The forward function is compiled, not the call: hooks on the module run outside of the graph.
     """
     found = [] if whole else model_blocks(model)
+    # Blocks of one class share their code. Where their sizes differ, as in a ResNet, each needs a graph; beyond torch's
+    # limit the rest would run as they are, without a word.
+    config: Any = torch._dynamo.config
+    config.cache_size_limit = max(config.cache_size_limit, 4 * len(found))
     for number, block in enumerate(found or [model], start=1):
         what = f"block {number} of {len(found)}" if found else "the whole model"
         block.forward = Compiled(block.forward, what)

@@ -161,7 +161,9 @@ class GraphedStep:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # a graph has memory of its own
         try:
-            with _capturable(optimizer, rates), torch.cuda.graph(graph, stream=self._stream):
+            # Of this thread alone: another one reads batches ahead, and may allocate memory meanwhile.
+            recording = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+            with _capturable(optimizer, rates), recording:
                 outcome = run(replace(batch, microbatches=static), ignore_phase)
         except Exception as error:  # a host that reads what the device computes, memory that runs out, ...
             torch.cuda.synchronize()
