@@ -226,7 +226,7 @@ def test_a_swapped_model_keeps_its_names_values_parameters_and_kind() -> None:
     assert query.by_row
     assert type(query) is type(model.layers[1].mlp.down)  # type: ignore[union-attr]
     query.reset_parameters()  # as its own class draws
-    assert float(query.weight.std()) == pytest.approx(0.02, rel=0.2)
+    assert query.weight.std().item() == pytest.approx(0.02, rel=0.2)
     again = copy.deepcopy(model)
     tokens = torch.randint(0, 48, (1, 16))
     assert torch.equal(again(tokens), model(tokens))

@@ -223,7 +223,7 @@ def test_blocks_and_ends_are_those_inside() -> None:
     assert len(first.blocks()) == 1
     assert len(last.blocks()) == 2
     assert [type(end).__name__ for end in first.ends()] == ["Embedding"]
-    assert [type(end).__name__ for end in last.ends()] == ["OutputLayer"]
+    assert [type(end).__name__ for end in last.ends()] == ["Head"]
     assert (first.index, first.num_stages, last.index, last.num_stages) == (0, 2, 1, 2)
     assert "stage 1 of 2: layers.1, layers.2, norm" in repr(last)
     assert [stage.ends() for stage in separate(gpt(tied=True), (0, 2, 5))] == [[], []]
