@@ -152,6 +152,7 @@ def test_frozen_weights_and_inputs_without_gradients_cost_no_product(by_row: boo
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
+@pytest.mark.some(1)
 @BOTH
 def test_compiled_code_gives_the_same_bits(by_row: bool) -> None:
     torch.manual_seed(0)
