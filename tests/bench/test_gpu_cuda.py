@@ -40,7 +40,7 @@ def test_compiled_loops_and_the_engine_train_the_same_gpt(tmp_path: Path) -> Non
     for arm in ("plain autocast", "plain masters", "plain autocast graphs", "plain masters graphs"):
         torch.compiler.reset()
         theirs = turn_of(TINY, arm, tmp_path)
-        assert theirs.losses == pytest.approx(ours.losses, rel=1e-2), arm
+        assert theirs.losses == pytest.approx(ours.losses, rel=2e-2), arm
         assert theirs.peak_bytes is not None
         assert theirs.peak_bytes > 0
 

@@ -59,4 +59,6 @@ def test_a_run_goes_on_at_another_number_of_ranks(pool: GlooPool, tmp_path: Path
     assert begun + ended == pytest.approx(losses, rel=0, abs=1e-12)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12, msg=name)
+        torch.testing.assert_close(
+            found[name], value, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )

@@ -146,7 +146,8 @@ def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype
         return (unscaled * (a_inverse * b_inverse)).to(dtype)
     wide = torch.bfloat16 if is_by_row else dtype  # all that comes out with scales of rows
     found: Tensor = torch._scaled_mm(a8, b8, scale_a=a_inverse, scale_b=b_inverse, out_dtype=wide, use_fast_accum=fast)
-    return found.to(dtype)
+    # A cast to its own dtype would return the product itself, for which torch 2.11 compiles gradients of zero.
+    return found if found.dtype == dtype else found.to(dtype)
 
 
 # Casts.

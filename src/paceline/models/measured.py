@@ -8,6 +8,7 @@ and kernels are not those of the real run. Parameters and buffers are not counte
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -175,10 +176,9 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name.startswith(_PRODUCTS):
             outputs = result if isinstance(result, tuple) else (result,)
             self._written += outputs[0].numel()
-            count = flop_registry.get(func.overloadpacket)
-            if count is not None:
+            if func.overloadpacket in flop_registry:
                 kind = "convolution" if name.startswith("convolution") else "other"
-                self._flops[kind] += count(*args, **(kwargs or {}), out_val=result)
+                self._flops[kind] += operator_flops(func, args, kwargs or {}, result)
             if self._depth:
                 self._calls[-1]["products"] += _num_bytes(outputs[:1])
         return result
@@ -192,6 +192,22 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         del block, args, output
         self._depth -= 1
+
+
+def operator_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+    """Returns the FLOPs of one call of an operator: of products, convolutions and attention; 0 of all others."""
+    # Torch's registry has not the CPU's attention, and wants as many heads of keys as of queries.
+    if "scaled_dot_product" in func.__name__:
+        shapes = [each.shape for each in tree_leaves(args) if isinstance(each, torch.Tensor) and each.ndim == 4]
+        return 2.5 * _attention_flops(*shapes[1:4]) if "backward" in func.__name__ else _attention_flops(*shapes[:3])
+    count = flop_registry.get(func.overloadpacket)
+    return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
+
+
+def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> float:
+    """Two products, of the queries with the keys and of the weights with the values."""
+    heads = math.prod(query[:-2])
+    return 2.0 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

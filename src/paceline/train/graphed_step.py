@@ -49,6 +49,7 @@ def graph_problem(config: Config, layout: Layout, device: str, loss: Loss) -> st
         f"parallel.strategy = {layout.strategy} gathers and frees memory around passes": layout.strategy != "ddp",
         "the optimizer's state is offloaded to the host": layout.offload.is_any,
         f"optim.kind = {config.optim.kind} may read numbers on the host": config.optim.kind != "adamw",
+        "train.dtype = float64, and a graph reads its learning rates in fp32": config.train.dtype == "float64",
         "train.precision = fp16 moves its loss scale on the host": layout.precision == "fp16",
         "train.microbatch = auto may change the microbatches": config.train.microbatch == "auto",
         "the loss counts its elements anew in every step": loss.elements_per_sample is None,

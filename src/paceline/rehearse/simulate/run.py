@@ -29,7 +29,6 @@ For N ranks, over all steps (evaluations and set-up are left out):
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
@@ -37,7 +36,6 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster, Device
@@ -47,6 +45,7 @@ from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
+from paceline.models.measured import operator_flops
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
@@ -77,7 +76,7 @@ class Rates:
         tensors = list(tensors_of((args, kwargs, result)))
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         dtype = tensors[0].dtype if tensors else torch.float32
-        return self.seconds(_flops(func, args, kwargs, result), num_bytes, dtype)
+        return self.seconds(operator_flops(func, args, kwargs, result), num_bytes, dtype)
 
     def seconds(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
         rate = self.half_flops if dtype in _HALVES else self.flops / (2 if dtype == torch.float64 else 1)
@@ -130,25 +129,6 @@ class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_free(func):
             self._spend(self._rates.price(func, args, kwargs, result))
         return result
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
-    packet = func._overloadpacket
-    counter = flop_registry.get(packet)
-    if counter is not None:
-        return float(counter(*args, **kwargs, out_val=result))
-    if "scaled_dot_product" in func.__name__:  # the variants of the CPU, which the registry has not
-        shapes = [tensor.shape for tensor in tensors_of(args) if tensor.ndim == 4]
-        if "backward" in func.__name__:
-            return 2.5 * _attention_flops(*shapes[1:4])
-        return _attention_flops(*shapes[:3])
-    return 0.0
-
-
-def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> float:
-    """Two products, of the queries with the keys and of the weights with the values."""
-    heads = math.prod(query[:-2])
-    return 2.0 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
