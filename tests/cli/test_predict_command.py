@@ -55,6 +55,12 @@ def test_each_entry_names_the_rank_it_is_of(call: Call, config: str) -> None:
     assert found["step_s"] > 1.3 * json.loads(call(*words).out)["step_s"]
 
 
+def test_one_rank_is_said_not_to_shard(call: Call, config: str) -> None:
+    shown = call("predict", config, "parallel.strategy=fsdp", "-c", "1x dgx-h100", "--ranks", "1")
+    assert shown.out.startswith("parallel.strategy = fsdp runs as ddp: one rank has nobody to share its states with")
+    assert ", ddp, " in shown.out.splitlines()[2]
+
+
 def test_the_ranks_of_a_config_are_obeyed(call: Call, config: str) -> None:
     words = ("predict", config, "parallel.ranks=2", "-c", "1x dgx-h100", "--json")
     assert json.loads(call(*words).out)["ranks"] == 2

@@ -14,6 +14,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.records.records import RunRecord, read_records
 from paceline.run.decide import decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
+from paceline.run.records import name_strategy
 from paceline.run.result import read_result
 from paceline.search.choice import Room
 
@@ -139,6 +140,17 @@ def test_the_precision_of_auto_is_told_with_its_reason(monkeypatch: pytest.Monke
         (note,) = precision_notes(gpu, decided)
         assert note.startswith(f"train.precision = auto takes {name}: ")
         assert why in note
+
+
+def test_a_run_says_that_one_rank_does_not_shard() -> None:
+    decided = decide_run(load_config(None, [*MLP, "parallel={ranks: 1, strategy: zero3, prefetch: 3}"]))
+    (note,) = decided.notes
+    assert note.startswith("parallel.strategy = zero3 runs as ddp: one rank has nobody to share its states with, ")
+    assert (decided.plan.layout.strategy, decided.plan.layout.prefetch) == ("ddp", 1)
+    assert (decided.config.parallel.strategy, name_strategy(decided.config, 1)) == ("zero3", "ddp")  # for more ranks
+    for keeps in (["parallel={ranks: 1, strategy: fsdp}", "memory.offload=[optimizer]"], ["parallel.strategy=fsdp"]):
+        decided = decide_run(load_config(None, [*MLP, *keeps]))
+        assert (decided.notes, decided.plan.layout.strategy) == ((), "fsdp")
 
 
 def test_a_run_on_cpus_says_that_fp8_is_emulated(capsys: pytest.CaptureFixture[str]) -> None:

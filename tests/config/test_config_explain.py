@@ -108,8 +108,13 @@ def test_sharding() -> None:
     assert rows["parallel.shard_ranks"].value == 2
     assert rows["derived.copies_of_the_model"].value == 2
     assert rows_of("digits.yaml", "parallel.strategy=fsdp", ranks=4)["derived.copies_of_the_model"].value == 1
-    rows = rows_of("digits.yaml", "parallel={strategy: zero1, device: cpu}", "memory.offload=[optimizer]")
+    assert "derived.strategy" not in rows
+    rows = rows_of("digits.yaml", "parallel={strategy: zero1, device: cpu}", "memory.offload=[optimizer]", ranks=1)
     assert rows["derived.offload"].value == []
+    assert "derived.strategy" not in rows  # what is offloaded are shards
+    row = rows_of("digits.yaml", "parallel.strategy=zero1", ranks=1)["derived.strategy"]
+    assert row.value == "ddp"
+    assert row.origin.startswith("derived: parallel.strategy = zero1 runs as ddp: one rank has nobody")
 
 
 def test_what_model_and_data_take_from_each_other() -> None:

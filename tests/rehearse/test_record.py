@@ -157,6 +157,12 @@ def test_blocks_have_their_kernels_in_both_directions() -> None:
         assert found[f"block {block}", "backward"] == 2 * found[f"block {block}", "forward"] > 0
 
 
+def test_one_rank_that_is_asked_to_shard_is_recorded_as_it_runs() -> None:
+    asked = [record(make_config(strategy=strategy, ranks=1), ranks=1) for strategy in ("ddp", "fsdp")]
+    assert asked[0] == asked[1]
+    assert asked[1].strategy == "ddp"
+
+
 def test_a_world_of_thousands_is_recorded_as_a_small_one() -> None:
     few = record(make_config(strategy="fsdp", train={"accumulate": 1, "global_batch": 4}), ranks=4)
     many = record(make_config(strategy="fsdp", ranks=4096, train={"accumulate": 1, "global_batch": 4096}), ranks=4096)

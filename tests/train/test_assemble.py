@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from saved_runs import save_now
 
 from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
+from paceline.engines.ddp import DataParallel
 from paceline.engines.fsdp import FullySharded
 from paceline.plan.plan import Plan
+from paceline.search.make_plan import RunMachine, make_plan
 from paceline.train.assemble import build_trainer, build_workload
+from paceline.train.master_adamw import MasterAdamW
 from paceline.train.trainer import Trainer
 
 GPT: dict[str, Any] = {
@@ -65,6 +72,62 @@ def test_strategies_train_the_same(
     assert axes is None or dict(plan.mesh.axes) == axes
     assert plan.memory is not None
     assert plan.memory.device_bytes > 0
+
+
+ALONE = [
+    {"strategy": "zero1"},
+    {"strategy": "zero2"},
+    {"strategy": "zero3", "prefetch": 2, "units": ["layers.1"], "reshard_after_forward": False},
+    {"strategy": "hybrid", "shard_ranks": 1},
+]
+
+
+@pytest.mark.parametrize("parallel", ALONE, ids=lambda each: str(each["strategy"]))
+def test_one_rank_that_is_asked_to_shard_computes_the_bits_of_ddp(
+    expected: dict[str, torch.Tensor], parallel: dict[str, Any]
+) -> None:
+    found, plan = run(1, parallel)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert plan.to_json()["strategy"] == "ddp"
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+@pytest.mark.parametrize("parallel", [{"strategy": "ddp"}, *ALONE], ids=lambda each: str(each["strategy"]))
+def test_one_gpu_that_is_asked_to_shard_has_the_engine_of_ddp(parallel: dict[str, Any]) -> None:
+    """The optimizer is the kernel over masters, and the model is compiled as a whole."""
+    values = {**GPT, "model": {**GPT["model"], "compile": True}, "parallel": parallel}
+    parts = build(SoloCommunicator(torch.device("cuda")), values).parts
+    assert isinstance(parts.engine, DataParallel)
+    assert isinstance(parts.optimizer, MasterAdamW)
+    assert (parts.plan.layout.compile, parts.plan.layout.precision) == ("whole", "bf16_master")
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_what_one_rank_saved_in_shards_goes_on_without_them(
+    strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As earlier versions did, and as a rank that offloads does."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    config = config_from_dict({**GPT, "parallel": {"strategy": strategy}, "train": {"steps": 4, "global_batch": 8}})
+    comm = SoloCommunicator(torch.device("cpu"))
+    plan = make_plan(config, RunMachine(device="cpu", ranks=1))
+    layout = dataclasses.replace(plan.layout, strategy=strategy)
+    sharded = build_trainer(config, comm, plan=dataclasses.replace(plan, layout=layout))
+    assert not isinstance(sharded.parts.engine, DataParallel)
+    steps = sharded.steps()
+    for _ in range(2):
+        next(steps)
+    checkpoint = save_now(sharded, tmp_path)
+    second = build_trainer(config, comm)
+    assert isinstance(second.parts.engine, DataParallel)
+    second.load_state(checkpoint)
+    for trainer in (sharded, second):
+        list(trainer.steps())
+    ours, theirs = (trainer.parts.engine.full_state_dict() for trainer in (second, sharded))
+    for name, value in theirs.items():
+        torch.testing.assert_close(ours[name], value, msg=name)
 
 
 def build(comm: Communicator, values: dict[str, Any]) -> Trainer:

@@ -61,6 +61,7 @@ def images(strategy: str, **data: Any) -> Config:
             "train": {"steps": STEPS, "global_batch": 8, "precision": "bf16"},
             "optim": {"kind": "sgd", "lr": 0.02},
             "parallel": {"strategy": strategy},
+            "memory": {"offload": [] if strategy == "ddp" else ["optimizer"]},  # else one rank has no shards
         }
     )
 

@@ -54,7 +54,7 @@ def predict(
     """
     from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
-    from paceline.config import config_batch
+    from paceline.config import config_batch, why_not_sharded
     from paceline.rehearse.prediction import config_on, predict_decided
 
     slow_ranks, slow_links = read_slow(slow)
@@ -73,6 +73,8 @@ def predict(
         cost = {} if price is None else {"usd_per_step": found.usd_per_step(price)}
         print_json(found.to_json() | more | cost)
     else:
+        if alone := why_not_sharded(asked, count):
+            typer.echo(f"{alone}\n")
         for line in [*describe(found, batch, price), *_ways_out(found, asked, batch, config, cluster)]:
             typer.echo(line)
         if trace is not None:
@@ -162,7 +164,7 @@ def _ways_out(found: ReplayedStep, config: Config, batch: BatchPlan, path: Path,
     ways = ["a smaller train.microbatch"] if batch.microbatch > 1 else []
     if config.memory.checkpoint_activations == "none":
         ways.append("memory.checkpoint_activations=full")
-    if not layout_of(config).is_fully_sharded:
+    if batch.ranks > 1 and not layout_of(config).is_fully_sharded:
         ways.append("parallel.strategy=fsdp")
     less = f"Less memory: {', '.join(ways)}. " if ways else ""
     return [f"{less}What fits:", f"  paceline plan {shlex.quote(str(path))} --cluster {shlex.quote(cluster)}"]

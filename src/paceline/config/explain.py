@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.fields import known_fields
-from paceline.config.layout import config_batch, layout_of
+from paceline.config.layout import config_batch, layout_of, why_not_sharded
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.problems import MISSING, value_at
 from paceline.config.schema import Config, TrainConfig
@@ -112,6 +112,8 @@ def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         known = parallel.node_ranks or None
         yield _row("parallel.shard_ranks", known, "parallel.node_ranks" + ("" if known else ", when the run starts"))
     if ranks is not None and parallel.strategy not in ("ddp", "auto"):
+        if reason := why_not_sharded(config, ranks):
+            yield _row("derived.strategy", "ddp", reason)
         layout = layout_of(config).for_ranks(ranks)
         name = "parallel.data" if layout.is_split else "parallel.ranks"
         text = f"{name} / ranks of a shard group = {layout.data} / {layout.shards}"

@@ -33,8 +33,9 @@ CONFIG_KEYS: Mapping[str, str] = {name: f"{section}." for name, section in (_SHA
 def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None = None) -> Layout:
     """Returns the layout that a config asks for; on so many ranks, if they are given, ``node_ranks`` on a host.
 
-    With ranks, the batch is resolved too. A strategy that is still to be chosen stands as ddp; a precision that is to
-    follow from a device that is not known stands as fp32.
+    With ranks, the batch is resolved too, and one rank that offloads nothing has the layout of ddp: its shards would be
+    whole. A strategy that is still to be chosen stands as ddp; a precision that is to follow from a device that is not
+    known stands as fp32.
 
     Raises ConfigError where the batch cannot be divided, UsageError where a schedule's file cannot be read.
     """
@@ -58,9 +59,17 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     layout = Layout(**{name: value for name, value in said.items() if value is not None})
     if ranks is None:
         return layout
-    layout = layout.for_ranks(ranks, node_ranks)
+    layout = (layout.without_sharding() if layout.shards_nothing(ranks) else layout).for_ranks(ranks, node_ranks)
     batch = batch_plan(train, layout.data, layout.pipeline)
     return replace(layout, microbatch=batch.microbatch, accumulate=batch.accumulate)
+
+
+def why_not_sharded(config: Config, ranks: int) -> str:
+    """Says why a run that was asked to shard is one of ddp; nothing where it shards, or was not asked to."""
+    if not layout_of(config).shards_nothing(ranks):
+        return ""
+    reason = "one rank has nobody to share its states with, and without shards it computes the same in less time"
+    return f"parallel.strategy = {config.parallel.strategy} runs as ddp: {reason}"
 
 
 def with_precision(config: Config, device: str, *, has_bf16: bool = True) -> Config:

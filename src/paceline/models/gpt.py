@@ -188,8 +188,8 @@ class Attention(nn.Module):
         query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
-        # On a GPU the kernels share the heads (4 % of a GPT-1.1B's step). Elsewhere they are repeated by hand: SDPA's
-        # enable_gqa leaves out some kernels there, and which ones differs by version.
+        # On a GPU the kernels share the heads. Elsewhere they are repeated by hand: SDPA's enable_gqa leaves out some
+        # kernels there, and which ones differs by version.
         shares = self.queries_per_kv > 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
         if self.queries_per_kv > 1 and not shares:
             key = key.repeat_interleave(self.queries_per_kv, dim=1)

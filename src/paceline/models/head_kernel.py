@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from paceline.models.head_chunk import Chunk
 
 _BLOCK = 8192
 _WARPS = 16
@@ -73,17 +74,9 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             tl.store(logits + place, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def go_over_on_gpu(
-    logits: Tensor,
-    targets: Tensor,
-    results: tuple[Tensor, Tensor | None],
-    ignored: int,
-    smoothing: float,
-    *,
-    is_trained: bool,
-) -> None:
-    """Writes the losses and right answers of some rows; where it ``is_trained``, logits become their gradients."""
-    losses, hits = results
+def go_over_on_gpu(chunk: Chunk) -> None:
+    """Writes the losses and right answers of some rows, and the gradients of their logits over these."""
+    logits, hits = chunk.logits, chunk.hits
     if logits.shape[0] == 0:
         return
     launch: Any = _row_kernel[(logits.shape[0],)]
@@ -91,15 +84,15 @@ def go_over_on_gpu(
         launch(
             logits,
             logits.stride(0),
-            targets,
-            losses,
-            losses if hits is None else hits,
+            chunk.targets,
+            chunk.losses,
+            chunk.losses if hits is None else hits,
             logits.shape[1],
-            ignored,
-            smoothing,
-            smooths=smoothing > 0,
+            chunk.ignored,
+            chunk.smoothing,
+            smooths=chunk.smoothing > 0,
             counts=hits is not None,
-            trains=is_trained,
+            trains=chunk.is_trained,
             block=_BLOCK,
             num_warps=_WARPS,
         )

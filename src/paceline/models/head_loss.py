@@ -26,12 +26,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
-from typing import Any, Literal, cast, overload
+from typing import Any, Literal, TypedDict, Unpack, cast, overload
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.models.head_chunk import Chunk, go_over_by_torch
 from paceline.plan.layout import loss_rows
 
 _SCHEMA = (
@@ -41,27 +42,21 @@ _SCHEMA = (
 _Found = tuple[Tensor, Tensor, Tensor, Tensor]  # the sum, right answers, gradients of hidden and weight
 
 
+class _Options(TypedDict, total=False):
+    """Options of ``head_loss`` that do not say what it returns."""
+
+    ignored: int
+    smoothing: float
+    rows: int | None
+
+
 @overload
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignored: int = ...,
-    smoothing: float = ...,
-    rows: int | None = ...,
-    counts: Literal[False] = ...,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, counts: Literal[False] = ..., **options: Unpack[_Options]
 ) -> Tensor: ...
 @overload
 def head_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    ignored: int = ...,
-    smoothing: float = ...,
-    rows: int | None = ...,
-    counts: bool,
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, counts: bool, **options: Unpack[_Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def head_loss(
     hidden: Tensor,
@@ -170,14 +165,22 @@ def _fill(
     buffer = hidden.new_empty(min(rows, num_rows), matrix.shape[0])
     for begin in range(0, num_rows, rows):
         part = slice(begin, min(begin + rows, num_rows))
-        chunk, inputs = buffer[: part.stop - begin], hidden[part]
-        torch.mm(inputs, matrix.t(), out=chunk)
-        found = (losses[part], hits[part] if hits.numel() else None)
-        _go_over(chunk, targets[part], found, ignored, smoothing, is_trained=is_trained)
+        logits, inputs = buffer[: part.stop - begin], hidden[part]
+        torch.mm(inputs, matrix.t(), out=logits)
+        chunk = Chunk(
+            logits=logits,
+            targets=targets[part],
+            losses=losses[part],
+            hits=hits[part] if hits.numel() else None,
+            ignored=ignored,
+            smoothing=smoothing,
+            is_trained=is_trained,
+        )
+        _go_over(chunk)
         if d_hidden.numel() and not hidden.is_meta:
-            torch.mm(chunk, matrix, out=d_hidden[part])
+            torch.mm(logits, matrix, out=d_hidden[part])
         if d_weight.numel() and not hidden.is_meta:
-            _add_product(d_weight, chunk.t(), inputs, is_first=begin == 0)
+            _add_product(d_weight, logits.t(), inputs, is_first=begin == 0)
 
 
 def _make_results(
@@ -268,54 +271,17 @@ def _check_values(targets: Tensor, vocabulary: int, ignored: int) -> None:
 # A chunk.
 
 
-def _go_over(
-    logits: Tensor,
-    targets: Tensor,
-    results: tuple[Tensor, Tensor | None],
-    ignored: int,
-    smoothing: float,
-    *,
-    is_trained: bool,
-) -> None:
-    """Writes the losses and right answers of some rows; where it ``is_trained``, logits become their gradients."""
+def _go_over(chunk: Chunk) -> None:
+    """Writes the losses and right answers of some rows, and the gradients of their logits over these."""
+    logits = chunk.logits
     if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
         from paceline.models.head_kernel import go_over_on_gpu  # where there is no GPU, there is no triton
 
-        go_over_on_gpu(logits, targets, results, ignored, smoothing, is_trained=is_trained)
+        go_over_on_gpu(chunk)
     elif logits.is_meta:  # in place of the kernel above: one pass
         torch.ops.aten._softmax.out(logits, -1, False, out=logits)
     else:
-        _go_over_by_torch(logits, targets, results, ignored, smoothing, is_trained=is_trained)
-
-
-def _go_over_by_torch(
-    logits: Tensor,
-    targets: Tensor,
-    results: tuple[Tensor, Tensor | None],
-    ignored: int,
-    smoothing: float,
-    *,
-    is_trained: bool,
-) -> None:
-    losses, hits = results
-    is_counted = targets != ignored
-    index = torch.where(is_counted, targets, 0)[:, None]
-    if hits is not None:
-        hits.copy_((logits.argmax(-1) == targets) & is_counted)
-    wide = logits.to(losses.dtype)
-    normaliser = wide.logsumexp(-1)
-    row = normaliser - (1 - smoothing) * wide.gather(1, index)[:, 0]
-    if smoothing:
-        row -= smoothing * wide.mean(-1)
-    losses.copy_(torch.where(is_counted, row, 0.0))
-    if is_trained:
-        wide.sub_(normaliser[:, None]).exp_()
-        if smoothing:
-            wide.sub_(smoothing / wide.shape[1])
-        wide.scatter_add_(1, index, wide.new_full(index.shape, smoothing - 1))
-        wide.mul_(is_counted[:, None])
-        if wide is not logits:
-            logits.copy_(wide)
+        go_over_by_torch(chunk)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:

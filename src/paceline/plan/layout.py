@@ -43,6 +43,7 @@ _LEAST_ROWS = 128
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
+OF_FULL_SHARDING = ("reshard_after_forward", "units", "unit_mb", "prefetch")  # fields that these alone read
 CHECKPOINTS: tuple[str, ...] = get_args(Checkpointing)
 WITH_MASTERS = ("bf16_master", "fp8", "fp8_row")  # precisions of bf16 parameters that are cast from fp32 masters
 OFFLOAD_PARTS: tuple[str, ...] = get_args(OffloadPart)
@@ -273,6 +274,15 @@ class Layout:
     def first_bucket_bytes(self) -> int:
         """The first bucket, which is small so that communication starts early."""
         return int(min(self.first_bucket_mb, self.bucket_mb) * MIB)
+
+    def shards_nothing(self, ranks: int) -> bool:
+        """Whether a strategy that shards cuts nothing among so many ranks: there is one, and its host holds no part."""
+        return self.strategy != "ddp" and ranks == 1 and not self.is_split and not self.offload.is_any
+
+    def without_sharding(self) -> Layout:
+        """Returns the layout under ddp, with fields that only full sharding reads as they are by default."""
+        usual = {name: getattr(Layout(), name) for name in ("shard_ranks", *OF_FULL_SHARDING)}
+        return replace(self, strategy="ddp", **usual)
 
     def for_ranks(self, ranks: int, node_ranks: int | None = None) -> Layout:
         """Returns the layout on this many ranks, ``node_ranks`` of them on a host (None: all).

@@ -15,14 +15,13 @@ from dataclasses import fields
 from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
 from paceline.plan.field_types import field_problems
-from paceline.plan.layout import Compression, Layout
+from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.rule_case import ModelOutline, Rule, RuleCase, named_twice, nearest_divisor, no_effect
 
 _COUNTS = (
     *("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks"),
     *("prefetch", "microbatch", "accumulate"),
 )
-_OF_FULL_SHARDING = ("reshard_after_forward", "units", "unit_mb", "prefetch")
 _OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
 
 
@@ -165,7 +164,7 @@ def _several_hosts(case: RuleCase) -> Iterator[Problem]:
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
     """No field of sharding is changed that the strategy does not read."""
     layout = case.layout
-    owners = {} if layout.is_fully_sharded else dict.fromkeys(_OF_FULL_SHARDING, "fsdp and hybrid")
+    owners = {} if layout.is_fully_sharded else dict.fromkeys(OF_FULL_SHARDING, "fsdp and hybrid")
     if layout.strategy != "hybrid":
         owners["shard_ranks"] = "hybrid"
     if layout.data:  # filled in

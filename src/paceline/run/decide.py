@@ -19,7 +19,7 @@ from paceline import free_memory
 from paceline.cluster import detect
 from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
-from paceline.config import Config, check_ranks, with_precision
+from paceline.config import Config, check_ranks, why_not_sharded, with_precision
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan
@@ -91,8 +91,10 @@ def decide_run(asked: Config, participants: Participants | None = None, *, check
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
         check_memory(config, is_told=who.comm is None or who.comm.rank == 0)
     machine = RunMachine(device=config.parallel.device, ranks=config.parallel.decided_ranks, node_ranks=here)
-    plan, notes = make_plan(config, machine), tuple(precision_notes(asked, config))
-    return Decision(plan=plan, config=config, choice=choice, notes=notes)
+    plan, notes = make_plan(config, machine), [*precision_notes(asked, config)]
+    if alone := why_not_sharded(config, machine.ranks):
+        notes.append(alone)
+    return Decision(plan=plan, config=config, choice=choice, notes=tuple(notes))
 
 
 def resolve_config(config: Config) -> Config:

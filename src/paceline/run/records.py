@@ -20,6 +20,7 @@ import torch
 
 from paceline import __version__
 from paceline.cluster.peaks import Peaks, find_peaks
+from paceline.config import why_not_sharded
 from paceline.health.straggler import Straggler
 from paceline.records.records import EndRecord, EndStatus, EventRecord, Record, RunRecord, parse_line, to_line
 from paceline.records.sinks import JsonlSink
@@ -136,8 +137,10 @@ def rate_against(trainer: Trainer, run: RunRecord) -> None:
 
 
 def name_strategy(config: Config, ranks: int) -> str:
-    """Names the strategy, and the mesh where the model is spread: ``pipeline 2 x tensor 2 x zero1``."""
+    """Names the strategy that runs, and the mesh where the model is spread: ``pipeline 2 x tensor 2 x zero1``."""
     parallel = config.parallel
+    if why_not_sharded(config, ranks):
+        return "ddp"
     degrees = [f"{name} {size}" for name in ("pipeline", "tensor") if (size := getattr(parallel, name)) > 1]
     has_data = ranks > parallel.pipeline * parallel.tensor
     return " x ".join([*degrees, parallel.strategy]) if has_data or not degrees else " x ".join(degrees)

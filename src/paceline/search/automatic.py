@@ -62,7 +62,7 @@ def first_microbatch(
 
     All of them fit by the estimate. Of those that are within 2 % of the fastest, it is the largest.
     """
-    layout = layout_of(config).for_ranks(ranks, node_ranks)
+    layout = layout_of(config, ranks, node_ranks)
     if layout.is_split or layout.checkpoint_activations not in RECOMPUTES:
         return None
     try:

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_batch, config_from_dict, gpt_shape, layout_of
 from paceline.config.checks import check_ranks
-from paceline.config.sections import GPTModelConfig, known_shape
+from paceline.config.sections import GPTModelConfig, GPTShape, known_shape
 from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.describe import config_values
@@ -64,17 +64,21 @@ def _of_gpt(config: Config, model: GPTModelConfig) -> tuple[ModelShape, dict[str
             "the model's context is not known: data.context and model.context are not given\n"
             "  a plan needs the tokens of a sample\n  set model.context, or data.context"
         )
-    shape = ModelShape(
+    return model_shape(sizes, model.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), {"seq_len": context}
+
+
+def model_shape(sizes: GPTShape, vocabulary: int) -> ModelShape:
+    """Returns a GPT in the terms of predictions."""
+    return ModelShape(
         layers=sizes.layers,
         hidden=sizes.width,
         heads=sizes.heads,
         kv_heads=sizes.kv_heads,
         ffn=sizes.mlp_width,
-        vocab=model.vocab_size or data.vocab_size or ASSUMED_VOCABULARY,
+        vocab=vocabulary,
         gated=sizes.mlp == "swiglu",
         tied=sizes.tied,
     )
-    return shape, {"seq_len": context}
 
 
 def _of_samples(config: Config, facts: ModelFacts | None) -> tuple[SampleModel, dict[str, Any]]:

@@ -47,13 +47,13 @@ from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
-from paceline.train.graphed_step import GraphedStep, RunStep, graph_problem
+from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
-from paceline.train.step import Passes, StepPolicy, accumulate, train_step
+from paceline.train.step import Passes, StepPolicy, accumulate
 from paceline.train.survive.retry import (
     PassState,
     Retry,
@@ -279,7 +279,7 @@ def build_trainer(
         compressor=compressor,
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
         evaluates_average=config.train.ema_eval,
-        run_step=_choose_step(config, plan, loss),
+        graphs=_choose_graphs(config, plan, loss, policy.dtype),
         sample=sample,
     )
     if layout.tunes_buckets:
@@ -293,15 +293,15 @@ def build_trainer(
     return Trainer(parts, hooks, sink)
 
 
-def _choose_step(config: Config, plan: Plan, loss: Loss) -> RunStep:
-    """Returns what runs a step: as it is, or from a CUDA graph where that is possible and asked for."""
+def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:
+    """Returns what runs steps from a CUDA graph, where that is possible and asked for."""
     asked = config.train.cuda_graphs
     problem = graph_problem(config, plan.layout, plan.device, loss)
     if asked is True and problem:
         raise TrainingError(f"train.cuda_graphs = true\n  {problem}\n  take train.cuda_graphs = auto, or false")
     if asked is False or problem:
-        return train_step
-    return GraphedStep("on" if asked is True else "auto")
+        return None
+    return GraphedStep("on" if asked is True else "auto", dtype)
 
 
 def keeps_channels_last(config: Config, layout: Layout, device: torch.device) -> bool:

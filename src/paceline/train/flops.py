@@ -24,10 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from paceline.config import Config
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits
-from paceline.models.gpt import GPT, GPTConfig
-from paceline.plan.workload import ModelShape
+from paceline.models.gpt import GPT
 from paceline.predict.formulas.predict import transformer_flops
 from paceline.predict.memory.activations import describe_model
+from paceline.search.from_config import model_shape
 from paceline.train.loss import Loss, build_loss
 from paceline.train.randomness import capture_random_states, restore_random_states
 
@@ -58,7 +58,8 @@ def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | 
     The model is as it was built, before any engine has it, and stays as it is; so do random states.
     """
     if isinstance(model, GPT):
-        return transformer_flops(_shape_of(model.config), data.shape.context or model.config.context)
+        shape = model_shape(model.config, model.config.vocab_size)
+        return transformer_flops(shape, data.shape.context or model.config.context)
     known = describe_model(config, "cpu")
     if known is not None and known.work is not None:
         return 3 * known.work.flops
@@ -94,16 +95,3 @@ def on_meta(model: nn.Module) -> nn.Module:
     }
     memo |= {id(each): each.to("meta") for each in model.buffers()}
     return copy.deepcopy(model, memo)
-
-
-def _shape_of(config: GPTConfig) -> ModelShape:
-    return ModelShape(
-        layers=config.layers,
-        hidden=config.width,
-        heads=config.heads,
-        kv_heads=config.kv_heads,
-        ffn=config.mlp_width,
-        vocab=config.vocab_size,
-        gated=config.mlp == "swiglu",
-        tied=config.tied,
-    )

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -30,10 +30,10 @@ from paceline.errors import TrainingError
 from paceline.plan.layout import Layout
 from paceline.train.loss import Loss
 from paceline.train.master_adamw import MasterAdamW
-from paceline.train.scaler import LossScaler
-from paceline.train.step import RunPasses, StepOutcome, StepPolicy, place, train_step
+from paceline.train.step import StepOutcome, place
 
 GraphChoice = Literal["auto", "on", "off"]
+RunStep = Callable[[StepBatch, OnPhase], StepOutcome]  # trains on one global batch
 _TIMED = (3, 4, 5)  # steps; the first ones compile, and make the optimizer's state
 # The host's share of a step from which on a graph pays: kernels of a graph also follow one another more closely. Below
 # it the device has long kernels, and phases that can be told apart are worth more.
@@ -57,32 +57,15 @@ def graph_problem(config: Config, layout: Layout, device: str, loss: Loss) -> st
     return next((problem for problem, is_there in problems.items() if is_there), "")
 
 
-class RunStep(Protocol):
-    """Trains on one global batch, as ``train_step`` does."""
-
-    def __call__(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        batch: StepBatch,
-        loss: Loss,
-        policy: StepPolicy,
-        on_phase: OnPhase = ignore_phase,
-        scaler: LossScaler | None = None,
-        passes: RunPasses | None = None,
-    ) -> StepOutcome:
-        """Runs the step."""
-
-
 class GraphedStep:
     """Runs steps, and replays them from a graph where that is faster (``auto``), or always (``on``).
 
-    ``on_decided`` is called once with what was decided, and why.
+    ``on_decided`` is called once with what was decided, and why. ``dtype`` is that of the batches on the device.
     """
 
-    def __init__(self, choice: GraphChoice) -> None:
+    def __init__(self, choice: GraphChoice, dtype: torch.dtype) -> None:
         self.on_decided: Callable[[dict[str, Any]], None] = _ignore
-        self._choice = choice
+        self._choice, self._dtype = choice, dtype
         self._num_steps = 0
         self._host_shares: list[float] = []
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -95,21 +78,9 @@ class GraphedStep:
         self._outcome: StepOutcome | None = None
 
     def __call__(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        batch: StepBatch,
-        loss: Loss,
-        policy: StepPolicy,
-        on_phase: OnPhase = ignore_phase,
-        scaler: LossScaler | None = None,
-        passes: RunPasses | None = None,
+        self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, on_phase: OnPhase, run: RunStep
     ) -> StepOutcome:
-        """Trains on one global batch."""
-
-        def run(batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
-            return train_step(engine, optimizer, batch, loss, policy, on_phase, scaler, passes)
-
+        """Trains on one global batch: ``run`` does it kernel by kernel."""
         self._num_steps += 1
         if self._is_decided and self._graph is None:
             return run(batch, on_phase)
@@ -119,7 +90,7 @@ class GraphedStep:
             return run(batch, on_phase)
         if self._num_steps <= _TIMED[-1]:
             return self._timed(lambda: run(batch, on_phase))
-        if self._decide() and self._record(engine, optimizer, batch, policy, run):
+        if self._decide() and self._record(engine, optimizer, batch, run):
             return self._replay(engine, optimizer, batch, on_phase)
         return run(batch, on_phase)
 
@@ -145,17 +116,10 @@ class GraphedStep:
             self.on_decided({"used": False, "why": f"the host took {share:.0%} of a step: the device is busy"})
         return wants
 
-    def _record(
-        self,
-        engine: Engine,
-        optimizer: torch.optim.Optimizer,
-        batch: StepBatch,
-        policy: StepPolicy,
-        run: Callable[[StepBatch, OnPhase], StepOutcome],
-    ) -> bool:
+    def _record(self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, run: RunStep) -> bool:
         """Records the step of a batch; nothing is computed yet. Returns whether that was possible."""
         device = engine.comm.device
-        placed = place(batch.microbatches, device, policy.dtype)
+        placed = place(batch.microbatches, device, self._dtype)
         static = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, placed)
         rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]
         graph = torch.cuda.CUDAGraph()

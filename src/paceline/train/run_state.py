@@ -26,12 +26,12 @@ from paceline.records.meter import StepMeter
 from paceline.shards import Region
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import SampleCost
-from paceline.train.graphed_step import RunStep
+from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.scaler import make_scaler
-from paceline.train.step import StepPolicy, train_step
+from paceline.train.step import StepPolicy
 from paceline.train.survive.bad_steps import BadSteps
 from paceline.train.survive.retry import Retry
 
@@ -54,7 +54,7 @@ class TrainerParts:
     compressor: Compressor | None = None
     average: WeightAverage | None = None
     evaluates_average: bool = False
-    run_step: RunStep = train_step
+    graphs: GraphedStep | None = None  # None: every step is run kernel by kernel
     sample: SampleCost = SampleCost()  # noqa: RUF009 (frozen)
 
 

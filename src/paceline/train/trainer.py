@@ -25,15 +25,14 @@ from paceline.comm.objects import broadcast_object
 from paceline.config.sections import RecoveryConfig
 from paceline.data.loader import EvalLoader, StepBatch
 from paceline.engines.compiled import take_notes
-from paceline.engines.engine import Engine
+from paceline.engines.engine import Engine, OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
-from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
-from paceline.train.step import Passes, StepOutcome, place
+from paceline.train.step import Passes, StepOutcome, place, train_step
 from paceline.train.survive.bad_steps import BadStep
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
 from paceline.train.survive.recovery import GoBack, GoOn, on_bad_steps
@@ -233,8 +232,8 @@ class Trainer(RunState):
         self._reports_samples = parts.engine.reports_samples
         if parts.passes is not None:
             parts.passes.on_cut = self._note_cut
-        if isinstance(parts.run_step, GraphedStep):
-            parts.run_step.on_decided = lambda detail: self.note("cuda_graphs", detail)
+        if parts.graphs is not None:
+            parts.graphs.on_decided = lambda detail: self.note("cuda_graphs", detail)
 
     def run(self) -> None:
         """Runs all remaining steps and their hooks, and waits for the last records. Goes back where that is decided."""
@@ -393,16 +392,12 @@ class Trainer(RunState):
     def _step(self, batch: StepBatch) -> StepResult:
         parts, plan, step = self.parts, self.parts.plan, self.step + 1
         lr = self._set_learning_rate(batch)
-        outcome = parts.run_step(
-            parts.engine,
-            parts.optimizer,
-            batch,
-            parts.loss,
-            parts.policy,
-            parts.meter.lap,
-            scaler=self.scaler,
-            passes=parts.passes,
-        )
+        engine, optimizer, lap = parts.engine, parts.optimizer, parts.meter.lap
+
+        def run(batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
+            return train_step(engine, optimizer, batch, parts.loss, parts.policy, on_phase, self.scaler, parts.passes)
+
+        outcome = run(batch, lap) if parts.graphs is None else parts.graphs(engine, optimizer, batch, lap, run)
         if parts.average is not None:
             parts.average.update()
         self.step, self.position = step, batch.next_position

@@ -67,42 +67,46 @@ def _random_tokens(vocabulary: int, context: int) -> dict[str, Any]:
     return {"kind": "synthetic_tokens", "samples": 2048, "vocab_size": vocabulary, "context": context}
 
 
+def _shipped_gpt(names: tuple[str, str], values: Mapping[str, Any], steps: tuple[int, int], *more: str) -> GpuWorkload:
+    """Returns a GPT by its name and that of its config; ``steps``: of the warm-up, and timed; ``more``: arms."""
+    (model, file), (warm_up, timed) = names, steps
+    path, kinds = f"configs/{file}.yaml", (*_GPT, *more)
+    return GpuWorkload(model=model, shipped=path, values=values, steps=timed, warm_up=warm_up, kinds=kinds)
+
+
 _GPT = ("plain", "masters", "accelerate", "lightning", "engine", "train")
 _FAST = {"compile": True}
 _MASTER = {"precision": "bf16_master"}
+_OF_CHARS = {
+    "layers": 6,
+    "heads": 6,
+    "width": 384,
+    "context": 256,
+    "norm": "layer",
+    "mlp": "gelu",
+    "positions": "learned",
+    "tied": True,
+}
 
 WORKLOADS = {
     each.model: each
     for each in (
-        GpuWorkload(
-            model="gpt-124m",
-            shipped="configs/gpt_124m.yaml",
-            values=_gpt(32, {"size": "gpt-124m", **_FAST}, _random_tokens(50304, 1024), **_MASTER),
-            steps=40,
-            warm_up=15,
-            kinds=_GPT,
+        _shipped_gpt(
+            ("gpt-124m", "gpt_124m"),
+            _gpt(32, {"size": "gpt-124m", **_FAST}, _random_tokens(50304, 1024), **_MASTER),
+            (15, 40),
         ),
-        GpuWorkload(
-            model="gpt-1.1b",
-            shipped="configs/gpt_1b.yaml",
-            values=_gpt(8, {"size": "gpt-1.1b", **_FAST}, _random_tokens(32000, 2048), **_MASTER),
-            steps=25,
-            warm_up=10,
-            kinds=(*_GPT, "fp8"),
+        _shipped_gpt(
+            ("gpt-1.1b", "gpt_1b"),
+            _gpt(8, {"size": "gpt-1.1b", **_FAST}, _random_tokens(32000, 2048), **_MASTER),
+            (10, 25),
+            "fp8",
         ),
-        GpuWorkload(
-            model="gpt-10m",
-            shipped="configs/gpt_10m_chars.yaml",
-            values=_gpt(
-                64,
-                {"layers": 6, "heads": 6, "width": 384, "context": 256, **_FAST}
-                | {"norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True},
-                {"kind": "text", "tokens": "char"},
-                **_MASTER,
-            ),
-            steps=200,
-            warm_up=50,
-            kinds=(*_GPT, "graphs"),
+        _shipped_gpt(
+            ("gpt-10m", "gpt_10m_chars"),
+            _gpt(64, _OF_CHARS | _FAST, {"kind": "text", "tokens": "char"}, **_MASTER),
+            (50, 200),
+            "graphs",
         ),
         GpuWorkload(
             model="resnet50",

@@ -53,13 +53,14 @@ def expect_by_dry_run(
         cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
         if not cluster.device.memory_rates:
             return Expectation(ranks=ranks, reason=f"{cluster.device.name} has no measured kernels")
-        found = replay(record_stages(config, ranks=ranks), cluster, with_loop=True)
+        programs = record_stages(config, ranks=ranks)
+        found = replay(programs, cluster, with_loop=True)
     except PacelineError as error:
         return Expectation(ranks=ranks, reason=str(error))
     return Expectation(
         ranks=ranks,
         cluster=cluster.name,
-        plan=f"{config.parallel.strategy} over {ranks}, kernel by kernel",
+        plan=f"{programs[0].strategy} over {ranks}, kernel by kernel",
         step_s=found.seconds,
         step_s_low=found.seconds * (1 - _BAND),
         step_s_high=found.seconds * (1 + _BAND),

@@ -211,7 +211,7 @@ class _Recording:
             name=config.name,
             rank=rank,
             ranks=layout.ranks,
-            strategy=config.parallel.strategy,
+            strategy=layout.strategy,
             events=done.events,
             resident=done.resident,
             samples=samples,
