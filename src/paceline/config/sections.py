@@ -45,7 +45,7 @@ class _Model(Section):
     compile: bool | Compile = Field(
         default=False,
         description="torch.compile: none, blocks (each one a graph), whole (one graph), or auto (true): whole on one "
-        "rank under ddp, else blocks; the loss is compiled too",
+        "rank under ddp, else and with fp8 blocks; the loss is compiled too",
     )
 
 

@@ -298,7 +298,8 @@ class Layout:
         compiles = self.compile
         if compiles == "auto":  # one rank has nothing to overlap, and one graph is faster than many
             is_alone = ranks == 1 and self.strategy == "ddp" and self.checkpoint_activations == "none"
-            compiles = "whole" if is_alone else "blocks"
+            # A graph of fp8 layers has so many kernels that a whole model takes minutes to compile.
+            compiles = "whole" if is_alone and not self.precision.startswith("fp8") else "blocks"
         return replace(self, data=data, shard_ranks=shards, node_ranks=local, chunks=chunks, compile=compiles)
 
     def to_json(self) -> dict[str, Any]:
