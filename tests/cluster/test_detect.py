@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cluster.detect import Machine, detect_cluster, detect_machine, host_memory, read_smi, usable_cores
+from paceline.cluster.detect import (
+    Machine,
+    ask_ahead,
+    detect_cluster,
+    detect_machine,
+    host_memory,
+    read_smi,
+    usable_cores,
+)
 from paceline.units import GIB, MIB
 
 
@@ -89,3 +97,15 @@ def test_a_host_without_gpus_is_as_many_cores_as_it_has() -> None:
         assert found.cluster.devices == 6
         assert found.cluster.device.memory_bytes == 2.0 * GIB
         assert any("measured elsewhere" in line for line in found.assumed)
+
+
+def test_the_driver_may_be_asked_ahead_and_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool, asked = tmp_path / "nvidia-smi", tmp_path / "asked"
+    tool.write_text(f"#!/bin/sh\necho x >> {asked}\necho 'NVIDIA H200, 1024'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    ask_ahead()
+    assert detect_machine().gpus == ("NVIDIA H200",)
+    assert asked.read_text() == "x\n"
+    tool.write_text("#!/bin/sh\nexit 9\n")
+    assert detect_machine().gpus == ()

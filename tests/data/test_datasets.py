@@ -111,6 +111,18 @@ def test_tokens_follow_a_chain_that_can_be_learned() -> None:
     assert 0.85 < frequent.mean() < 0.97
 
 
+def test_tokens_are_those_of_sequences_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets, "_ROWS", 3)
+    made, draw = synthetic_tokens(samples=7, vocab_size=11, context=5, seed=3), np.random.default_rng(3)
+    successors, token = draw.integers(11, size=(11, 4)), draw.integers(11, size=7)
+    choices, is_noise, noise = draw.integers(4, size=(7, 5)), draw.random((7, 5)) < 0.1, draw.integers(11, size=(7, 5))
+    for place in range(5):
+        assert made.inputs[:, place].tolist() == token.tolist()
+        token = np.where(is_noise[:, place], noise[:, place], successors[token, choices[:, place]])
+        assert made.targets[:, place].tolist() == token.tolist()
+    assert is_noise.any()
+
+
 def test_digits_are_standardized_by_the_training_part_alone() -> None:
     digits = datasets.load_digits()
     assert digits.inputs.shape == (1797, 64)

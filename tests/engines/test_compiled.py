@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from paceline.comm.solo import SoloCommunicator
+from paceline.engines import compiled
 from paceline.engines.apply import parallelize
 from paceline.engines.compiled import Compiled, compile_model, fix_sizes, take_notes
 from paceline.errors import UsageError
@@ -118,3 +121,14 @@ def test_auto_takes_one_graph_where_nothing_overlaps(
 def test_an_unknown_way_to_compile_is_refused() -> None:
     with pytest.raises(UsageError, match=r"compile = 'all'.*\n.*none, blocks, whole, auto"):
         parallelize(make_gpt(), SoloCommunicator(torch.device("cpu")), compile="all")
+
+
+@pytest.mark.usefixtures("counter")
+def test_what_is_compiled_waits_until_the_compiler_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[float] = []
+    loading = threading.Thread(target=lambda: (time.sleep(0.02), loaded.append(1.0)))
+    monkeypatch.setattr(compiled, "_loading", [loading])
+    loading.start()
+    compiled.load_compiler()  # once is enough
+    Compiled(make_model().forward, "a model")
+    assert (loaded, compiled._loading) == ([1.0], [loading])

@@ -15,7 +15,7 @@ from made_records import RUN, STEP, write_records
 from rich.console import Console
 
 from paceline.errors import RunFolderError
-from paceline.records.records import EndRecord, EndStatus, EvalRecord, RunRecord, StepRecord, to_line
+from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
 from paceline.records.report import RankSummary, RunSummary, render, summarize, to_json
 from paceline.search.expectation import Expectation
 
@@ -378,3 +378,17 @@ def test_the_report_says_how_good_the_run_was(tmp_path: Path) -> None:
     values = to_json(summary)
     assert values["limits"][0]["what"] == "host"
     assert (values["mfu"], values["unit"]) == (0.2, "tokens")
+
+
+def test_the_report_says_what_the_time_to_the_first_step_went_to(tmp_path: Path) -> None:
+    detail = {"seconds": 9.5, "processes": 4.0, "joining": 0.01, "data": 1.25, "model": 2.0, "step": 2.24}
+    events = [
+        EventRecord(name=name, step=1, detail=found, time=START)
+        for name, found in (("first_step", detail), ("compiled", {"what": "the whole model", "seconds": 1.5}))
+    ]
+    write_records(tmp_path, 0, _run(0, world_size=1), _step(1), *events, _end())
+    summary = summarize(tmp_path)
+    assert summary.start == {**detail, "compiling": 1.5}
+    told = " ".join(_draw(summary, 200).split())
+    assert "first step after 9.5 s starting and loading 4.0 s, data 1.2 s, model 2.0 s" in told
+    assert "the step 2.2 s, of it compiling 1.5 s" in told

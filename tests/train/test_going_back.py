@@ -13,6 +13,7 @@ from kept_records import Kept
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.checkpoint.tools.audit import check_samples
 from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.config.sections import RecoveryConfig
@@ -20,7 +21,7 @@ from paceline.errors import PreemptedError, RankFailedError, TrainingError
 from paceline.records.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.survive.consensus import ConsensusHook, next_ask
+from paceline.train.survive.consensus import Common, ConsensusHook, _PendingSum, _read, next_ask
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
@@ -109,8 +110,6 @@ def test_a_lower_rate_sees_the_same_data(tmp_path: Path) -> None:
 
 
 def _solo() -> Communicator:
-    from paceline.comm.solo import SoloCommunicator
-
     return SoloCommunicator(torch.device("cpu"))
 
 
@@ -186,3 +185,14 @@ def test_a_wish_at_the_end_of_a_run_lets_it_end(step: int) -> None:
         assert (trainer.step, saved) == (STEPS, [])
 
     run_virtual(rank, 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA")
+def test_on_cuda_a_sum_is_read_while_the_next_step_computes() -> None:
+    values, stream = torch.tensor([1.0, 0.5, 6.0, 2.0], dtype=torch.float64, device="cuda"), torch.cuda.current_stream()
+    pending = _PendingSum(3, 24, values, SoloCommunicator(values.device).all_reduce(values), stream.record_event())
+    torch.cuda._sleep(1_000_000_000)  # the next step
+    done = stream.record_event()
+    assert _read(pending, ranks=1) == Common(step=3, position=24, num_wishes=1, loss=3.0, step_s=0.5)
+    assert not done.query()

@@ -173,12 +173,27 @@ def _as_cpu_host(machine: Machine, entry: Path | None) -> Detected:
     return _one_node(machine, node, told, shared, "measure this machine: paceline calibrate --output mine.yaml")
 
 
+_asked: list[subprocess.Popen[str]] = []  # questions whose answers nobody has read yet
+
+
+def ask_ahead() -> None:
+    """Asks the driver for GPUs and does not wait: the next ``detect_machine`` reads the answer."""
+    with contextlib.suppress(OSError):  # no driver here
+        _asked.append(subprocess.Popen(_SMI, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True))
+
+
 def _ask_smi() -> str:
-    try:
-        done = subprocess.run(_SMI, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return ""  # no driver here, or one that hangs
-    return done.stdout if done.returncode == 0 else ""
+    if not _asked:
+        ask_ahead()
+    if not _asked:
+        return ""
+    with _asked.pop() as process:
+        try:
+            text, _ = process.communicate(timeout=_SMI_TIMEOUT_S)
+        except subprocess.TimeoutExpired:  # a driver that hangs
+            process.kill()
+            return ""
+    return text if process.returncode == 0 else ""
 
 
 def _processor() -> str:

@@ -150,6 +150,17 @@ _PROBLEMS = {
 }
 
 
+_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: ten times as fast, half a second for what is shipped
+
+
+def read_yaml(text: str) -> Any:
+    """Returns the plain values in YAML. Raises YAMLError with the words of PyYAML's own parser, which say more."""
+    try:
+        return yaml.load(text, Loader=_FAST)  # both are safe
+    except yaml.YAMLError:
+        return yaml.safe_load(text)
+
+
 @cache
 def shipped() -> CatalogFile:
     found = CatalogFile()
@@ -175,7 +186,7 @@ def read_catalog(path: Path) -> CatalogFile:
 def parse_catalog(text: str, source: str) -> CatalogFile:
     rule = "  a catalog file has devices, links, networks and nodes by name: see docs/clusters.md"
     try:
-        content: Any = yaml.safe_load(text)
+        content: Any = read_yaml(text)
         return CatalogFile.model_validate({} if content is None else content)
     except yaml.YAMLError as error:
         raise UsageError(f"{source} is not YAML: {_yaml_problem(error)}\n{rule}") from error

@@ -39,6 +39,7 @@ _CENTRE_DISTANCE = 5.0
 PATTERN_AMPLITUDE = 0.5
 _NUM_SUCCESSORS = 4
 _TOKEN_NOISE = 0.1
+_ROWS = 1024  # sequences that are made at a time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,17 +255,24 @@ def synthetic_tokens(*, samples: int, vocab_size: int, context: int, seed: int) 
     After each token come four others equally often; one time in ten comes any token instead.
     """
     generator = np.random.default_rng(seed)
-    successors = generator.integers(vocab_size, size=(vocab_size, _NUM_SUCCESSORS))
-    tokens = np.empty((samples, context + 1), dtype=np.int64)
-    tokens[:, 0] = generator.integers(vocab_size, size=samples)
+    successors = generator.integers(vocab_size, size=vocab_size * _NUM_SUCCESSORS)
+    first = generator.integers(vocab_size, size=samples)
     choices = generator.integers(_NUM_SUCCESSORS, size=(samples, context))
     is_noise = generator.random((samples, context)) < _TOKEN_NOISE
-    noise = generator.integers(vocab_size, size=(samples, context))
-    for place in range(context):
-        following = successors[tokens[:, place], choices[:, place]]
-        tokens[:, place + 1] = np.where(is_noise[:, place], noise[:, place], following)
-    sequences = torch.from_numpy(tokens)
-    return TensorPairs(sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous())
+    targets = generator.integers(vocab_size, size=(samples, context))  # all of them noise so far
+    inputs = np.empty_like(targets)
+    for start in range(0, samples, _ROWS):
+        # Place by place for some sequences side by side, which lie together in a cache.
+        rows = slice(start, start + _ROWS)
+        chosen, noise, is_kept = (np.ascontiguousarray(each[rows].T) for each in (choices, targets, is_noise))
+        tokens = np.empty((context + 1, chosen.shape[1]), dtype=np.int64)
+        tokens[0] = first[rows]
+        for place in range(context):
+            chosen[place] += tokens[place] * _NUM_SUCCESSORS
+            np.take(successors, chosen[place], out=tokens[place + 1], mode="clip")  # else it goes through a copy
+            np.copyto(tokens[place + 1], noise[place], where=is_kept[place])
+        inputs[rows], targets[rows] = tokens[:-1].T, tokens[1:].T
+    return TensorPairs(torch.from_numpy(inputs), torch.from_numpy(targets))
 
 
 def draw_waves(

@@ -13,6 +13,9 @@ What torch cannot compile runs as it is, and ``notes`` says so: a run is never s
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -34,10 +37,30 @@ class CompileNote:
     problem: str = ""
 
 
+_loading: list[threading.Thread] = []  # one at most
+
+
+def load_compiler() -> None:
+    """Starts to load torch's compiler, which takes seconds, in a thread: drawing weights leaves the interpreter free.
+
+    What is compiled next waits for it. Nothing that imports modules of torch should run until then.
+    """
+
+    def load() -> None:
+        with contextlib.suppress(Exception):  # whoever compiles says what is missing
+            importlib.import_module("torch._inductor.compile_fx")
+
+    if not _loading:
+        _loading.append(threading.Thread(target=load, name="compiler", daemon=True))
+        _loading[0].start()
+
+
 class Compiled:
     """A function whose first call compiles it; later calls of other sizes take the same graph."""
 
     def __init__(self, function: Callable[..., Any], what: str) -> None:
+        for thread in _loading:
+            thread.join()
         self.notes: list[CompileNote] = []
         self._function = function
         self._graph = torch.compile(function)

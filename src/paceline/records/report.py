@@ -22,7 +22,7 @@ for a step is the last attempt that rank 0 (or the lowest rank there is) made at
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,16 @@ from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, StepTable
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
 
+# Of the event ``first_step``, as a reader calls them.
+_PARTS = {
+    "processes": "starting and loading",
+    "joining": "joining",
+    "data": "data",
+    "model": "model",
+    "checkpoint": "checkpoint",
+    "step": "the step",
+    "compiling": "of it compiling",
+}
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
 
 
@@ -104,6 +114,7 @@ class RunSummary:
     mfu: float | None = None
     mfu_measured: float | None = None
     limits: tuple[Limit, ...] = ()  # the largest share of the step first
+    start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
 
 
 def summarize(run_folder: Path) -> RunSummary:
@@ -154,8 +165,20 @@ def summarize(run_folder: Path) -> RunSummary:
             if event.name == "straggler"
         ),
         limits=find_limits(table, has_straggler=straggler is not None),
+        start=_start(lead),
         **_speed(run, samples_per_s),
     )
+
+
+def _start(attempts: Sequence[RankAttempt]) -> dict[str, float]:
+    """Returns the seconds to the first step of the last attempt that made one, with its parts."""
+    for attempt in reversed(attempts):
+        found = {event.name: event for event in reversed(attempt.events)}  # the first of each name
+        first, compiled = found.get("first_step"), found.get("compiled")
+        if first is not None:
+            took = compiled.detail["seconds"] if compiled is not None and compiled.step == first.step else None
+            return {**first.detail, **({} if took is None else {"compiling": took})}
+    return {}
 
 
 def _speed(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
@@ -307,7 +330,15 @@ def _headline(summary: RunSummary) -> Table:
         table.add_row("time in communication", _format_seconds(summary.comm_s), share)
     table.add_row("steps", f"{summary.steps:,}", "")
     table.add_row("duration", _format_seconds(summary.seconds), "")
+    if summary.start:
+        table.add_row("first step after", _format_seconds(summary.start["seconds"]), _start_parts(summary.start))
     return table
+
+
+def _start_parts(start: Mapping[str, float]) -> str:
+    """Writes what the time to the first step went to; parts that took next to nothing are left out."""
+    parts = {_PARTS[name]: start[name] for name in _PARTS if start.get(name, 0.0) >= 0.05}
+    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
 
 
 def _speed_rows(summary: RunSummary, samples_per_s: float) -> Iterator[tuple[str, str, str]]:

@@ -22,6 +22,7 @@ from paceline.checkpoint import open_checkpoint
 from paceline.checkpoint.storage import FileStore
 from paceline.comm.base import Communicator
 from paceline.config import Config
+from paceline.engines.engine import ignore_phase
 from paceline.errors import PreemptedError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
@@ -40,6 +41,7 @@ from paceline.run.records import (
     write_settings,
     write_trace,
 )
+from paceline.run.start_times import StartTimes
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.consensus import ConsensusHook
@@ -55,13 +57,15 @@ if TYPE_CHECKING:
 class RankRunner:
     """Runs one rank through one attempt at a run, from its set-up to its last record or its failure.
 
-    Virtual ranks, which live in one process, share the ``request`` of its signals.
+    Virtual ranks, which live in one process, share the ``request`` of its signals. ``times``, if any, are recorded with
+    the first step.
     """
 
     folder: Path
     rank: int
     restart: dict[str, Any] | None = None
     request: StopRequest = field(default_factory=StopRequest)
+    times: StartTimes | None = None
     _trainer: Trainer | None = None
     _is_built: bool = False
     _first_step: int = 0
@@ -83,7 +87,10 @@ class RankRunner:
         try:
             faults = find_faults(config, self.folder, self.rank)
             hooks = make_hooks(config, self.folder, self.request, None if faults is None else faults.storage())
-            trainer = self._trainer = build_trainer(config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config))
+            on_part = ignore_phase if self.times is None else self.times.lap
+            trainer = self._trainer = build_trainer(
+                config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config), on_part=on_part
+            )
             trainer.losses = config.recovery
             trainer.find_checkpoint = lambda: find_start(config, self.folder, "auto", _log, trainer.line)
             checkpoint = None if resume is None else Path(resume)
@@ -91,6 +98,7 @@ class RankRunner:
                 checkpoint = find_together(comm, trainer.find_checkpoint)
             if checkpoint is not None:
                 trainer.load_state(open_checkpoint(checkpoint))
+                on_part("checkpoint")
             if faults is not None:
                 faults.attach(trainer)
         except BaseException as error:
@@ -108,6 +116,8 @@ class RankRunner:
         trainer.sink = self._open_sinks(config, view)
         note = StepNote(self.folder, self.rank, trainer.step)
         trainer.hooks.append(lambda _, result: note.write(result.step))
+        if self.times is not None:
+            trainer.hooks.insert(0, self.times)
         try:
             with contextlib.closing(trainer.sink):
                 first = run_record(config, comm, trainer)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.cluster.detect import ask_ahead
 from paceline.config import Config, dump_yaml, load_config
 from paceline.run.console import live_progress
 from paceline.run.folder import claim_folder
@@ -47,6 +48,8 @@ def train(
 
         return train_on_hosts(asked, chosen, chosen.hosts)
     location = locate_run(asked, force=chosen.force, resume=chosen.resume)  # before torch, which takes seconds
+    if asked.model.kind == "gpt" and asked.parallel.device != "cpu":
+        ask_ahead()  # for the prediction
     with warm_ranks_of(asked) as warm:  # loads torch as this process does
         from paceline.run.decide import decide_run
 

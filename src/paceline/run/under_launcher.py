@@ -42,6 +42,7 @@ from paceline.run.records import end_records
 from paceline.run.result import RunOptions, RunResult, read_result
 from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
+from paceline.run.start_times import StartTimes
 from paceline.run.variables import set_variables
 from paceline.run.watch import watch_policy
 
@@ -51,6 +52,8 @@ _PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load t
 def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     """Runs this process as one rank of a launcher that somebody else started; returns the result on rank 0."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once: a rank may sit in a collective
+    times = StartTimes.since_start_of(os.getpid())
+    times.lap("processes")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
         end_with_parent(os.getppid())
     location = locate_run(asked, force=options.force, resume=options.resume)
@@ -72,7 +75,8 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not options.is_quiet else None
     if view is not None:
         show_decisions(config, choice, decision.notes)
-    _run_rank(decision, comm, location, claimed, prediction, view)
+    times.lap("joining")
+    _run_rank(decision, comm, location, claimed, prediction, view, times)
     comm.barrier()  # every rank's records are complete
     result = read_result(location.folder, config, choice) if comm.rank == 0 else None
     disconnect()
@@ -86,10 +90,11 @@ def _run_rank(
     claimed: RunFolder | None,
     prediction: AbstractContextManager[None],
     view: ProgressView | None,
+    times: StartTimes,
 ) -> None:
     """Trains this rank; where it fails, leaves the process."""
     folder, started, config = location.folder.absolute(), time.time(), decision.config
-    attempt = RankRunner(folder, comm.rank, restart=restarted_by_launcher())
+    attempt = RankRunner(folder, comm.rank, restart=restarted_by_launcher(), times=times)
     hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
     comm = watch_itself(comm, folder, watch_policy(config))
     try:

@@ -39,6 +39,7 @@ from paceline.run.rank_process import (
 )
 from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
+from paceline.run.start_times import StartTimes
 from paceline.run.warm_server import PARENT
 from paceline.run.watch import note_mismatch, watch_policy
 from paceline.search.make_plan import RunMachine, decided_config, make_plan
@@ -57,7 +58,10 @@ def main() -> None:
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
-    attempt = RankRunner(folder, rank, restart=arguments.restart or restarted_by_launcher())
+    restart = arguments.restart or restarted_by_launcher()
+    times = StartTimes.since_start_of(arguments.launcher if restart is None else os.getpid())
+    times.lap("processes")
+    attempt = RankRunner(folder, rank, restart=restart, times=times)
     try:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
@@ -74,6 +78,7 @@ def main() -> None:
         keep_cores(config)
         keep_compiled(config)
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
+        times.lap("joining")
         plan = read_plan(folder)
         if plan is None or plan.layout.ranks != comm.size:  # where hosts come and go, ranks may be fewer or more
             machine = RunMachine(device=config.parallel.device, ranks=comm.size, node_ranks=node_ranks(config))
@@ -110,6 +115,7 @@ def _leave_if_different(folder: Path) -> None:
 def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:
     """Runs all ranks in this process, in turn. Where one fails, leaves with its error."""
     ranks = plan.layout.ranks
+    first.times = None  # they take turns
     attempts = [first, *(replace(first, rank=rank) for rank in range(1, ranks))]
     try:
         run_virtual(

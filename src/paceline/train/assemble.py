@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,8 +27,8 @@ from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
 from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
-from paceline.engines.compiled import fix_sizes
-from paceline.engines.engine import Engine
+from paceline.engines.compiled import fix_sizes, load_compiler
+from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
@@ -194,10 +194,17 @@ class DataAndModel:
     model: nn.Module
 
 
-def build_workload(config: Config, layout: Layout | None = None, *, channels_last: bool = False) -> DataAndModel:
-    """Builds data and model; the weights depend on ``train.seed`` alone."""
+def build_workload(
+    config: Config,
+    layout: Layout | None = None,
+    *,
+    channels_last: bool = False,
+    on_part: Callable[[str], None] = ignore_phase,
+) -> DataAndModel:
+    """Builds data and model; the weights depend on ``train.seed`` alone. ``on_part`` hears that the data are there."""
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
+    on_part("data")
     seed_everything(seed)
     layout = layout_of(config) if layout is None else layout
     # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
@@ -219,10 +226,12 @@ def build_trainer(
     hooks: Sequence[Hook] = (),
     sink: Sink | None = None,
     node_ranks: int | None = None,
+    on_part: Callable[[str], None] = ignore_phase,
 ) -> Trainer:
     """Makes a trainer for this rank. All ranks call it with the same config and plan.
 
-    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all).
+    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all). ``on_part``
+    hears when data and model are made.
     """
     if config.train.deterministic:
         make_deterministic()
@@ -232,7 +241,10 @@ def build_trainer(
             config, _ = resolve_together(config, comm, node_ranks)
         plan = make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
     layout = plan.layout
-    work = build_workload(config, layout, channels_last=keeps_channels_last(config, layout, comm.device))
+    if layout.is_compiled and not _has_own_code(config):
+        load_compiler()
+    channels_last = keeps_channels_last(config, layout, comm.device)
+    work = build_workload(config, layout, channels_last=channels_last, on_part=on_part)
     num_eval = 0 if work.data.eval is None else len(work.data.eval)
     plan = with_length(plan, config, train_samples=len(work.data.train), eval_samples=num_eval)
     check_enough(plan.train_samples, layout.data)
@@ -290,7 +302,13 @@ def build_trainer(
         hooks = [NoteHook("precision", {"layers": str(engine.float8)}), *hooks]
     if choice is not None:
         hooks = [NoteHook("loader", choice.detail()), *hooks]
+    on_part("model")
     return Trainer(parts, hooks, sink)
+
+
+def _has_own_code(config: Config) -> bool:
+    """Says whether data or model are code of the user's, which may import anything."""
+    return "factory" in (config.model.kind, config.data.kind)
 
 
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:

@@ -14,11 +14,13 @@ numbers they react alike, as ``recovery.py`` decides.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Final
 
 import torch
@@ -48,10 +50,13 @@ class Common:
 
 @dataclass(slots=True)
 class _PendingSum:
+    """A sum on its way. On CUDA it is ``ready`` to be read when its own step is done."""
+
     step: int
     position: int
     values: torch.Tensor
     work: Work
+    ready: torch.cuda.Event | None
 
 
 @dataclass(slots=True)
@@ -93,11 +98,15 @@ class ConsensusHook:
     def _issue(self, trainer: Trainer, result: StepResult, seconds: float) -> _PendingSum:
         comm, outcome = trainer.parts.engine.world, result.outcome
         values = torch.tensor([float(bool(self.request.signal)), seconds, 0.0, 0.0], dtype=torch.float64)
-        values = values.to(comm.device, non_blocking=True)
+        on_cuda = comm.device.type == "cuda"
+        # A copy from memory that is not pinned might wait for the device.
+        values = values.pin_memory().to(comm.device, non_blocking=True) if on_cuda else values.to(comm.device)
         if self._needs_losses:  # they stay on the device
             values[_LOSS] = outcome.loss_sum.detach()
             values[_COUNT] = outcome.count
-        return _PendingSum(result.step, result.position, values, comm.all_reduce(values))
+        work = comm.all_reduce(values)
+        ready = torch.cuda.current_stream(comm.device).record_event() if on_cuda else None
+        return _PendingSum(result.step, result.position, values, work, ready)
 
     def _act(self, trainer: Trainer, common: Common) -> None:
         try:
@@ -145,8 +154,9 @@ class ConsensusHook:
 
 
 def _read(pending: _PendingSum, ranks: int) -> Common:
-    pending.work.wait()
-    values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
+    with _apart(pending.ready, pending.values.device):
+        pending.work.wait()
+        values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
     return Common(
         step=pending.step,
         position=pending.position,
@@ -154,6 +164,27 @@ def _read(pending: _PendingSum, ranks: int) -> Common:
         loss=values[_LOSS] / values[_COUNT] if values[_COUNT] else math.nan,
         step_s=values[_SECONDS] / ranks,
     )
+
+
+@contextlib.contextmanager
+def _apart(ready: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+    """Reads on a stream of its own, after ``ready``: on the step's stream, to read is to wait for all that is issued.
+
+    That would be the step after the one that is read, and the device would have nothing to do until the host has
+    issued another.
+    """
+    if ready is None:
+        yield
+        return
+    stream = _reading_stream(device)
+    stream.wait_event(ready)
+    with torch.cuda.stream(stream):
+        yield
+
+
+@cache
+def _reading_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def next_ask(step_s: float, step: int) -> int:
