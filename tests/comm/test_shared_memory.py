@@ -125,9 +125,9 @@ def test_any_operations_in_flight_give_the_bits_of_virtual_ranks(
 
 
 @pytest.mark.some(1)
-@covering(ranks=[4, 2], how=WAYS)
+@covering(ranks=[2, 4], how=WAYS)
 def test_every_verb_in_large(gloo_pool: GlooPool, ranks: int, how: str) -> None:
-    asked = [Case(verb, torch.float32, "avg", 1_400_001 // ranks, 1, False) for verb in VERBS]
+    asked = [Case(verb, torch.float32, "avg", 350_001, 1, False) for verb in VERBS]  # more than goes at once
     virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
     assert_same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
 
