@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Literal
@@ -71,6 +71,7 @@ PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 # Each is one strategy, and knows no other; all else in engines/ may be shared.
 ENGINES = {"engines.ddp", "engines.zero", "engines.fsdp", "engines.pipeline"}
+PARTLESS = (ast.expr_context, ast.operator, ast.boolop, ast.cmpop, ast.unaryop, ast.Constant, ast.Name)
 NAMELESS = ("utils", "helpers", "common", "misc", "core")
 
 
@@ -105,14 +106,16 @@ class SourceFile:
         return ".".join(self.path.relative_to(self.package).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
     @cached_property
-    def tree(self) -> ast.Module:
-        return ast.parse(self.path.read_text(), str(self.path))
-
-    @cached_property
-    def uses(self) -> list[Use]:
+    def found(self) -> tuple[list[Use], bool]:
+        """What the file uses, and whether it has a docstring; its tree is large, and not kept."""
+        tree = ast.parse(self.path.read_text(), str(self.path))
         collector = Collector(self.name, is_package=self.path.stem == "__init__")
-        collector.visit(self.tree)
-        return collector.uses
+        collector.visit(tree)
+        return collector.uses, bool(ast.get_docstring(tree))
+
+    @property
+    def uses(self) -> list[Use]:
+        return self.found[0]
 
     def violation(self, line: int, rule: str, what: str) -> Violation:
         return Violation(str(self.path.relative_to(self.package.parent)), line, rule, what)
@@ -169,6 +172,14 @@ class Collector(ast.NodeVisitor):
 
     visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
     visit_Lambda = visit_FunctionDef  # noqa: N815
+
+    def generic_visit(self, node: ast.AST) -> None:
+        """Visits what a node is made of, but for the many parts that have none themselves."""
+        for name in node._fields:
+            part = getattr(node, name, None)
+            for each in part if isinstance(part, list) else (part,):
+                if isinstance(each, ast.AST) and not isinstance(each, PARTLESS):
+                    self.visit(each)
 
     def _add(self, node: ast.stmt | ast.expr, target: str) -> None:
         self.uses.append(Use(node.lineno, target, self._when))
@@ -228,6 +239,7 @@ class Tree:
             yield first.violation(line, "cycle", " imports ".join(cycle))
 
 
+@cache
 def room_of(name: str) -> tuple[int, str] | None:
     """The level of a module, and the room that it belongs to there: the longest that fits."""
     fits = [(len(room), level, room) for level, row in enumerate(LEVELS) for room in row if is_below(name, (room,))]
@@ -316,7 +328,7 @@ def names(_: Tree, file: SourceFile) -> Iterator[Violation]:
 
 
 def docstrings(_: Tree, file: SourceFile) -> Iterator[Violation]:
-    if not ast.get_docstring(file.tree):
+    if not file.found[1]:
         yield file.violation(1, "docstrings", f"{file.name or 'the package'} has no module docstring")
 
 

@@ -21,13 +21,14 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are f
 SAYS = """
 import json, os, signal, sys
 files = sorted(int(name) for name in os.listdir("/proc/self/fd"))
-import torch
+torch = sys.modules.get("torch")  # one that is started takes seconds to load it, and then obeys the variable
+threads = torch.get_num_threads() if torch else int(os.environ["OMP_NUM_THREADS"])
 print(json.dumps({
     "arguments": sys.argv[1:], "folder": os.getcwd(), "variable": os.environ.get("SAID"), "path": sys.path[0],
     "home": os.environ.get("HOME"), "pid": os.getpid(), "session": os.getsid(0) == os.getpid(),
     "files": files, "name": __name__,
     "interrupt": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
-    "threads": torch.get_num_threads(), "cores": sorted(os.sched_getaffinity(0)),
+    "threads": threads, "has_torch": torch is not None, "cores": sorted(os.sched_getaffinity(0)),
     "input": sys.stdin.read(),
 }))
 print("an error", file=sys.stderr)
@@ -60,6 +61,7 @@ def test_a_forked_process_is_like_one_that_is_started(start: Start, request: pyt
             output, error = process.communicate("some input")
         said = json.loads(output)
         assert said.pop("pid") == process.pid
+        assert said.pop("has_torch") == (not found)
         found.append((said, error, process.returncode))
         request.getfixturevalue("real_starts")
     assert found[0] == found[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,13 +12,14 @@ from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "pool" / "kill_saves.py"
+POOL = Path(__file__).parents[1] / "pool"
 
 
 def kill(folder: Path, number: int, ranks: int = 0) -> list[dict[str, Any]]:
     """Kills processes of virtual ranks, then single real ranks; returns what came of each."""
-    command = [sys.executable, str(SCRIPT), str(folder), "0", str(number), str(ranks)]
-    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, "-m", "kill_saves", str(folder), "0", str(number), str(ranks)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])}
+    shown = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert shown.returncode == 0, shown.stderr
     return [json.loads(line) for line in shown.stdout.splitlines()]
 

@@ -35,30 +35,36 @@ def check_message(err: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rank", "arguments"),
+    ("phase", "rank", "arguments"),
     [
-        pytest.param(1, ["data.args.plot=data:SIGKILL"], id="data", marks=pytest.mark.exhaustive),
-        pytest.param(1, ["model.args.plot=backward:SIGKILL", "data.workers=1"], id="backward"),
+        pytest.param("data", 1, ["data.args.plot=data:SIGKILL"], marks=pytest.mark.exhaustive, id="data"),
+        pytest.param("backward", 1, ["model.args.plot=backward:SIGKILL", "data.workers=1"], id="backward"),
         pytest.param(
+            "optimizer",
             1,
             ["optim.kind=user_code:Optimizer", "optim.args.plot=optimizer:SIGKILL"],
-            id="optimizer",
             marks=pytest.mark.exhaustive,
+            id="optimizer",
         ),
-        pytest.param(0, ["optim.kind=user_code:Optimizer", "optim.args.plot=checkpoint:SIGKILL"], id="checkpoint"),
+        pytest.param(
+            "checkpoint", 0, ["optim.kind=user_code:Optimizer", "optim.args.plot=checkpoint:SIGKILL"], id="checkpoint"
+        ),
     ],
 )
 def test_a_rank_that_is_killed_in_any_phase_is_named(
-    project: Path, call: Call, ends: Ends, all_gone: AllGone, rank: int, arguments: list[str]
+    project: Path, call: Call, ends: Ends, all_gone: AllGone, phase: str, rank: int, arguments: list[str]
 ) -> None:
     called = call("train", "tiny.yaml", *arguments)
     assert called.code == 1
     check_message(called.err)
     assert called.err.splitlines()[0] == f"paceline: rank {rank} was killed by SIGKILL"
+    assert called.err.splitlines()[1].startswith(f"  it was in phase {phase}, ")
     assert called.err.splitlines()[-1] == f"  its log is runs/tiny/logs/rank-{rank}.log"
     assert "failed" not in called.out
     assert len(all_gone()) >= 2
-    for end in ends(project / "runs" / "tiny"):
+    found = ends(project / "runs" / "tiny")
+    assert len(found) == 2
+    for end in found:
         assert isinstance(end, EndRecord)
         assert (end.status, end.message) == ("failed", f"rank {rank} was killed by SIGKILL")
     assert list_checkpoints(project / "runs" / "tiny" / "checkpoints") == []  # no half one, either

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from gloo_pool import GlooPool
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.costs import ALGORITHMS, Algorithm, Placement, Wire, Wires, host_link_bytes, sent_bytes
@@ -87,7 +87,6 @@ def cases(draw: st.DrawFn) -> tuple[str, int, int, int, torch.dtype, str, int]:
     return draw(st.sampled_from(NAMES)), ranks, hosts, numel, dtype, op, draw(st.sampled_from([1, 16, 2**20]))
 
 
-@settings(max_examples=60)
 @given(cases())
 def test_an_all_reduce_is_the_plain_reduction_with_the_same_bits_on_every_rank(
     case: tuple[str, int, int, int, torch.dtype, str, int],
@@ -116,7 +115,6 @@ def test_whole_numbers_are_summed_exactly_by_every_number_of_ranks(name: str, ra
             assert torch.equal(tensor, reduction(inputs, "sum"))
 
 
-@settings(max_examples=40)
 @given(
     name=st.sampled_from(NAMES),
     ranks=st.integers(1, 9),
@@ -236,7 +234,6 @@ def plain_in_flight(comm: Communicator, count: int) -> list[torch.Tensor]:
     return found
 
 
-@settings(max_examples=40)
 @given(
     name=st.sampled_from(NAMES),
     ranks=st.integers(2, 6),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
-import subprocess
+import signal
 import sys
 from pathlib import Path
 
@@ -165,23 +166,19 @@ def test_a_rank_inside_an_operation_is_seen_there_and_not_after_an_error() -> No
     assert comm.ledger.reader().view().waits_in is None
 
 
-WRITER = """
-import sys, os, torch
-from pathlib import Path
-from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.solo import SoloCommunicator
-ledger = Ledger(rank=5, world=8, path=Path(sys.argv[1]))
-comm = LedgerCommunicator(SoloCommunicator(torch.device("cpu"), world_rank=5), ledger)
-comm.all_reduce(torch.ones(7))
-os.kill(os.getpid(), 9)
-"""
+def write_and_die(path: Path) -> None:
+    ledger = Ledger(rank=5, world=8, path=path)
+    comm = LedgerCommunicator(SoloCommunicator(torch.device("cpu"), world_rank=5), ledger)
+    comm.all_reduce(torch.ones(7))
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_what_was_written_outlives_the_writer(tmp_path: Path) -> None:
     path = tmp_path / "health" / "rank-5.ledger"
-    ended = subprocess.run([sys.executable, "-c", WRITER, str(path)], check=False)
-    assert ended.returncode == -9
+    process = multiprocessing.get_context("spawn").Process(target=write_and_die, args=(path,))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
     reader = LedgerReader.open(path)
     assert reader is not None
     assert (reader.rank, reader.pid == os.getpid()) == (5, False)

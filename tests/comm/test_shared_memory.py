@@ -121,15 +121,15 @@ def test_any_operations_in_flight_give_the_bits_of_virtual_ranks(
     gloo_pool: GlooPool, asked: list[Case], ranks: int, how: str
 ) -> None:
     virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
-    same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
+    assert_same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
 
 
 @pytest.mark.some(1)
-@covering(ranks=[4, 2], how=WAYS)
+@covering(ranks=[2, 4], how=WAYS)
 def test_every_verb_in_large(gloo_pool: GlooPool, ranks: int, how: str) -> None:
-    asked = [Case(verb, torch.float32, "avg", 1_400_001 // ranks, 1, False) for verb in VERBS]
+    asked = [Case(verb, torch.float32, "avg", 350_001, 1, False) for verb in VERBS]  # more than goes at once
     virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
-    same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
+    assert_same(gloo_pool.run(all_in_flight, asked, how, ranks=ranks), virtual)
 
 
 @pytest.mark.exhaustive
@@ -140,7 +140,7 @@ def test_more_ranks_than_cores(ranks: int, how: str) -> None:
     dtypes = (torch.float64, torch.bfloat16)
     asked = [Case(verb, dtype, "avg", n, 1, False) for verb in VERBS for dtype in dtypes for n in numels]
     virtual = run_virtual(lambda comm: all_in_flight(comm, asked, "as they are"), ranks)
-    same(run_processes(all_in_flight, ranks, args=(asked, how), threads=1), virtual)
+    assert_same(run_processes(all_in_flight, ranks, args=(asked, how), threads=1), virtual)
 
 
 def plain_sums(comm: Communicator, how: str) -> dict[int, bool]:
@@ -212,7 +212,7 @@ def reduce_buffers(comm: Communicator, asked: list[Buffered], how: str) -> list[
 @given(asked=st.lists(buffered, min_size=4, max_size=8), ranks=st.sampled_from((2, 3, 4)))
 def test_common_buffers_give_the_bits_of_virtual_ranks(gloo_pool: GlooPool, asked: list[Buffered], ranks: int) -> None:
     virtual = run_virtual(lambda comm: reduce_buffers(comm, asked, "as they are"), ranks)
-    same(gloo_pool.run(reduce_buffers, asked, "compiled", ranks=ranks), virtual)
+    assert_same(gloo_pool.run(reduce_buffers, asked, "compiled", ranks=ranks), virtual)
 
 
 def use_and_free_buffers(comm: Communicator) -> tuple[bool, list[float], list[int]]:
@@ -279,7 +279,9 @@ def in_place(comm: Communicator, how: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_tensors_may_overlap_and_be_parameters(gloo_pool: GlooPool, ranks: int, how: str) -> None:
-    same(gloo_pool.run(in_place, how, ranks=ranks), run_virtual(lambda comm: in_place(comm, "as they are"), ranks))
+    assert_same(
+        gloo_pool.run(in_place, how, ranks=ranks), run_virtual(lambda comm: in_place(comm, "as they are"), ranks)
+    )
 
 
 def uneven(comm: Communicator, how: str) -> list[torch.Tensor]:
@@ -297,7 +299,7 @@ def uneven(comm: Communicator, how: str) -> list[torch.Tensor]:
 
 
 def test_pieces_of_an_all_to_all_may_differ(gloo_pool: GlooPool) -> None:
-    same(gloo_pool.run(uneven, "compiled", ranks=3), run_virtual(lambda comm: uneven(comm, "as they are"), 3))
+    assert_same(gloo_pool.run(uneven, "compiled", ranks=3), run_virtual(lambda comm: uneven(comm, "as they are"), 3))
 
 
 # Messages.
@@ -325,7 +327,7 @@ def messages(comm: Communicator, how: str) -> list[torch.Tensor]:
 def test_messages_are_matched_by_tag_and_then_by_order(gloo_pool: GlooPool) -> None:
     virtual = run_virtual(lambda comm: messages(comm, "as they are"), 2)
     assert [tensor[0].item() for tensor in virtual[1]] == [0.0, 1.0, 2.0, 3.0, 4.0, 2.0]
-    same(gloo_pool.run(messages, "compiled"), virtual)
+    assert_same(gloo_pool.run(messages, "compiled"), virtual)
 
 
 def message_to_itself(comm: Communicator) -> bool:
@@ -695,7 +697,7 @@ def message_of(kind: type[Exception], attempt: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-def same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> None:
+def assert_same(ours: list[list[torch.Tensor]], theirs: list[list[torch.Tensor]]) -> None:
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         for number, (one, two) in enumerate(zip(mine, other, strict=True)):
             assert one.dtype == two.dtype

@@ -194,14 +194,23 @@ def meet_again(comm: Communicator) -> dist.TCPStore:
     return store or dist.TCPStore("127.0.0.1", int(port.item()), is_master=False)
 
 
-def join_and_leave_at_once(comm: Communicator, flag: Path) -> None:
+def looks_at(flag: Path) -> list[bool]:
+    """Looks 50 times, in half a second, whether a file is there."""
+    looks = []
+    for _ in range(50):
+        looks.append(flag.exists())
+        time.sleep(0.01)
+    return looks
+
+
+def join_and_leave_at_once(comm: Communicator, flag: Path) -> list[bool]:
+    """Rank 1 joins slowly; returns at which of its looks rank 0 had gone on."""
     store, make_group = meet_again(comm), dist.init_process_group
+    looks: list[bool] = []
 
     def make_group_slowly(*args: Any, **keywords: Any) -> None:
         make_group(*args, **keywords)
-        for _ in range(50):
-            assert not flag.exists(), "rank 0 went on before rank 1 had joined"
-            time.sleep(0.01)
+        looks.extend(looks_at(flag))
 
     with pytest.MonkeyPatch.context() as patch:
         if comm.rank == 1:
@@ -211,17 +220,18 @@ def join_and_leave_at_once(comm: Communicator, flag: Path) -> None:
         flag.touch()
     disconnect()
     del store
+    return looks
 
 
-def split_and_go_on_at_once(comm: Communicator, flag: Path) -> None:
+def split_and_go_on_at_once(comm: Communicator, flag: Path) -> list[bool]:
+    """Rank 1 joins a subgroup slowly; returns at which of its looks rank 0 had gone on."""
     c10d: Any = dist.distributed_c10d
     make_group = c10d._new_process_group_helper
+    looks: list[bool] = []
 
     def make_group_slowly(*args: Any, **keywords: Any) -> Any:
         made = make_group(*args, **keywords)
-        for _ in range(50):
-            assert not flag.exists(), "rank 0 went on before rank 1 had joined the subgroup"
-            time.sleep(0.01)
+        looks.extend(looks_at(flag))
         return made
 
     with pytest.MonkeyPatch.context() as patch:
@@ -230,15 +240,19 @@ def split_and_go_on_at_once(comm: Communicator, flag: Path) -> None:
         comm.split([1, 0])
     if comm.rank == 0:
         flag.touch()
+    return looks
 
 
-def join_and_leave_many_times(comm: Communicator) -> None:
+def join_and_leave_many_times(comm: Communicator) -> list[int]:
+    """Returns the sizes of the worlds that were joined."""
+    sizes = []
     for _ in range(4):
         store = meet_again(comm)
         comm = connect("gloo", device="cpu", timeout_s=60)
-        assert comm.size == 3
+        sizes.append(comm.size)
         if comm.rank != 0:
             del store
+    return sizes
 
 
 def stay_away(comm: Communicator) -> None:
@@ -338,22 +352,22 @@ def come_alone(comm: Communicator) -> dict[str, str]:
 @pytest.mark.some(2)
 @pytest.mark.parametrize(("ranks", "numel"), [(2, 3), (2, 0), (4, 1), (3, 5)])
 def test_every_verb_and_dtype_gives_what_virtual_ranks_give(gloo_pool: GlooPool, ranks: int, numel: int) -> None:
-    same(gloo_pool.run(every_verb, numel, ranks=ranks), run_virtual(lambda comm: every_verb(comm, numel), ranks))
+    assert_same(gloo_pool.run(every_verb, numel, ranks=ranks), run_virtual(lambda comm: every_verb(comm, numel), ranks))
 
 
 def test_tensors_may_overlap_and_many_operations_be_in_flight(gloo_pool: GlooPool) -> None:
-    same(gloo_pool.run(in_place_and_in_flight, ranks=2), run_virtual(in_place_and_in_flight, 2))
+    assert_same(gloo_pool.run(in_place_and_in_flight, ranks=2), run_virtual(in_place_and_in_flight, 2))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_sums_are_taken_in_rank_order(gloo_pool: GlooPool, ranks: int) -> None:
-    same(gloo_pool.run(sums_of_any_numbers, ranks=ranks), run_virtual(sums_of_any_numbers, ranks=ranks))
+    assert_same(gloo_pool.run(sums_of_any_numbers, ranks=ranks), run_virtual(sums_of_any_numbers, ranks=ranks))
 
 
 def test_messages_are_matched_by_tag_and_then_by_order(gloo_pool: GlooPool) -> None:
     virtual = run_virtual(messages_by_tag, 2)
     assert virtual[1]["got"].tolist() == [20.0, 10.0, 21.0, 11.0]
-    same(gloo_pool.run(messages_by_tag, ranks=2), virtual)
+    assert_same(gloo_pool.run(messages_by_tag, ranks=2), virtual)
 
 
 def test_groups_may_be_made_in_any_order_and_number(gloo_pool: GlooPool) -> None:
@@ -363,7 +377,7 @@ def test_groups_may_be_made_in_any_order_and_number(gloo_pool: GlooPool) -> None
 
 
 def test_messages_in_groups_of_two_arrive_as_others_do(gloo_pool: GlooPool) -> None:
-    same(gloo_pool.run(messages_around_a_ring, ranks=3), run_virtual(messages_around_a_ring, 3))
+    assert_same(gloo_pool.run(messages_around_a_ring, ranks=3), run_virtual(messages_around_a_ring, 3))
 
 
 def test_two_groups_of_the_same_ranks_do_not_mix(gloo_pool: GlooPool) -> None:
@@ -414,15 +428,15 @@ def test_connecting_again_gives_the_same_world(gloo_pool: GlooPool) -> None:
 
 
 def test_no_rank_goes_on_before_all_have_joined(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    gloo_pool.run(join_and_leave_at_once, tmp_path / "rank 0 went on", ranks=2)
+    assert gloo_pool.run(join_and_leave_at_once, tmp_path / "rank 0 went on", ranks=2) == [[], [False] * 50]
 
 
 def test_no_rank_goes_on_before_all_have_joined_a_subgroup(gloo_pool: GlooPool, tmp_path: Path) -> None:
-    gloo_pool.run(split_and_go_on_at_once, tmp_path / "rank 0 went on", ranks=2)
+    assert gloo_pool.run(split_and_go_on_at_once, tmp_path / "rank 0 went on", ranks=2) == [[], [False] * 50]
 
 
 def test_the_rank_that_holds_the_store_leaves_last(gloo_pool: GlooPool) -> None:
-    gloo_pool.run(join_and_leave_many_times, ranks=3)
+    assert gloo_pool.run(join_and_leave_many_times, ranks=3) == [[3] * 4] * 3
 
 
 def test_a_rank_that_never_joins_is_named(gloo_pool: GlooPool) -> None:
@@ -498,7 +512,7 @@ def test_a_peer_that_dies_is_told_as_gone(gloo_pool: GlooPool) -> None:
         assert message.startswith(f"rank 0: {verb} in group [0, 1] failed: another rank is gone")
 
 
-def same(ours: list[Results], theirs: list[Results]) -> None:
+def assert_same(ours: list[Results], theirs: list[Results]) -> None:
     for rank, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert mine.keys() == other.keys()
         for name, tensor in mine.items():

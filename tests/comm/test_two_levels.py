@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gloo_pool import GlooPool
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.algorithms.topology import from_names, state_topology
@@ -45,7 +45,6 @@ def reduce_all(comm: TwoLevelCommunicator, numels: list[int], op: ReduceOp, dtyp
     return tensors
 
 
-@settings(max_examples=30)
 @given(
     shape=st.sampled_from([(4, 2), (6, 2), (6, 3), (9, 3)]),
     numels=st.lists(st.integers(0, 20) | st.just(1000), min_size=1, max_size=4),

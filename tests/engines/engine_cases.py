@@ -393,3 +393,30 @@ def assert_same(ours: Outcome, theirs: Outcome, tolerance: float = TOLERANCE) ->
 def sized(bucket_bytes: int, first_bucket_bytes: int, **options: Any) -> Layout:
     """Returns a layout with buckets of so many bytes: far smaller than real ones, so that small models have several."""
     return Layout(bucket_mb=bucket_bytes / MIB, first_bucket_mb=first_bucket_bytes / MIB, **options)
+
+
+# Language models.
+
+
+def token_losses(
+    engine: Engine,
+    optimizer: torch.optim.Optimizer,
+    comm: Communicator,
+    batches: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    max_norm: float | None = None,
+) -> list[float]:
+    """Trains on tokens and targets, of which each rank takes its part; returns the means over all ranks."""
+    found = []
+    for batch in batches:
+        tokens, targets = (each.to(comm.device).chunk(comm.size)[comm.rank] for each in batch)
+        loss = F.cross_entropy(engine(tokens).flatten(0, 1).float(), targets.flatten())
+        loss.backward()
+        if max_norm is not None:
+            engine.clip_grad_norm_(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().reshape(1).clone()
+        comm.all_reduce(mean, "avg").wait()
+        found.append(mean.item())
+    return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from covering import covering
+from engine_cases import token_losses
 from torch import Tensor, nn
 
 from paceline.comm.base import Communicator
@@ -254,20 +255,9 @@ def train(comm: Communicator, strategy: str, steps: int = 4, batch: int = 8, **o
     """Trains a GPT on sequences that go on as they began; returns the mean losses."""
     engine = parallelize(make_gpt(), comm, strategy, **options)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
-    found = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        first = torch.randint(0, 48, (batch, 1), generator=generator)
-        tokens = ((first + 5 * torch.arange(17)) % 48).chunk(comm.size)[comm.rank]
-        loss = F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().reshape(1).clone()
-        comm.all_reduce(mean, "avg").wait()
-        found.append(mean.item())
-    return found
+    first = [torch.randint(0, 48, (batch, 1), generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    tokens = [(each + 5 * torch.arange(17)) % 48 for each in first]
+    return token_losses(engine, optimizer, comm, [(each[:, :-1], each[:, 1:]) for each in tokens], max_norm=1.0)
 
 
 @pytest.mark.parametrize("recipe", ["tensor", pytest.param("row", marks=pytest.mark.exhaustive)])

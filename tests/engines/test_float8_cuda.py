@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+from engine_cases import token_losses
 from torch import Tensor
 
 from paceline.comm.base import Communicator
@@ -71,18 +71,9 @@ def losses(comm: Communicator, strategy: str, steps: int = 6, **options: Any) ->
     model = GPT(gpt_config(layers=2, heads=4, width=64, context=32, vocab_size=64, tied=False))
     engine = parallelize(model, comm, strategy, **options)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=3e-3)
-    found = []
-    for step in range(steps):
-        first = torch.randint(0, 64, (8, 1), generator=torch.Generator().manual_seed(step))
-        tokens = ((first + 3 * torch.arange(33)) % 64).to(comm.device).chunk(comm.size)[comm.rank]
-        loss = F.cross_entropy(engine(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().reshape(1).clone()
-        comm.all_reduce(mean, "avg").wait()
-        found.append(mean.item())
-    return found
+    first = [torch.randint(0, 64, (8, 1), generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    tokens = [(each + 3 * torch.arange(33)) % 64 for each in first]
+    return token_losses(engine, optimizer, comm, [(each[:, :-1], each[:, 1:]) for each in tokens])
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_row"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from engine_cases import SHARES, Recipe, assert_same, run_engine, run_single
+from engine_cases import SHARES, Recipe, assert_same, run_engine, run_single, token_losses
 from torch import nn
 
 from paceline.comm.base import Communicator
@@ -41,19 +41,8 @@ def losses(comm: Communicator, strategy: str, steps: int = 4, **options: Any) ->
     model = GPT(gpt_config("gpt-nano", context=16, vocab_size=32))
     engine = parallelize(model, comm, strategy, **options)
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3, fused=True)
-    found = []
-    for step in range(steps):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(0, 32, (8, 16), generator=generator).to(comm.device).chunk(comm.size)[comm.rank]
-        loss = F.cross_entropy(engine(tokens).flatten(0, 1).float(), tokens.flatten())
-        loss.backward()
-        engine.clip_grad_norm_(1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean = loss.detach().reshape(1).clone()
-        comm.all_reduce(mean, "avg").wait()
-        found.append(mean.item())
-    return found
+    tokens = [torch.randint(0, 32, (8, 16), generator=torch.Generator().manual_seed(step)) for step in range(steps)]
+    return token_losses(engine, optimizer, comm, [(each, each) for each in tokens], max_norm=1.0)
 
 
 OFFLOADS = {

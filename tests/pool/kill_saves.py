@@ -1,6 +1,6 @@
 """Saves that are killed at any byte: run as a program, which forks one process for each kill.
 
-    python kill_saves.py FOLDER FIRST_SEED NUMBER RANKS
+    python -m kill_saves FOLDER FIRST_SEED NUMBER RANKS
 
 A child saves steps 1, 2, 3 on two virtual ranks and tells of each that is there for good; it kills itself with SIGKILL
 in the middle of one of its operations on files, drawn by a seed. After it the parent looks for a checkpoint as a start

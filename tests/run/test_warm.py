@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 RANK = """
-import os, signal, subprocess, sys, time
+import ctypes, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 def main():
@@ -39,6 +39,11 @@ def main():
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
         Path("pids.partial").write_text(f"{os.getpid()} {child.pid}")
         Path("pids.partial").rename("pids")
+    if deed == "linger":  # dead to everybody but the one who waits for it, as long as another thread has not ended
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        Path("pids.partial").write_text(str(os.getpid()))
+        Path("pids.partial").rename("pids")
+        ctypes.CDLL(None).syscall(60 if os.uname().machine == "x86_64" else 93, 0)  # exit, of this thread alone
     while deed != "return":
         time.sleep(600)
 """
@@ -124,6 +129,16 @@ def test_a_rank_that_was_dead_before_its_client_was_ended_has_ended_by_itself(cl
         os.kill(server, signal.SIGCONT)
     assert process.wait(240) == -signal.SIGKILL
     wait_until_gone([rank, child])
+
+
+def test_a_rank_whose_threads_still_end_was_dead_before_its_client_was_ended(client: Client, tmp_path: Path) -> None:
+    process = client("linger")
+    rank = int(wait_for(tmp_path / "pids"))
+    while Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(240) == -signal.SIGKILL
+    wait_until_gone([rank])
 
 
 def test_the_end_of_the_launcher_ends_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from saved_runs import losses_until
 
 from paceline.checkpoint import find_checkpoint, open_checkpoint
 from paceline.comm.base import Communicator
@@ -15,7 +16,6 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, Config, config_from_dict, layout_of
 from paceline.train.assemble import build_trainer, keeps_channels_last
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import Trainer
 
 STEPS = 3
 
@@ -32,23 +32,12 @@ def config(channels_last: Any, **parallel: Any) -> Config:
     )
 
 
-def losses(trainer: Trainer, saver: Saver | None = None, end: int = STEPS) -> list[float]:
-    found = []
-    for result in trainer.steps():
-        found.append(result.loss)
-        if saver is not None:
-            saver(trainer, result)
-        if result.step == end:
-            break
-    return found
-
-
 @pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_every_strategy_computes_the_same(strategy: str) -> None:
     def run(comm: Communicator, channels_last: bool) -> list[float]:
         trainer = build_trainer(config(channels_last, ranks=2, strategy=strategy), comm)
-        return losses(trainer)
+        return losses_until(trainer, STEPS)
 
     last, first = (run_virtual(lambda comm, how=how: run(comm, how), 2) for how in (True, False))
     for one, other in zip(last, first, strict=True):
@@ -70,12 +59,12 @@ def test_a_run_goes_on_in_the_other_order(
 ) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
     comm = SoloCommunicator(torch.device("cpu"))
-    whole = losses(build_trainer(config(before, strategy=strategy), comm))
+    whole = losses_until(build_trainer(config(before, strategy=strategy), comm), STEPS)
     saver = Saver(tmp_path, CheckpointConfig(every_steps=1, asynchronous=False))
-    losses(build_trainer(config(before, strategy=strategy), comm), saver, end=2)
+    losses_until(build_trainer(config(before, strategy=strategy), comm), 2, saver)
     resumed = build_trainer(config(after, strategy=strategy), comm)
     resumed.load_state(open_checkpoint(find_checkpoint("auto", tmp_path)))
-    assert losses(resumed) == pytest.approx(whole[2:], rel=1e-9)
+    assert losses_until(resumed, STEPS) == pytest.approx(whole[2:], rel=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -88,7 +88,6 @@ def test_a_real_model_on_21_samples(ranks: int, elements: float | None) -> None:
 
 
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 5))
-@settings(max_examples=40)
 def test_every_sample_counts_once(length: int, batch: int, ranks: int) -> None:
     data = make_data(length)
     (expected,) = run(1, data, Dyadic(), length, model=lambda: nn.Linear(4, 3).double())

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from kept_records import Kept
+from saved_runs import losses_until
 
 from paceline.checkpoint import find_checkpoint, open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.data.loader import EvalLoader, TrainLoader
-from paceline.records.records import EventRecord, Record
 from paceline.train import assemble
 from paceline.train.assemble import build_trainer, loader_options
 from paceline.train.survive.saving import Saver
@@ -23,19 +24,6 @@ from paceline.train.trainer import Trainer
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 STEPS = 8
-
-
-class Kept:
-    """A sink that keeps its records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += records
-
-    def close(self) -> None:
-        """Does nothing."""
 
 
 def solo() -> Communicator:
@@ -67,13 +55,7 @@ def images(strategy: str, **data: Any) -> Config:
 
 
 def losses(trainer: Trainer, saver: Saver | None = None, end: int = STEPS) -> list[float]:
-    found = []
-    for result in trainer.steps():
-        found.append(result.loss)
-        if saver is not None:
-            saver(trainer, result)
-        if result.step == end:
-            break
+    found = losses_until(trainer, end, saver)
     evaluation = trainer.evaluate()
     assert evaluation is not None
     return [*found, evaluation.loss]
@@ -113,7 +95,7 @@ def test_batches_are_on_the_device_and_the_choice_is_recorded() -> None:
     assert all(tensor.is_cuda for microbatch in step.microbatches for tensor in microbatch or ())
     assert all(tensor.is_cuda for batch in parts.eval_loader for tensor in batch or ())
     trainer.run()
-    (event,) = [record for record in sink.records if isinstance(record, EventRecord) and record.name == "loader"]
+    (event,) = [event for event in sink.events if event.name == "loader"]
     assert event.detail["workers"] == 0
     assert "in memory" in event.detail["reason"]
 

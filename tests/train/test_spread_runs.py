@@ -18,7 +18,7 @@ from paceline.records.records import EvalRecord, EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import EvaluateHook, Every
 
-STEPS = 4
+STEPS = 2
 
 
 def make_config(*, dropout: float = 0.0, **parallel: Any) -> Config:
@@ -27,9 +27,9 @@ def make_config(*, dropout: float = 0.0, **parallel: Any) -> Config:
             "model": {
                 "kind": "gpt", "layers": 4, "heads": 2, "width": 16, "context": 8, "tied": True, "dropout": dropout,
             },
-            "data": {"kind": "synthetic_tokens", "samples": 40, "vocab_size": 24, "context": 8, "eval_fraction": 0.2},
-            "train": {"steps": STEPS, "global_batch": 12, "accumulate": 3, "dtype": "float64", "eval_every": 2},
-            "optim": {"lr": 0.01, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup": 2}},
+            "data": {"kind": "synthetic_tokens", "samples": 25, "vocab_size": 24, "context": 8, "eval_fraction": 0.2},
+            "train": {"steps": STEPS, "global_batch": 12, "accumulate": 3, "dtype": "float64", "eval_every": 1},
+            "optim": {"lr": 0.01, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup": 1}},
             "parallel": parallel,
         }
     )  # fmt: skip
@@ -42,7 +42,7 @@ def train(
 
     def work(comm: Communicator) -> list[Record]:
         sink = Kept()
-        trainer = build_trainer(config, comm, hooks=[Every(2, EvaluateHook())], sink=sink)
+        trainer = build_trainer(config, comm, hooks=[Every(1, EvaluateHook())], sink=sink)
         if state is not None:
             trainer.load_state(state)
         for result in trainer.steps():
@@ -104,8 +104,8 @@ def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any
 def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any, tmp_path: Path) -> None:
     alone = alone_on_one_rank()
     ranks, parallel = before or (1, {})
-    train(make_config(ranks=ranks, **parallel), ranks, until=2, save=tmp_path)
-    state = open_checkpoint(tmp_path / "step-00000002")
+    train(make_config(ranks=ranks, **parallel), ranks, until=1, save=tmp_path)
+    state = open_checkpoint(tmp_path / "step-00000001")
     ranks, parallel = after or (1, {})
     everyone = train(make_config(ranks=ranks, **parallel), ranks, state=state)
     for records in everyone:

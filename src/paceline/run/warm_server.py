@@ -31,6 +31,7 @@ from typing import Any, NoReturn
 from paceline.run.warm_client import LENGTH, STATUS, receive
 
 PARENT = "PACELINE_PARENT"
+_EXITING = 0x4  # of the flags that Linux keeps of a process
 
 
 class WarmServer:
@@ -115,8 +116,9 @@ class WarmServer:
             self._selector.unregister(client)
             self._clients.pop(pid).close()
         if not numbers or signal.SIGKILL in numbers:
-            self._reap()  # whoever is dead by now was not ended by this
-            self._ended.update({pid} & self._clients.keys())
+            self._reap()
+            if pid in self._clients and not _is_ending(pid):  # whoever is dead by now was not ended by this
+                self._ended.add(pid)
         for number in numbers or bytes([signal.SIGKILL]):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
@@ -141,6 +143,19 @@ class WarmServer:
         for pid in self._clients:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
+
+
+def _is_ending(pid: int) -> bool:
+    """Whether a process is about to end by itself, or was killed.
+
+    It can be waited for only when its last thread has ended. Others see it gone before: its files are closed, or its
+    first thread has ended, and on a busy machine they may fail of that and be gone sooner than it.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return True
+    return bool(int(fields[6]) & _EXITING)
 
 
 def main() -> None:
