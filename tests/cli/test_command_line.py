@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
-from paceline.cli.main import app
+from paceline.cli.app import app
 from paceline.config import config_from_dict
 from paceline.errors import ConfigError
 from paceline.run.decide import resolve_config

@@ -12,6 +12,7 @@ from paceline.config import Config
 from paceline.errors import LaunchError, UsageError
 from paceline.records.records import EndRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import RunSummary, summarize
+from paceline.run.failure import RunStoppedError
 from paceline.run.folder import RunFolder
 from paceline.run.location import how_to_continue
 
@@ -66,8 +67,11 @@ def explain_end(claimed: RunFolder) -> Iterator[None]:
     except UsageError:
         claimed.discard()
         raise
+    except RunStoppedError as error:
+        error.args = ("; ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)  # one line
+        raise
     except LaunchError as error:
-        error.args = (f"{error}{how_to_continue(claimed.path)}",)
+        error.args = ("\n  ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)
         raise
 
 

@@ -42,6 +42,7 @@ _RANK_MODULES = (
     "paceline.run.self_watch",
     "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
 )
+_PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 
 
@@ -88,7 +89,7 @@ def warm_ranks(
         assert server.stdin is not None
         server.stdin.close()  # which it takes for the launcher's end
         with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(10.0)
+            server.wait(_PATIENCE_S)  # while it loads its modules it does not look, and has no ranks
         if server.poll() is None:
             server.kill()
             server.wait()
