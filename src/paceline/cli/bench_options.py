@@ -10,11 +10,11 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.bench_tables import Rows, show_table
-from paceline.cli.destination import check_record
+from paceline.cli.destination import check_file
 from paceline.errors import UsageError
 
 Output = Annotated[
-    Path | None, typer.Option(callback=check_record, help="Also write the record to this file, row after row.")
+    Path | None, typer.Option(callback=check_file, help="Also write the record to this file, row after row.")
 ]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
