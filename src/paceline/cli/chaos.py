@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,6 +44,7 @@ def chaos(
     """
     from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
     from paceline.config.load import load_config_with_sources
+    from paceline.run.scratch import scratch_folder
     from paceline.run.warm import CPU_RANKS
 
     if (faults is None) == (random == 0):
@@ -61,8 +61,8 @@ def chaos(
     )
     plan = plan_faults(run, faults, num_random=random, seed=seed)
     mtbf_s = None if mtbf is None else mtbf * 3600.0
-    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as scratch:
-        report = run_with_faults(run, plan, Path(scratch), seed=seed, compare=compare, mtbf_s=mtbf_s)
+    with scratch_folder() as scratch:
+        report = run_with_faults(run, plan, scratch, seed=seed, compare=compare, mtbf_s=mtbf_s)
     if report is None:
         raise typer.Exit(REFUSED)
     _show(report, run.folder, as_json=as_json)

@@ -165,9 +165,8 @@ def main() -> None:
         request = WarmServer(listener).serve()
     if request is not None:
         _run(request, server)
-    with contextlib.suppress(OSError):  # a launcher that was killed cannot clear up
+    with contextlib.suppress(OSError):  # a launcher that was killed cannot; the next one removes the folder
         Path(address).unlink()
-        Path(address).parent.rmdir()
 
 
 @contextlib.contextmanager
