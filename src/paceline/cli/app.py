@@ -28,6 +28,7 @@ from paceline.cli.verify import verify
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
 from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
+from paceline.terminal import echo
 
 app = typer.Typer(
     name="paceline",
@@ -51,7 +52,7 @@ def _show_version(wanted: bool) -> None:
     if wanted:
         from paceline import __version__
 
-        typer.echo(f"paceline {__version__}")
+        echo(f"paceline {__version__}")
         raise typer.Exit
 
 
@@ -73,7 +74,7 @@ def run_command() -> None:
         is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
         # Under torchrun every rank finds the same wrong input, and one tells it.
         if not is_refusal or os.environ.get("RANK", "0") == "0":
-            typer.echo(f"paceline: {error}", err=True)
+            echo(f"paceline: {error}", err=True)
         if isinstance(error, RunFailedError | RunPreemptedError | RunStoppedError):
             sys.exit(error.code)
         sys.exit(REFUSED if is_refusal else FAILED)

@@ -11,6 +11,7 @@ import typer
 from paceline.cli.options import ConfigPath, Overrides, print_json
 from paceline.errors import UsageError
 from paceline.health.exit_codes import REFUSED
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.chaos.report import Report
@@ -57,7 +58,7 @@ def chaos(
         may_hang=faults is None or "hang" in faults,
         ranks=CPU_RANKS,
         environment=os.environ,
-        say=lambda text: typer.echo(f"chaos: {text}", err=True),
+        say=lambda text: echo(f"chaos: {text}", err=True),
     )
     plan = plan_faults(run, faults, num_random=random, seed=seed)
     mtbf_s = None if mtbf is None else mtbf * 3600.0
@@ -85,8 +86,8 @@ def _show(report: Report, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
-    typer.echo("")
+    echo("")
     for line in report_lines(report):
-        typer.echo(line)
+        echo(line)
     verdict = "every fault was handled as its policy says" if report.is_good else "not everything was handled"
-    typer.echo(f"\n{verdict}; the run is in {folder}")
+    echo(f"\n{verdict}; the run is in {folder}")
