@@ -116,8 +116,13 @@ def test_ctrl_c_while_ranks_load_or_train_ends_the_run(
 @pytest.mark.usefixtures("real_starts")
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ctrl_c_at_random_moments_of_a_run(
-    project: Path, live: Callable[..., Any], all_gone: Callable[[], list[int]], presses: int
+    project: Path,
+    live: Callable[..., Any],
+    all_gone: Callable[[], list[int]],
+    record_property: Callable[[str, object], None],
+    presses: int,
 ) -> None:
+    record_property("faults", 15)
     moments = random.Random(presses)
     for _ in range(15):
         run = live("--force", "checkpoint.every_steps=20")
