@@ -93,7 +93,7 @@ def main() -> int:
     output = asked.output or RESULTS / ("soak-cpu.json" if asked.share == 1 else "soak-cpu-part.json")
     BenchRecord(
         name="soak",
-        command=" ".join(["make", "soak", *([f"SHARE={asked.share}"] if asked.share != 1 else [])]),
+        command=" ".join(["python", "scripts/soak.py", *sys.argv[1:]]),
         rows=rows,
         config={"tests": len(taken), "of": len(names), "share": asked.share, "workers": asked.workers},
     ).write(output)

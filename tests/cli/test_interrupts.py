@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import subprocess
@@ -130,7 +131,7 @@ def test_ctrl_c_at_random_moments_of_a_run(
             run.process.wait(moments.uniform(0.3, 8.0))
         run.process.send_signal(signal.SIGINT)
         if presses == 2:
-            with pytest.raises(subprocess.TimeoutExpired):
+            with contextlib.suppress(subprocess.TimeoutExpired):  # while Python loads, the first leaves at once
                 run.process.wait(0.05)
             run.process.send_signal(signal.SIGINT)
         assert run.process.wait(3.0) == 130  # 2 s, and some for a machine that is busy
