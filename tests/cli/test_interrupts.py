@@ -84,6 +84,18 @@ def test_ctrl_c_at_the_import_of_any_module_is_one_line() -> None:
         assert press_at(moment) in ((130, LINE), (0, "")), moment  # the latter: no finder is asked for it
 
 
+def test_an_import_is_not_unwound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """torch aborts where its import is interrupted; nothing is there yet to clear up."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    print('unwound')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    code = "import sys, paceline.cli.app, paceline.cli.main as m\ndef run():\n    import slow\n"
+    code += "paceline.cli.app.run_command = run\nm.main()\n"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (shown.returncode, shown.stderr.strip(), shown.stdout) == (130, LINE, "")
+
+
 @pytest.mark.parametrize("patience", ["60", "0.05"])
 def test_a_command_that_hangs_is_left_at_the_second_ctrl_c_or_after_a_while(patience: str) -> None:
     with subprocess.Popen(

@@ -1,10 +1,11 @@
 """The entry of ``paceline``, and how Ctrl-C ends it: with exit code 130 and one line, at any moment.
 
-[Note: Ctrl-C] Before the verbs are loaded and after they are done, there is nothing to clear up: it leaves at once.
-While a verb runs, the first Ctrl-C unwinds it, so that ranks end and files are cleared up; a thread ends this process
-if that takes longer than ``_PATIENCE_S``, and at the second Ctrl-C. The thread hears of signals by a pipe that the
-interpreter writes to, whoever handles them (torch's agent has handlers of its own), also while the main thread is in a
-library. What is left then ends by itself: ranks look for their launcher, and the next start removes temporary folders.
+[Note: Ctrl-C] Before the verbs are loaded and after they are done, there is nothing to clear up: it leaves at once. So
+it does while a module is imported. Else the first Ctrl-C unwinds the verb, so that ranks end and files are cleared; a
+thread ends this process if that takes longer than ``_PATIENCE_S``, and at the second Ctrl-C. The thread hears of
+signals by a pipe that the interpreter writes to, whoever handles them (torch's agent has handlers of its own), also
+while the main thread is in a library. What is left then ends by itself: ranks look for their launcher, and the next
+start removes temporary folders.
 
 Of the standard library only what is there in a moment is loaded before Ctrl-C is taken care of.
 """
@@ -27,6 +28,7 @@ INTERRUPTED = 130
 # Of the ranks of another launcher, which all get the signal, one tells it.
 _LINE = b"paceline: ended by SIGINT (Ctrl-C)\n" if os.environ.get("RANK", "0") == "0" else b""
 _PATIENCE_S = 1.4
+_IMPORTING = "<frozen importlib._bootstrap>"
 
 
 class Interrupted(SystemExit):
@@ -93,7 +95,12 @@ class _Presses:
 
 
 def _unwind(number: int, frame: FrameType | None) -> NoReturn:
-    del number, frame
+    del number
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTING:  # torch aborts where its import is interrupted
+            _flush()
+            _leave()
+        frame = frame.f_back
     raise Interrupted(INTERRUPTED)
 
 
@@ -115,5 +122,5 @@ def _flush() -> None:
     import contextlib
 
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # nobody reads it
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # nobody reads it, or it is being written
             stream.flush()

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
-from paceline.run.rank_process import allocator_variables, keep_to_own_cores
+from paceline.run.rank_process import allocator_variables, end_with_parent, keep_to_own_cores
 from paceline.run.signals import interrupts_withheld
 
 # Below those that Linux and macOS hand out to whoever asks for any.
@@ -145,6 +145,7 @@ def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineErro
 
 
 def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection, where: bytes) -> None:
+    end_with_parent(os.getppid())
     place: RankHost | None = pickle.loads(where)
     if place is not None:
         place.enter()
