@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+SHARE  ?= 1
 
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
@@ -26,8 +27,8 @@ test: $(VENV)/ready  ## run the tests
 test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --hypothesis-profile=all
 
-soak: $(VENV)/ready  ## inject faults into real processes, all of them (minutes)
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m soak
+soak: $(VENV)/ready  ## inject faults into real processes, all of them, and write the record; SHARE=20: a 20th
+	$(BIN)/python scripts/soak.py --share $(SHARE)
 
 check: $(VENV)/ready  ## ruff, mypy --strict
 	$(BIN)/ruff format --check src tests bench scripts

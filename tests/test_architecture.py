@@ -24,7 +24,7 @@ import paceline
 SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
-    ("errors", "units", "imports"),
+    ("errors", "units", "imports", "terminal"),
     ("mesh", "shards", "schedule"),
     ("plan",),  # below config: the rules of a layout run while a config is loaded, and the defaults stand there
     ("config", "cluster"),
@@ -64,6 +64,7 @@ TORCH_FREE = (
     "schedule",
     "search",
     "shards",
+    "terminal",
     "units",
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")

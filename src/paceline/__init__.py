@@ -6,14 +6,15 @@ do not pay for torch before it is needed.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+TYPE_CHECKING = False  # True to type checkers; typing takes longer to load than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from paceline import errors as errors
     from paceline.checkpoint.loops import load as load
     from paceline.checkpoint.loops import save as save
@@ -67,6 +68,8 @@ __all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:
+    import importlib  # here: a command that Ctrl-C ends while Python loads this file ends with a traceback
+
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}; it offers {', '.join(__all__)}")

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from paceline.bench.convergence import arms_to_run, bench_convergence
-from paceline.cli.main import app
+from paceline.cli.app import app
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, UsageError
 

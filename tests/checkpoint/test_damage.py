@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def test_a_flipped_bit_in_any_file_is_found_and_named(folder: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_many_flipped_bits_in_every_file(folder: Path) -> None:
+def test_many_flipped_bits_in_every_file(folder: Path, record_property: Callable[[str, object], None]) -> None:
+    record_property("faults", 200)
     check_flips(folder, 200)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,13 +56,15 @@ def test_a_save_that_is_killed_costs_no_more_than_itself(tmp_path: Path) -> None
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_two_hundred_kills(tmp_path: Path) -> None:
+def test_two_hundred_kills(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    record_property("faults", 200)
     check(kill(tmp_path, 200))
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_hundred_kills_of_single_real_ranks(tmp_path: Path) -> None:
+def test_a_hundred_kills_of_single_real_ranks(tmp_path: Path, record_property: Callable[[str, object], None]) -> None:
+    record_property("faults", 100)
     found = kill(tmp_path, 0, ranks=100)
     check_ranks(found)
     killed = [each for each in found if each["codes"][each["victim"]] == -signal.SIGKILL]

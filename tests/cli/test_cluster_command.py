@@ -7,7 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from paceline.cli.main import app
+from paceline.cli.app import app
 from paceline.errors import UsageError
 
 runner = CliRunner()

@@ -14,7 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
-from paceline.cli.main import app
+from paceline.cli.app import app
 from paceline.config import config_from_dict
 from paceline.errors import ConfigError
 from paceline.run.decide import resolve_config
@@ -140,7 +140,11 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(
     call: Call, project: Path, words: list[str]
 ) -> None:
     before = sorted(project.rglob("*"))
-    for name, why in ((".", "it is a folder"), ("tiny.yaml/x/y.json", "")):
+    for name, why in (
+        (".", "it is a folder"),
+        ("tiny.yaml/x/y.json", ""),
+        ("absent/y.json", "there is no folder absent"),
+    ):
         called = call(*words, name)
         assert (called.code, called.out) == (2, "")
         assert called.err.startswith(f"paceline: {name} cannot be written: {why}")

@@ -92,5 +92,5 @@ def test_a_run_stops_and_goes_on_when_there_is_space(disk: Path, train: Call) ->
     assert "restarting" not in called.err
     assert saved(disk) == [10, 20]
     (disk / "ballast").unlink()
-    assert train("optim.args.ballast=", "--resume", "auto").code == DONE
+    assert train('optim.args.ballast=""', "--resume", "auto").code == DONE
     assert saved(disk) == [10, 20, *range(30, 81, 10)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -118,6 +119,16 @@ def test_a_killed_run_goes_on_at_another_number_of_ranks(
     resume = next(each for each in second if isinstance(each, EventRecord) and each.name == "resume")
     assert resume.step == saved
     assert [each.step for each in second if isinstance(each, StepRecord)] == [*range(saved + 1, saved + 6)]
+    all_gone()
+
+
+@pytest.mark.soak
+def test_a_folder_that_is_removed_under_a_run_ends_it_and_is_told(project: Path, live: Live, all_gone: AllGone) -> None:
+    run = live("recovery.max_restarts=3")
+    run.ranks(step=20)
+    shutil.rmtree(project / "runs" / "tiny", ignore_errors=True)
+    assert run.wait() == 1
+    assert "tiny was removed, or moved away, while the run was going on" in run.error()
     all_gone()
 
 

@@ -59,6 +59,7 @@ def test_a_killed_rank_is_started_again_from_the_last_checkpoint(project: Path, 
     assert called.code == DONE
     sentence = "rank 1 was killed by SIGKILL after step 5"
     assert called.err == f"paceline: {sentence}; restarting 2 ranks from step 4 (restart 1 of 3)\n"
+    assert not list((project / "runs" / "tiny").glob("verdict.*"))  # of the attempt before
     for rank in (0, 1):
         found = records(project, rank)
         assert [type(each) for each in found if isinstance(each, RunRecord | EndRecord)] == [

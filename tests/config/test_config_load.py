@@ -252,6 +252,7 @@ def test_overrides_replace_and_add(tmp_path: Path) -> None:
         ("train..steps=3", "write train.steps=3"),
         ("--train.steps=3", "write train.steps=3"),
         (".=3", "write section.key=3"),
+        ("train.epochs=", """write train.epochs=null for none, train.epochs='""' for an empty text, or leave it out"""),
     ],
 )
 def test_malformed_overrides(override: str, fix: str) -> None:

@@ -23,7 +23,7 @@ import typer.main
 import yaml
 from pydantic import BaseModel
 
-from paceline.cli.main import app
+from paceline.cli.app import app
 from paceline.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]

@@ -61,6 +61,21 @@ def test_a_diagnosis_names_the_cause_and_its_log() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        ("rank 3: the disk is full", "full_disk"),
+        ("rank 3 is missing from barrier(): it waits for data; rank 0 waits for it", "hang"),
+        ("ranks 3 and 4 are missing from barrier(); rank 0 waits for them", "hang"),
+        ("9 ranks (3, 4 ...) are missing from barrier(); rank 0 waits for them", "hang"),
+        ("ranks called different operations (operation 7): rank 3 called barrier(), rank 0 called send()", "hang"),
+    ],
+)
+def test_the_log_is_that_of_the_rank_that_the_first_line_names(message: str, kind: FailureKind) -> None:
+    told_by = Failure(rank=0, cause="raised", message=message, time=1.0, kind=kind)
+    assert diagnose([told_by], Path("run")).message.endswith("its log is run/logs/rank-3.log")
+
+
 def test_the_exit_code_says_what_happened() -> None:
     hung = Failure(rank=0, cause="stuck", message="rank 0 is missing", time=1.0, kind="hang")
     refused = Failure(rank=0, cause="raised", message="too many ranks", time=1.0, is_refusal=True, kind="refused")

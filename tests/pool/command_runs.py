@@ -130,7 +130,7 @@ def call(
     plain_rendezvous: None,  # noqa: ARG001
 ) -> Iterator[Call]:
     """Calls ``paceline`` in this process, which has torch already; the ranks are processes all the same."""
-    from paceline.cli.main import main
+    from paceline.cli.app import run_command
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "path", sys.path[:])
@@ -138,7 +138,7 @@ def call(
     def run(*arguments: str) -> Called:
         monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
         with pytest.raises(SystemExit) as left:
-            main()
+            run_command()
         shown = capsys.readouterr()
         code = left.value.code
         return Called(code=code if isinstance(code, int) else int(code is not None), out=shown.out, err=shown.err)

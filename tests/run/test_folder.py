@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -11,9 +12,13 @@ from typing import Protocol
 
 import pytest
 
-from paceline.errors import RunFolderError
+from paceline.checkpoint.storage import LocalFiles
+from paceline.errors import LaunchError, RunFolderError, UsageError
+from paceline.health.failure import Failure
 from paceline.run import folder as folder_module
 from paceline.run.folder import RunFolder, adopt_config, check_folder, claim_folder, config_of
+from paceline.run.notes import StepNote, write_failure
+from paceline.run.result import explain_end
 
 
 class Claim(Protocol):
@@ -50,6 +55,35 @@ def test_a_new_folder_is_complete_and_alone(tmp_path: Path, claim: Claim) -> Non
     assert names(tmp_path / "runs") == ["a"]
     assert names(claimed.path) == [".lock", "checkpoints", "config.yaml", "logs", "records"]
     assert config_of(claimed.path).read_text() == "name: a\n"
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o007, 0o077])
+def test_permissions_follow_the_umask(tmp_path: Path, claim: Claim, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        claimed = claim(tmp_path / "a")
+        LocalFiles().write(claimed.path / "weights", [memoryview(b"1")])
+        write_failure(claimed.path, Failure(rank=0, cause="raised", message="", time=0.0))
+        StepNote(claimed.path, 0, 0)
+    finally:
+        os.umask(before)
+    for path in [claimed.path, *claimed.path.rglob("*")]:
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask, path
+
+
+def test_a_folder_that_is_removed_or_replaced_is_noticed(tmp_path: Path, claim: Claim) -> None:
+    claimed = claim(tmp_path / "a")
+    assert not claimed.is_gone()
+    shutil.rmtree(claimed.path)
+    assert claimed.is_gone()
+    claimed.path.mkdir()
+    assert claimed.is_gone()
+    again = claim(tmp_path / "b")
+    again.path.rename(tmp_path / "c")
+    with pytest.raises(LaunchError, match="b was removed, or moved away, while the run"), explain_end(again):
+        raise UsageError("config.yaml does not exist")
+    with pytest.raises(LaunchError, match="was removed"), explain_end(again):
+        pass
 
 
 def test_an_empty_folder_is_as_good_as_none(tmp_path: Path, claim: Claim) -> None:

@@ -15,8 +15,7 @@ import pytest
 from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
 from paceline.records.records import to_line
-from paceline.rehearse.dryrun.expected import expect_by_dry_run
-from paceline.run import prediction
+from paceline.rehearse.dryrun.expected import Background, expect_by_dry_run
 from paceline.run.prediction import BackgroundPrediction, predict_run
 from paceline.search.expect import expect_run, expected_memory
 from paceline.search.expectation import Expectation, read_expectation
@@ -121,7 +120,8 @@ def test_nothing_is_written_of_a_run_that_failed(tmp_path: Path) -> None:
 def test_runs_of_real_ranks_are_predicted_kernel_by_kernel(
     project: Path, call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, model: tuple[str, ...], changes: list[str]
 ) -> None:
-    monkeypatch.setattr(prediction, "_PATIENCE_S", 600.0)  # it gets what nobody else wants of a machine under load
+    result = Background.result  # it gets what nobody else wants of a machine under load
+    monkeypatch.setattr(Background, "result", lambda self, _: result(self, 600.0))
     called = call("train", "tiny.yaml", *model, *changes, "--json")
     assert (called.code, called.err) == (0, "")
     found = json.loads(called.out)["prediction"]

@@ -17,6 +17,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.engines.ddp import DataParallel
 from paceline.engines.fsdp import FullySharded
+from paceline.errors import ConfigError, RankFailedError
 from paceline.plan.plan import Plan
 from paceline.search.make_plan import RunMachine, make_plan
 from paceline.train.assemble import build_trainer, build_workload
@@ -165,6 +166,13 @@ def test_the_rate_grows_with_the_global_batch(rule: str, factor: float) -> None:
     for ranks in (1, 2):
         found = run_virtual(functools.partial(rates, values=values), ranks=ranks)
         assert found == pytest.approx([0.01 * factor] * ranks)
+
+
+def test_a_warmup_longer_than_the_epochs_is_refused_before_training() -> None:
+    values = {**GPT, "optim": {"schedule": {"warmup": 9}}, "train": {"epochs": 1, "global_batch": 8}}
+    with pytest.raises(RankFailedError, match=r"warmup = 9 is longer than train\.epochs = 1 = 7 steps") as caught:
+        run_virtual(functools.partial(build, values=values), ranks=1)
+    assert isinstance(caught.value.__cause__, ConfigError)
 
 
 def test_policies_arrive() -> None:

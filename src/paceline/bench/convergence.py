@@ -27,6 +27,8 @@ import torch
 from paceline.bench.compression import check_policy_ranks, run_policy, sent_bytes, setting_text, with_compression
 from paceline.config import CompressionConfig, Config
 from paceline.errors import UsageError
+from paceline.run.rank_process import end_children
+from paceline.run.signals import interrupts_withheld
 from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.assemble import build_workload
 from paceline.train.trainer import Trainer
@@ -107,9 +109,14 @@ def _run_all(tasks: Sequence[_Task], workers: int) -> Iterator[tuple[int, Ending
         return
     # Spawned: a process that has run threads is not safe to fork.
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        waiting = {pool.submit(_run, *task): place for place, task in enumerate(tasks)}
-        for done in as_completed(waiting):
-            yield waiting[done], done.result()
+        try:
+            with interrupts_withheld():
+                waiting = {pool.submit(_run, *task): place for place, task in enumerate(tasks)}
+            for done in as_completed(waiting):
+                yield waiting[done], done.result()
+        except BaseException:
+            end_children()  # else the pool waits for all that is under way
+            raise
 
 
 def _seeded(config: Config, number: int) -> Config:

@@ -69,7 +69,7 @@ def read_plan(folder: Path) -> tuple[int, list[Fault]]:
 
 def note(folder: Path, what: Fired | Started | Passed) -> None:
     """Notes what is about to happen, or has."""
-    descriptor = os.open(folder / _FILES[type(what)], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    descriptor = os.open(folder / _FILES[type(what)], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         os.write(descriptor, (json.dumps(asdict(what)) + "\n").encode())
     finally:

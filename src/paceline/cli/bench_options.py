@@ -10,11 +10,12 @@ from typing import Annotated, Any
 import typer
 
 from paceline.cli.bench_tables import Rows, show_table
-from paceline.cli.destination import check_record
+from paceline.cli.destination import check_file
 from paceline.errors import UsageError
+from paceline.terminal import echo
 
 Output = Annotated[
-    Path | None, typer.Option(callback=check_record, help="Also write the record to this file, row after row.")
+    Path | None, typer.Option(callback=check_file, help="Also write the record to this file, row after row.")
 ]
 Rounds = Annotated[int | None, typer.Option(help="Rounds in which every arm takes a turn.", min=2)]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the record as JSON.")]
@@ -65,14 +66,14 @@ def show_record(
             BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings).write(output)
     if as_json:
         record = BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings)
-        typer.echo(record.to_json())
+        echo(record.to_json())
     else:
         show_table(name, rows)
 
 
 def tell(text: str) -> None:
     """Tells what is measured now."""
-    typer.echo(text, err=True)
+    echo(text, err=True)
 
 
 def announced(names: Iterable[str]) -> Iterator[str]:

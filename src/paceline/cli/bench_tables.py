@@ -140,8 +140,9 @@ def _microseconds(seconds: float) -> str:
 
 
 def _print_table(rows: Rows, columns: tuple[str, ...]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from paceline.terminal import new_console
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     split = [column.partition(": ") for column in columns]
@@ -149,7 +150,7 @@ def _print_table(rows: Rows, columns: tuple[str, ...]) -> None:
         table.add_column(title.removeprefix("<"), justify="left" if title.startswith("<") else "right")
     for row in rows:
         table.add_row(*(_cell(template, row) for _, _, template in split))
-    console = Console()
+    console = new_console()
     if not console.is_terminal:
         console.width = 160  # nobody to fold the lines for
     console.print(table)

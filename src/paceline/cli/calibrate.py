@@ -11,6 +11,7 @@ import typer
 from paceline.cli.destination import check_file
 from paceline.cli.options import print_json
 from paceline.errors import UsageError
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.calibrate.machine import MachineFigures
@@ -80,7 +81,7 @@ def calibrate(
     )
     check_wanted(wanted)
     if not as_json:
-        typer.echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
+        echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
     measured = measure_machine(wanted)
     command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
     entry_name, text = entry_of(measured, command, torch.__version__, name)
@@ -90,7 +91,7 @@ def calibrate(
         print_json({"name": entry_name, **asdict(measured)})
         return
     _show(measured)
-    typer.echo(f"\n{text}" if output is None else f"\nwrote {output}: use it as --cluster {output}\n", nl=False)
+    echo(f"\n{text}" if output is None else f"\nwrote {output}: use it as --cluster {output}\n", nl=False)
 
 
 def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
@@ -122,17 +123,17 @@ def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) 
     if as_json:
         print_json(to_json(found))
         return
-    typer.echo(f"measured          {1e3 * found.measured_s:10.4g} ms a step")
+    echo(f"measured          {1e3 * found.measured_s:10.4g} ms a step")
     for name, seconds in (("before", found.before_s), ("fitted", found.after_s)):
-        typer.echo(f"{name:<17} {1e3 * seconds:10.4g} ms predicted: {100 * found.error(seconds):+.1f} %")
-    typer.echo(f"kernels           {found.compute:10.4g} times what the entry said")
-    typer.echo(f"collectives       {found.communication:10.4g} times")
+        echo(f"{name:<17} {1e3 * seconds:10.4g} ms predicted: {100 * found.error(seconds):+.1f} %")
+    echo(f"kernels           {found.compute:10.4g} times what the entry said")
+    echo(f"collectives       {found.communication:10.4g} times")
     for doubt in found.doubts():
-        typer.echo(f"paceline: doubtful: {doubt}", err=True)
+        echo(f"paceline: doubtful: {doubt}", err=True)
     if output is None:
-        typer.echo(f"\n{found.text}", nl=False)
+        echo(f"\n{found.text}", nl=False)
     else:
-        typer.echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
+        echo(f"\nwrote {output}: use it as --cluster {output}, or for all runs here: PACELINE_MACHINE={output}")
 
 
 def _show(measured: MachineFigures) -> None:
@@ -140,15 +141,15 @@ def _show(measured: MachineFigures) -> None:
 
     kernels = measured.kernels
     for dtype, rate in best_rates(kernels.rates).items():
-        typer.echo(f"products in {dtype:<5} {rate / 1e12:10.4g} TFLOP/s at most")
+        echo(f"products in {dtype:<5} {rate / 1e12:10.4g} TFLOP/s at most")
     attention = [rate.flops for rate in kernels.rates if rate.kind == "attention"]
     if attention:
-        typer.echo(f"attention         {max(attention) / 1e12:10.4g} TFLOP/s at most")
-    typer.echo(f"memory            {kernels.memory_bandwidth / 1e9:10.4g} GB/s")
-    typer.echo(f"launch, eager     {kernels.launch_s * 1e6:10.4g} us")
+        echo(f"attention         {max(attention) / 1e12:10.4g} TFLOP/s at most")
+    echo(f"memory            {kernels.memory_bandwidth / 1e9:10.4g} GB/s")
+    echo(f"launch, eager     {kernels.launch_s * 1e6:10.4g} us")
     if kernels.compiled_launch_s is not None:
-        typer.echo(f"launch, compiled  {kernels.compiled_launch_s * 1e6:10.4g} us")
+        echo(f"launch, compiled  {kernels.compiled_launch_s * 1e6:10.4g} us")
     for kind, link in measured.links.items():
         shown = f"{link.bandwidth / 1e9:10.4g} GB/s, {link.latency_s * 1e6:.4g} us a hop"
-        typer.echo(f"{kind:<17} {shown}; the fit is off by {100 * link.worst:.0f} % at worst")
-    typer.echo(f"samples spread    {100 * measured.spread:10.1f} %")
+        echo(f"{kind:<17} {shown}; the fit is off by {100 * link.worst:.0f} % at worst")
+    echo(f"samples spread    {100 * measured.spread:10.1f} %")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ import typer
 from paceline.cli.options import ConfigPath, Overrides, print_json
 from paceline.errors import UsageError
 from paceline.health.exit_codes import REFUSED
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.chaos.report import Report
@@ -45,6 +45,7 @@ def chaos(
     """
     from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
     from paceline.config.load import load_config_with_sources
+    from paceline.run.scratch import scratch_folder
     from paceline.run.warm import CPU_RANKS
 
     if (faults is None) == (random == 0):
@@ -57,12 +58,12 @@ def chaos(
         may_hang=faults is None or "hang" in faults,
         ranks=CPU_RANKS,
         environment=os.environ,
-        say=lambda text: typer.echo(f"chaos: {text}", err=True),
+        say=lambda text: echo(f"chaos: {text}", err=True),
     )
     plan = plan_faults(run, faults, num_random=random, seed=seed)
     mtbf_s = None if mtbf is None else mtbf * 3600.0
-    with tempfile.TemporaryDirectory(prefix="paceline-chaos-") as scratch:
-        report = run_with_faults(run, plan, Path(scratch), seed=seed, compare=compare, mtbf_s=mtbf_s)
+    with scratch_folder() as scratch:
+        report = run_with_faults(run, plan, scratch, seed=seed, compare=compare, mtbf_s=mtbf_s)
     if report is None:
         raise typer.Exit(REFUSED)
     _show(report, run.folder, as_json=as_json)
@@ -85,8 +86,8 @@ def _show(report: Report, folder: Path, *, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
-    typer.echo("")
+    echo("")
     for line in report_lines(report):
-        typer.echo(line)
+        echo(line)
     verdict = "every fault was handled as its policy says" if report.is_good else "not everything was handled"
-    typer.echo(f"\n{verdict}; the run is in {folder}")
+    echo(f"\n{verdict}; the run is in {folder}")

@@ -16,6 +16,7 @@ import typer
 
 from paceline.cli import checkpoint_text as text
 from paceline.errors import UsageError
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.checkpoint.tools.outgoing import Format
@@ -261,7 +262,7 @@ def _find(where: str) -> Path:
     if storage_of(path).size(path / MANIFEST) is not None:
         return path  # damaged or not: what is wrong with it is for the command to say
     fix = "name a checkpoint, a run's folder, or one with checkpoints"
-    return find_checkpoint(where, path, "fast", lambda passed: typer.echo(f"paceline: {passed}", err=True), fix=fix)
+    return find_checkpoint(where, path, "fast", lambda passed: echo(f"paceline: {passed}", err=True), fix=fix)
 
 
 def _find_whole(where: str, fast: bool) -> Path:
@@ -300,10 +301,11 @@ def _progress(what: str, num_bytes: int | None, as_json: bool) -> Iterator[Calla
     if as_json or not sys.stderr.isatty():
         yield lambda _: None
         return
-    from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+    from paceline.terminal import new_console
+
     columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(*columns, console=new_console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=num_bytes)
         yield lambda num_bytes: bar.advance(task, num_bytes)

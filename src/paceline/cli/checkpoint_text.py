@@ -8,9 +8,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from paceline.cli.options import print_json
+from paceline.terminal import echo
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -47,26 +46,26 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     if as_json:
         _print_summary(found, lists_tensors=lists_tensors)
         return
-    typer.echo(f"{found.path}")
+    echo(f"{found.path}")
     reason = about.get("reason", "a call")
-    typer.echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {reason}")
-    typer.echo(
+    echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {reason}")
+    echo(
         f"  written by {_world(manifest.world, str(about.get('strategy', '')), about.get('mesh') or {})} into "
         f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
     )
     kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.bytes_by_kind.items())
     dtypes = ", ".join(f"{code} {format_bytes(size)}" for code, size in found.bytes_by_dtype.items())
-    typer.echo(f"  {len(manifest.tensors)} tensors, {format_count(found.num_parameters)} elements in the model")
-    typer.echo(f"    by kind   {kinds}")
-    typer.echo(f"    by dtype  {dtypes}")
+    echo(f"  {len(manifest.tensors)} tensors, {format_count(found.num_parameters)} elements in the model")
+    echo(f"    by kind   {kinds}")
+    echo(f"    by dtype  {dtypes}")
     for settings in found.optimizer.values():
         shown = {key: value for key, value in settings.items() if value is not None and value is not False}
-        typer.echo("  optimizer group: " + ", ".join(f"{key} {_setting(value)}" for key, value in shown.items()))
+        echo("  optimizer group: " + ", ".join(f"{key} {_setting(value)}" for key, value in shown.items()))
     if manifest.metrics:
-        typer.echo("  metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
-    typer.echo(f"  values: {', '.join(manifest.values) or 'none'}")
+        echo("  metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
+    echo(f"  values: {', '.join(manifest.values) or 'none'}")
     if not lists_tensors:
-        typer.echo("  list tensors with --tensors '*'")
+        echo("  list tensors with --tensors '*'")
         return
     rows = [
         (each.name, each.dtype, "x".join(map(str, each.shape)) or "scalar", format_bytes(each.num_bytes), _cut(each))
@@ -93,10 +92,10 @@ def show_audit(found: Audit, *, as_json: bool) -> None:
         checks = [{**asdict(check), "is_good": check.is_good} for check in found.checks]
         print_json({**asdict(found), "is_good": found.is_good, "checks": checks})
         return
-    typer.echo(f"{found.path}: {'good' if found.is_good else 'DAMAGED'}")
+    echo(f"{found.path}: {'good' if found.is_good else 'DAMAGED'}")
     for check in found.checks:
         word = ("good" if check.is_good else "WRONG") if check.is_done else "-"
-        typer.echo(f"  {check.what:<9}{word:<7}{check.finding}")
+        echo(f"  {check.what:<9}{word:<7}{check.finding}")
         _echo_first([f"{'':18}{problem}" for problem in check.problems], f"{'':18}and {{}} more: --json lists them")
 
 
@@ -105,7 +104,7 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
     if as_json:
         print_json({"left": left, "right": right, "is_same_state": found.is_same_state, **asdict(found)})
         return
-    typer.echo(f"A  {left}\nB  {right}")
+    echo(f"A  {left}\nB  {right}")
     for title, names in (("only in A", found.only_left), ("only in B", found.only_right), ("other", found.other_shape)):
         _echo_first([f"  {title}: {name}" for name in names], f"  {title}: and {{}} more")
     if found.tensors:
@@ -120,13 +119,13 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
         ]
         _print_table(("tensor", "elements that differ", "largest", "relative"), rows)
         if len(ordered) > _FIRST:
-            typer.echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
+            echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
     for title, pairs in (("value", found.values), ("setting", found.settings)):
         lines = [f"  {title} {name}: {_short(ours)} -> {_short(theirs)}" for name, (ours, theirs) in pairs.items()]
         _echo_first(lines, f"  and {{}} more {title}s: --json lists them")
     same = found.num_compared - len(found.tensors)
     word = "the same state, to the last bit" if found.is_same_state else "other states"
-    typer.echo(f"{same} of {found.num_compared} tensors are alike: {word}")
+    echo(f"{same} of {found.num_compared} tensors are alike: {word}")
 
 
 def show_written(what: str, path: Path, *, as_json: bool) -> None:
@@ -136,7 +135,7 @@ def show_written(what: str, path: Path, *, as_json: bool) -> None:
     if as_json:
         print_json({what: url_of(path)})
     else:
-        typer.echo(f"{what} to {url_of(path)}")
+        echo(f"{what} to {url_of(path)}")
 
 
 def _world(ranks: int, strategy: str, mesh: Any) -> str:
@@ -162,9 +161,9 @@ def _number(value: float) -> str:
 def _echo_first(lines: Sequence[str], rest: str) -> None:
     """Prints some lines, and of how many more there are."""
     for line in lines[:_FIRST]:
-        typer.echo(line)
+        echo(line)
     if len(lines) > _FIRST:
-        typer.echo(rest.format(len(lines) - _FIRST))
+        echo(rest.format(len(lines) - _FIRST))
 
 
 def _short(value: Any) -> str:
@@ -175,4 +174,4 @@ def _short(value: Any) -> str:
 def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
     for row in (titles, *rows):
-        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+        echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

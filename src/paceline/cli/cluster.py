@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.options import print_json
+from paceline.terminal import echo
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -31,24 +32,22 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
         names = {kind: list(getattr(known, kind)) for kind in ("devices", "nodes", "networks", "links")}
         print_json(names)
         return
-    typer.echo(f"{'device':<20} {'memory':>10} {'bandwidth':>11} {'most':>18}  generation")
+    echo(f"{'device':<20} {'memory':>10} {'bandwidth':>11} {'most':>18}  generation")
     for name in known.devices:
         device = Catalog().device(name)
         dtype = "fp32" if device.is_cpu else "bf16" if "bf16" in device.peak_flops else "fp16"
         rate = f"{device.ceiling(dtype) / 1e12:.4g} TFLOP/s"
-        typer.echo(
+        echo(
             f"{name:<20} {device.memory_bytes / 2**30:6.4g} GiB {device.memory_bandwidth / 1e9:6.4g} GB/s "
             f"{rate:>13} {dtype}  {device.generation}"
         )
-    typer.echo(f"\n{'node':<20} devices")
+    echo(f"\n{'node':<20} devices")
     for name, entry in known.nodes.items():
         node = Catalog().node(name)
-        typer.echo(
-            f"{name:<20} {node.devices}x {node.device.name}, {node.inside.name}; {entry.network or 'no network'}"
-        )
-    typer.echo(f"\n{'network':<29} one way, a node")
+        echo(f"{name:<20} {node.devices}x {node.device.name}, {node.inside.name}; {entry.network or 'no network'}")
+    echo(f"\n{'network':<29} one way, a node")
     for name in known.networks:
-        typer.echo(f"{name:<29} {Catalog().network(name).bandwidth / 1e9:7.4g} GB/s")
+        echo(f"{name:<29} {Catalog().network(name).bandwidth / 1e9:7.4g} GB/s")
 
 
 @app.command()
@@ -88,30 +87,26 @@ def show(
 def _show_machine(detected: Detected) -> None:
     machine = detected.machine
     gpus = ", ".join(machine.gpus) or "no GPU"
-    typer.echo(
-        f"this machine: {machine.processor}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus}"
-    )
+    echo(f"this machine: {machine.processor}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus}")
     for line in detected.assumed:
-        typer.echo(f"  assumed: {line}")
+        echo(f"  assumed: {line}")
 
 
 def _show(cluster: Cluster) -> None:
     device, inside, between = cluster.device, cluster.node.inside, cluster.between
-    typer.echo(
-        f"{cluster.name}: {cluster.devices} devices, {cluster.nodes} x {cluster.node.devices} ({cluster.node.name})"
-    )
-    typer.echo(f"  device   {device.name}, {device.vendor} {device.generation}, {device.memory_bytes / 2**30:.4g} GiB")
-    typer.echo(f"  memory   {device.memory_bandwidth / 1e9:.4g} GB/s, of which kernels reach {device.memory_share:.0%}")
+    echo(f"{cluster.name}: {cluster.devices} devices, {cluster.nodes} x {cluster.node.devices} ({cluster.node.name})")
+    echo(f"  device   {device.name}, {device.vendor} {device.generation}, {device.memory_bytes / 2**30:.4g} GiB")
+    echo(f"  memory   {device.memory_bandwidth / 1e9:.4g} GB/s, of which kernels reach {device.memory_share:.0%}")
     for dtype, peak in device.peak_flops.items():
         most = (
             f"{device.matmul_ceiling[dtype] / 1e12:.4g} measured" if dtype in device.matmul_ceiling else "not measured"
         )
-        typer.echo(f"  {dtype:<8} {peak / 1e12:.4g} TFLOP/s dense, {most}")
-    typer.echo(f"  launch   {device.launch_s * 1e6:.3g} us eager, {device.compiled_launch_s * 1e6:.3g} us compiled")
+        echo(f"  {dtype:<8} {peak / 1e12:.4g} TFLOP/s dense, {most}")
+    echo(f"  launch   {device.launch_s * 1e6:.3g} us eager, {device.compiled_launch_s * 1e6:.3g} us compiled")
     ring = inside.ring_bandwidth(cluster.node.devices)
-    typer.echo(
+    echo(
         f"  inside   {inside.name} ({inside.kind}): {inside.bandwidth / 1e9:.4g} GB/s one way, a ring reaches "
         f"{ring / 1e9:.4g}"
     )
     if between is not None:
-        typer.echo(f"  between  {between.name}: {between.bandwidth / 1e9:.4g} GB/s one way per node")
+        echo(f"  between  {between.name}: {between.bandwidth / 1e9:.4g} GB/s one way per node")

@@ -11,6 +11,7 @@ import typer
 
 from paceline.cli.options import AsJson, ConfigPath, Overrides
 from paceline.errors import ConfigError
+from paceline.terminal import echo
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
     from paceline.config import dump_yaml
 
     loaded = _load(config, overrides)
-    typer.echo(_to_json(loaded.config.model_dump(mode="json")) if as_json else dump_yaml(loaded.config), nl=as_json)
+    echo(_to_json(loaded.config.model_dump(mode="json")) if as_json else dump_yaml(loaded.config), nl=as_json)
 
 
 @app.command()
@@ -50,13 +51,13 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     loaded = _load(config, overrides)
     rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
     if as_json:
-        typer.echo(_to_json([asdict(row) for row in rows]))
+        echo(_to_json([asdict(row) for row in rows]))
     else:
         _print_table([row for row in rows if row.key != _LADDER])
         for row in rows:
             if row.key == _LADDER:
-                typer.echo(f"\n{row.origin.removeprefix('derived: ')}")
-                typer.echo("\n".join(f"  {line}" for line in row.value))
+                echo(f"\n{row.origin.removeprefix('derived: ')}")
+                echo("\n".join(f"  {line}" for line in row.value))
 
 
 @app.command()
@@ -68,7 +69,7 @@ def schema() -> None:
     """
     from paceline.config import json_schema
 
-    typer.echo(_to_json(json_schema()))
+    echo(_to_json(json_schema()))
 
 
 @app.command()
@@ -87,9 +88,9 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
         if not as_json:
             raise
         told = [asdict(each) for each in error.problems]
-        typer.echo(_to_json({"source": error.source, "ok": False, "problems": told}))
+        echo(_to_json({"source": error.source, "ok": False, "problems": told}))
         raise typer.Exit(1) from None
-    typer.echo(_to_json({"source": str(config), "ok": True, "problems": []}) if as_json else f"{config}: no problems")
+    echo(_to_json({"source": str(config), "ok": True, "problems": []}) if as_json else f"{config}: no problems")
 
 
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
@@ -182,9 +183,10 @@ def _to_json(content: Any) -> str:
 
 
 def _print_table(rows: list[ExplainRow]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
+
+    from paceline.terminal import new_console
 
     styles = {"default": "dim", "override": "yellow", "derived": "cyan"}
     table = Table("key", "value", "origin", box=None, pad_edge=False, header_style="bold")
@@ -192,7 +194,7 @@ def _print_table(rows: list[ExplainRow]) -> None:
         style = styles.get(row.origin.partition(":")[0], "")
         # Text, not str: a value such as [0.9, 0.999] must not be read as markup.
         table.add_row(Text(row.key), Text(_cell(row.value)), Text(row.origin), style=style)
-    Console().print(table)
+    new_console().print(table)
 
 
 def _cell(value: Any) -> str:

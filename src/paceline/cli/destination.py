@@ -16,18 +16,16 @@ _PICTURES = (".png", ".svg", ".pdf")
 
 def check_file(path: Path | None) -> Path | None:
     """Returns the path of a file to write into a folder that is there. Raises UsageError where it cannot be written."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise _refusal(path, f"{path.parent} is no folder")
-    return check_record(path)
-
-
-def check_record(path: Path | None) -> Path | None:
-    """Returns the path of a file whose folder is made for it. Raises UsageError where it cannot be written."""
     from paceline.run.folder import find_write_error
 
     why = ""
     if path is None:
         return None
+    if not path.absolute().parent.is_dir():
+        raise UsageError(
+            f"{path} cannot be written: there is no folder {path.parent}\n"
+            "  what comes out is written there at the end\n  make the folder, or name a file in one that is there"
+        )
     if path.is_dir():
         why = "it is a folder"
     elif path.exists():

@@ -12,6 +12,7 @@ import typer
 
 from paceline.cli.options import Overrides, print_json
 from paceline.errors import ConfigError, PacelineError, UsageError
+from paceline.terminal import echo, plain
 
 if TYPE_CHECKING:
     from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
@@ -118,10 +119,10 @@ def _print(findings: Sequence[MachineFinding]) -> None:
     width = max(len(each.name) for each in findings)
     for each in findings:
         typer.secho(f"{each.status:<9}", nl=False, bold=each.status == "problem", fg=_COLOURS[each.status])
-        typer.echo(f"{each.name:<{width}}  {each.found}")
+        echo(f"{each.name:<{width}}  {each.found}")
         for line in (each.meaning, f"fix: {each.fix}" if each.fix else ""):
             if line:
-                typer.secho(" " * (width + 11) + line, dim=True)
+                typer.secho(" " * (width + 11) + plain(line), dim=True)
     counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
     told = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
-    typer.echo(f"\n{', '.join(told) or 'nothing is wrong'}")
+    echo(f"\n{', '.join(told) or 'nothing is wrong'}")

@@ -1,6 +1,13 @@
-"""``paceline``: the verbs, and how errors reach people.
+"""The entry of ``paceline``, and how Ctrl-C ends it: with exit code 130 and one line, at any moment.
 
-torch is imported inside the verbs that need it, so that help and config checks answer at once.
+[Note: Ctrl-C] Before the verbs are loaded and after they are done, there is nothing to clear up: it leaves at once. So
+it does while a module is imported. Else the first Ctrl-C unwinds the verb, so that ranks end and files are cleared; a
+thread ends this process if that takes longer than ``_PATIENCE_S``, and at the second Ctrl-C. The thread hears of
+signals by a pipe that the interpreter writes to, whoever handles them (torch's agent has handlers of its own), also
+while the main thread is in a library. What is left then ends by itself: ranks look for their launcher, and the next
+start removes temporary folders.
+
+Of the standard library only what is there in a moment is loaded before Ctrl-C is taken care of.
 """
 
 from __future__ import annotations
@@ -8,72 +15,112 @@ from __future__ import annotations
 import os
 import sys
 
-import typer
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import NoReturn
 
-from paceline.cli.bench import app as bench_app
-from paceline.cli.calibrate import calibrate
-from paceline.cli.chaos import chaos
-from paceline.cli.checkpoint import app as checkpoint_app
-from paceline.cli.cluster import app as cluster_app
-from paceline.cli.config import app as config_app
-from paceline.cli.doctor import doctor
-from paceline.cli.plan import plan
-from paceline.cli.predict import predict
-from paceline.cli.report import report
-from paceline.cli.schedule import schedule
-from paceline.cli.simulate import simulate
-from paceline.cli.train import train
-from paceline.cli.validate import validate
-from paceline.cli.verify import verify
-from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
-from paceline.health.exit_codes import FAILED, REFUSED
-from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
+    Writer = Callable[[int, bytes], int]
+    Leaver = Callable[[int], NoReturn]
 
-app = typer.Typer(
-    name="paceline",
-    help="Trains PyTorch models on many devices, and tells you before you start how it will go.",
-    epilog="Start with:  paceline train configs/digits.yaml",
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-for _verb in (train, verify, validate, plan, predict, report, simulate, chaos, schedule, doctor, calibrate):
-    app.command()(_verb)
-app.add_typer(config_app, name="config")
-app.add_typer(cluster_app, name="cluster")
-app.add_typer(checkpoint_app, name="checkpoint")
-app.add_typer(bench_app, name="bench")
+INTERRUPTED = 130
+# Of the ranks of another launcher, which all get the signal, one tells it.
+_LINE = b"paceline: ended by SIGINT (Ctrl-C)\n" if os.environ.get("RANK", "0") == "0" else b""
+_PATIENCE_S = 1.4
+_IMPORTING = "<frozen importlib._bootstrap>"
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        from paceline import __version__
-
-        typer.echo(f"paceline {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _root(
-    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
-) -> None:
-    del version
+class Interrupted(SystemExit):
+    """Unwinds a command that Ctrl-C ends."""
 
 
 def main() -> None:
-    """Runs the command line; our own errors are one message and an exit code, never a traceback.
-
-    Exit codes: those of ``health/exit_codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
-    """
+    """Runs the command line in this process, which ends with it."""
     try:
-        app(prog_name="paceline")
-    except PacelineError as error:
-        is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
-        # Under torchrun every rank finds the same wrong input, and one tells it.
-        if not is_refusal or os.environ.get("RANK", "0") == "0":
-            typer.echo(f"paceline: {error}", err=True)
-        if isinstance(error, RunFailedError | RunPreemptedError | RunStoppedError):
-            sys.exit(error.code)
-        sys.exit(REFUSED if is_refusal else FAILED)
+        import signal
+
+        is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # as with nohup
+        if is_heard:
+            signal.signal(signal.SIGINT, _leave)
+    except KeyboardInterrupt:
+        _leave()
+    from paceline.cli.app import run_command
+
+    if not is_heard:
+        run_command()
+        return
+    presses = _Presses()
+    try:
+        signal.signal(signal.SIGINT, _unwind)
+        try:
+            run_command()
+        finally:
+            signal.signal(signal.SIGINT, _leave)
+            _flush()
+    except Interrupted:
+        _leave()
+    except SystemExit as end:
+        if presses.count and isinstance(end.code, int):
+            os._exit(end.code)  # a library that was interrupted may not survive its own end
+        raise
+
+
+class _Presses:
+    """How often Ctrl-C was pressed; ends this process where [Note: Ctrl-C] says so."""
+
+    def __init__(self) -> None:
+        import signal
+        import threading
+
+        self.count = 0
+        self._number = int(signal.SIGINT)
+        self._reader, writer = os.pipe()
+        os.set_blocking(writer, False)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))  # else it would be counted here too
+        threading.Thread(target=self._follow, name="Ctrl-C", daemon=True).start()
+
+    def _follow(self) -> None:
+        from threading import Timer
+
+        while True:
+            self.count += os.read(self._reader, 64).count(self._number)
+            if self.count > 1:
+                _leave()
+            elif self.count == 1:
+                patience = Timer(_PATIENCE_S, _leave)
+                patience.daemon = True
+                patience.start()
+
+
+def _unwind(number: int, frame: FrameType | None) -> NoReturn:
+    del number
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTING:  # torch aborts where its import is interrupted
+            _flush()
+            _leave()
+        frame = frame.f_back
+    raise Interrupted(INTERRUPTED)
+
+
+def _leave(
+    number: int = 0,
+    frame: FrameType | None = None,
+    *,
+    write: Writer = os.write,
+    leave: Leaver = os._exit,
+    line: bytes = _LINE,
+) -> NoReturn:
+    """Leaves at once. All that it needs is bound here: it may be called when modules are being cleared."""
+    del number, frame
+    write(2, line)
+    leave(INTERRUPTED)
+
+
+def _flush() -> None:
+    import contextlib
+
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # nobody reads it, or it is being written
+            stream.flush()

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
+from paceline.terminal import echo
+
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
@@ -23,4 +25,4 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 def print_json(value: Any) -> None:
     """Prints plain values as JSON, for programs."""
-    typer.echo(json.dumps(value, indent=2, default=str))
+    echo(json.dumps(value, indent=2, default=str))

@@ -10,6 +10,7 @@ import typer
 from paceline.cli.destination import check_file, check_picture
 from paceline.cli.options import ClusterName, Overrides, print_json
 from paceline.errors import UsageError
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.search.result import PlanResult
@@ -78,9 +79,9 @@ def plan(
         replayed = {} if traced_s is None else {"replayed_s": traced_s}
         print_json(found.to_json(top) | replayed)
     else:
-        typer.echo(found.to_text(top))
+        echo(found.to_text(top))
         if traced_s is not None:
-            typer.echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
+            echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
         _tell_files(found, output, png, is_drawn=is_drawn)
     if found.winner is None:
         raise typer.Exit(1)
@@ -88,9 +89,9 @@ def plan(
 
 def _tell_files(found: PlanResult, output: Path | None, png: Path | None, *, is_drawn: bool) -> None:
     if output is not None and found.winner is not None:
-        typer.echo(f"\nwritten to {output}: paceline train {output}")
+        echo(f"\nwritten to {output}: paceline train {output}")
     if png is not None:
-        typer.echo(f"\ndrawn into {png}" if is_drawn else f"\n{png} is not drawn: no number of devices has a plan")
+        echo(f"\ndrawn into {png}" if is_drawn else f"\n{png} is not drawn: no number of devices has a plan")
 
 
 def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[Path, list[str]]:

@@ -12,6 +12,7 @@ import typer
 from paceline.cli.destination import check_file
 from paceline.cli.options import ClusterName, ConfigPath, Overrides, print_json
 from paceline.errors import UsageError
+from paceline.terminal import echo
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
@@ -76,9 +77,9 @@ def predict(
         if alone := why_not_sharded(asked, count):
             typer.echo(f"{alone}\n")
         for line in [*describe(found, batch, price), *_ways_out(found, asked, batch, config, cluster)]:
-            typer.echo(line)
+            echo(line)
         if trace is not None:
-            typer.echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
+            echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
     if not found.fits:
         raise typer.Exit(1)
 

@@ -17,12 +17,11 @@ def report(
 
     Example:  paceline report runs/digits
     """
-    from rich.console import Console
-
     from paceline.records.report import render, summarize, to_json
+    from paceline.terminal import new_console
 
     summary = summarize(folder)
     if as_json:
         print_json(to_json(summary))
     else:
-        Console().print(render(summary))
+        new_console().print(render(summary))

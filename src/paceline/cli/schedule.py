@@ -10,6 +10,7 @@ import typer
 
 from paceline.cli.options import print_json
 from paceline.errors import UsageError
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.schedule.grid import Schedule
@@ -140,7 +141,7 @@ def _write_csv(found: Schedule, target: str) -> None:
     from paceline.schedule.text import format_csv, write_csv
 
     if target == "-":
-        typer.echo(format_csv(found), nl=False)
+        echo(format_csv(found), nl=False)
         return
     try:
         write_csv(found, Path(target))
@@ -154,10 +155,10 @@ def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
     from paceline.schedule.lowering import lower
     from paceline.schedule.text import render_text
 
-    typer.echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
+    echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
     if messages:
         for rank, program in enumerate(lower(found)):
-            typer.echo(f"\nrank {rank} runs  {' '.join(map(str, program))}")
+            echo(f"\nrank {rank} runs  {' '.join(map(str, program))}")
 
 
 def _to_json(found: Schedule, measure: ScheduleMeasure) -> dict[str, Any]:

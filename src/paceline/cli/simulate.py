@@ -132,15 +132,14 @@ def describe(found: Simulation) -> dict[str, Any]:
 
 
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
-    from rich.console import Console
-
     from paceline.records.report import render, to_json
     from paceline.rehearse.simulate.timeline import LEGEND, draw_step
+    from paceline.terminal import new_console
 
     if as_json:
         print_json(to_json(summary) | {"simulation": describe(found)})
         return
-    console = Console()
+    console = new_console()
     console.print(render(summary))
     drawn = draw_step(found.clocks, found.steps)
     totals = found.summary

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from paceline.cli.options import ConfigPath, Overrides, print_json
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -62,18 +63,17 @@ def train(
 
 def show_result(result: RunResult, *, as_json: bool) -> None:
     """Prints what a finished run did, where it is, and what to try next."""
-    from rich.console import Console
-
     from paceline.records.report import render, to_json
+    from paceline.terminal import new_console
 
     note = "" if result.has_trained else _nothing_left(result)
     if as_json:
         chosen = {} if result.choice is None else {"choice": result.choice.to_json()}
         print_json(to_json(result.summary) | chosen)
         if note:
-            typer.echo(note, err=True)
+            echo(note, err=True)
         return
-    console = Console()
+    console = new_console()
     if note:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
         return

@@ -10,6 +10,7 @@ import typer
 from paceline.cli.destination import check_file
 from paceline.cli.options import print_json
 from paceline.errors import UsageError
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.predict.scored.scores import ErrorScores
@@ -60,7 +61,7 @@ def validate(
     else:
         _show_skipped(found)
     if not found.has_scores:
-        typer.echo(f"no row of {found.source} has a score: each is listed with its reason", err=True)
+        echo(f"no row of {found.source} has a score: each is listed with its reason", err=True)
         raise typer.Exit(1)
 
 
@@ -78,37 +79,35 @@ def _shipped() -> Path:
 def _show(found: Validation) -> None:
     skipped = len(found.skipped)
     of_split = f", split {found.split}" if found.split else ""
-    typer.echo(f"{found.source}{of_split}: {len(found.rows)} rows, {skipped} without a score\n")
-    typer.echo(
+    echo(f"{found.source}{of_split}: {len(found.rows)} rows, {skipped} without a score\n")
+    echo(
         f"{'family':<12}{'rows':>5}{'mean':>8}{'median':>8}{'p90':>8}{'bias':>8}{'constant':>10}{'memory':>9}{'Spearman':>10}"
     )
     for each in found.families:
-        typer.echo(_line(each))
-    typer.echo("")
+        echo(_line(each))
+    echo("")
     if found.mean_over_families is not None and found.time is not None:
-        typer.echo(
-            f"step time    {_percent(found.mean_over_families)} mean over families; {_told(found.time)} over rows"
-        )
+        echo(f"step time    {_percent(found.mean_over_families)} mean over families; {_told(found.time)} over rows")
     for where, errors in (("inside", found.inside), ("outside", found.outside)):
         if errors is not None:
-            typer.echo(f"{where:<13}{_told(errors)} over {errors.rows} rows {where} the calibrated domain")
+            echo(f"{where:<13}{_told(errors)} over {errors.rows} rows {where} the calibrated domain")
     if found.memory is not None:
-        typer.echo(f"memory       {_told(found.memory)} over {found.memory.rows} rows")
+        echo(f"memory       {_told(found.memory)} over {found.memory.rows} rows")
     timed = 0 if found.time is None else found.time.rows
-    typer.echo(
+    echo(
         f"fits         {found.false_fits} of {found.ran_out} known out-of-memory runs were said to fit, and "
         f"{found.false_misfits} of {timed} that ran were said not to"
     )
     if found.ranking is not None:
         ranking = found.ranking
-        typer.echo(
+        echo(
             f"ranking      Spearman {ranking.spearman:.2f}, regret {_percent(ranking.mean_regret)} (worst "
             f"{_percent(ranking.worst_regret)}), best among the first three {_percent(ranking.top_three)}; "
             f"{ranking.groups} groups of {ranking.alternatives} alternatives"
         )
     if found.scaling is not None:
         scaling = found.scaling
-        typer.echo(
+        echo(
             f"scaling      efficiency within {scaling.points:.1f} points; throughput given the smallest run "
             f"{_percent(scaling.given_first.mean)}; {scaling.rows} rows"
         )
@@ -117,15 +116,15 @@ def _show(found: Validation) -> None:
             for one in found.families
             if one.scaling is not None
         )
-        typer.echo(f"             given the smallest run, by family: {told}")
+        echo(f"             given the smallest run, by family: {told}")
     _show_skipped(found)
 
 
 def _show_skipped(found: Validation) -> None:
     for row in found.skipped[:_LISTED]:
-        typer.echo(f"skipped      {row.row.id}: {row.skipped}")
+        echo(f"skipped      {row.row.id}: {row.skipped}")
     if len(found.skipped) > _LISTED:
-        typer.echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
+        echo(f"skipped      and {len(found.skipped) - _LISTED} more: --rows lists them")
 
 
 def _line(each: FamilyScores) -> str:

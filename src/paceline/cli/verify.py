@@ -163,17 +163,19 @@ def _load(name: str, overrides: list[str]) -> Config:
 
 
 def _show(certificate: Certificate, name: str) -> None:
-    from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
-    console = Console()
-    verdict = "[bold green]passed[/]" if certificate.passed else "[bold red]FAILED[/]"
+    from paceline.terminal import new_console
+
+    console = new_console()
+    verdict = Text("passed", style="bold green") if certificate.passed else Text("FAILED", style="bold red")
     groups = "" if certificate.shard_ranks is None else f" in shard groups of {certificate.shard_ranks}"
     degrees = [f"{axis} {n}" for axis in ("pipeline", "tensor") if (n := getattr(certificate, axis)) > 1]
     spread = " x ".join([*degrees, certificate.strategy])
     schedule = "" if certificate.schedule is None else f", schedule {certificate.schedule}"
     what = f"{spread} on {certificate.ranks} {certificate.backend} ranks{groups}{schedule}"
-    console.print(f"{verdict}   {name}: {what}", highlight=False)
+    console.print(verdict, f"  {name}: {what}", highlight=False)
     console.print(f"against {certificate.reference}", highlight=False)
     table = Table(box=None, show_header=False, padding=(0, 3, 0, 0))
     for quantity in ("loss", "gradients", "norm", "parameters", "buffers"):

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias, cast
 
 from paceline.config.batch import check_batch
 from paceline.config.layout import layout_problems
-from paceline.config.schema import Config, OptimConfig, ParallelConfig, TrainConfig
+from paceline.config.schema import Config, OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from paceline.config.sections import (
     GPTModelConfig,
     MLPModelConfig,
@@ -86,7 +86,7 @@ def check_name(config: Config) -> Iterator[Problem]:
     """Checks that the run's name can be the name of a folder."""
     name = config.name
     is_plain = name.strip() == name and name not in ("", ".", "..") and len(name) <= _LONGEST_NAME
-    if not is_plain or re.search(r'[/\\:\x00-\x1f<>"|?*]', name):
+    if not is_plain or not name.isprintable() or re.search(r'[/\\:<>"|?*]', name):
         plain = re.sub(r"[^\w.=+-]+", "-", name).strip("-.")[:_LONGEST_NAME] or "run"
         yield Problem(
             what=f"name = {name!r} is not a plain folder name",
@@ -281,13 +281,23 @@ def _degrees(parallel: ParallelConfig) -> str:
 
 
 def check_warmup(config: Config) -> Iterator[Problem]:
-    """Checks that the warmup ends before the schedule does; a one-cycle schedule still has to come down after it."""
-    schedule = config.optim.schedule
-    length, name = schedule.length, "optim.schedule.length"
-    if length is None and schedule.unit == "steps" and config.train.steps is not None:
-        length, name = config.train.steps, "train.steps"
+    """Checks that the warmup ends before the schedule does, where the config alone says how long that is."""
+    schedule, train = config.optim.schedule, config.train
+    if schedule.length is not None:
+        yield from warmup_problems(schedule, schedule.length, "optim.schedule.length")
+    elif schedule.unit == "steps" and train.steps is not None:
+        yield from warmup_problems(schedule, train.steps, "train.steps")
+    elif train.steps is not None and train.global_batch is not None:
+        yield from warmup_problems(schedule, train.steps * train.global_batch, "train.steps x train.global_batch")
+
+
+def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Iterator[Problem]:
+    """Yields what is wrong with a warmup in a schedule of a ``length``, which is the value of ``name``.
+
+    A one-cycle schedule still has to come down after it.
+    """
     must_come_down = schedule.kind == "one_cycle"
-    if length is None or schedule.warmup < length or (schedule.warmup == length and not must_come_down):
+    if schedule.warmup < length or (schedule.warmup == length and not must_come_down):
         return
     relation = "leaves nothing of" if schedule.warmup == length else "is longer than"
     second = ", and one_cycle comes down in the second" if must_come_down else ""

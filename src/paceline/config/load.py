@@ -21,6 +21,7 @@ from paceline.errors import ConfigError, Problem
 # Stands in for a broken section while the others are checked; no rule that reads the section is run.
 _PLACEHOLDER = {"kind": "factory", "factory": "nothing:here"}
 # Two keys of one section for one thing: an override of the one takes the place of the other that stands in the file.
+_OVERRIDE_RULE = "an override is section.key=value"
 _EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 
 
@@ -93,6 +94,10 @@ class _AskedValues:
         parts = key.strip().split(".")
         if not separator or not all(part and part[0] not in "-+ " for part in parts):
             self.problems.append(_malformed(text))
+            return
+        if not value_text.strip():
+            fix = f"write {key}=null for none, {key}='\"\"' for an empty text, or leave it out"
+            self.problems.append(Problem(what=f"override {text!r} has no value", rule=_OVERRIDE_RULE, fix=fix))
             return
         try:
             value = parse_value(value_text)
@@ -177,7 +182,7 @@ def _malformed(text: str) -> Problem:
     key, separator, value = text.partition("=")
     plain = ".".join(part.strip(" -+") for part in key.split(".") if part.strip(" -+"))
     fix = f"write {plain or 'section.key'}={value if separator else 'value'}"
-    return Problem(what=f"override {text!r} is malformed", rule="an override is section.key=value", fix=fix)
+    return Problem(what=f"override {text!r} is malformed", rule=_OVERRIDE_RULE, fix=fix)
 
 
 def _validate(asked: _AskedValues, source: str) -> Config:

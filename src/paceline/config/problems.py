@@ -177,7 +177,8 @@ def _suggest_value(known: KnownField, value: Any) -> str:
         return f"write it as a whole number: {key} = {int(value)}"
     if "null" in types and not isinstance(value, list | dict) and value in _NO_SUCH_THING:
         return f"for none, leave it out or write {key} = null"
-    return "" if known.default is None else f"the default is {key} = {format_value(known.default)}"
+    has_default = known.default is not None or "null" in types
+    return "" if not has_default else f"the default is {key} = {format_value(known.default)}"
 
 
 def _list_fix(known: KnownField, value: Any) -> str:

@@ -76,7 +76,9 @@ class ParallelConfig(Section):
         default="auto", description="number of ranks; auto: one for each GPU, or chosen for the CPU"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(default="auto", description="where the ranks compute")
-    threads: Count | None = Field(default=None, description="CPU threads of each rank; null: the cores are shared out")
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="CPU threads of each rank; null: the cores are shared out"
+    )
     own_cores: bool = Field(
         default=True, description="on CPUs (Linux): each rank keeps to its share of the host's cores, if they divide"
     )

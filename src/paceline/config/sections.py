@@ -365,6 +365,6 @@ class RecoveryConfig(Section):
     on_full_disk: Literal["stop", "warn"] = Field(
         default="stop", description="a checkpoint that cannot be written; warn: goes on, and tries at the next one"
     )
-    grace_s: NotNegative = Field(
+    grace_s: Positive = Field(
         default=60.0, description="seconds from the signal of a preemption to the end, saved or not"
     )

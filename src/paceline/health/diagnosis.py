@@ -32,6 +32,7 @@ from paceline.health.failure import Cause, Failure, FailureKind
 if TYPE_CHECKING:
     from paceline.config.sections import RecoveryConfig  # with pydantic, which a command's help must not wait for
 
+_RANK = re.compile(r"\branks? \(?(\d+)")
 _DURATION = re.compile(r", for \d+\.\d s(?=\))")
 
 
@@ -58,9 +59,15 @@ def diagnose(failures: Iterable[Failure], folder: Path, *, is_disk_full: bool = 
         cause = replace(cause, kind="full_disk")  # starting again would not help
     return Diagnosis(
         cause=cause,
-        message=f"{cause}{detail}\n  its log is {folder / 'logs' / f'rank-{cause.rank}.log'}",
+        message=f"{cause}{detail}\n  its log is {folder / 'logs' / f'rank-{_named_rank(cause)}.log'}",
         code=HUNG if cause.kind == "hang" else FAILED,
     )
+
+
+def _named_rank(cause: Failure) -> int:
+    """Returns the rank that the first line names, which may be another than the one that told it."""
+    named = _RANK.search(str(cause).partition("\n")[0])
+    return cause.rank if named is None else int(named[1])
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:

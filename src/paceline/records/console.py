@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord
+from paceline.terminal import new_console
 from paceline.units import format_count, format_flops, format_seconds
 
 _DRAW_EVERY_S = 0.2
@@ -42,7 +43,7 @@ class ProgressView:
     def __init__(
         self, console: Console | None = None, *, plain_every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._console = console if console is not None else Console()
+        self._console = console if console is not None else new_console()
         self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
         self._every_s = _DRAW_EVERY_S if self._is_live else plain_every_s
         self._clock = clock

@@ -30,7 +30,7 @@ from paceline.plan.plan import Plan
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
 from paceline.run.folder import adopt_config
 from paceline.run.location import find_start
-from paceline.run.notes import StepNote, note_preemption, write_failure
+from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, write_failure
 from paceline.run.rank_process import leave_process, node_ranks
 from paceline.run.records import (
     end_record,
@@ -129,6 +129,8 @@ class RankRunner:
             comm.barrier()  # the first to leave ends the others, who may still be writing
             raise
         comm.ledger.finish()
+        if self.rank == 0:
+            forget(self.folder, VERDICTS)  # of an attempt before
 
     def describe(self, error: BaseException) -> Failure:
         return describe_error(self.rank, error, is_refusal=self._is_refusal(error))

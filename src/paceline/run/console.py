@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-import typer
-
 from paceline.records.records import EndRecord, EventRecord, Record, RunRecord, follow_records
+from paceline.terminal import echo
 
 
 def say(text: str) -> None:
     """Tells the user something that is not a result: on standard error."""
-    typer.echo(f"paceline: {text}", err=True)
+    echo(f"paceline: {text}", err=True)
 
 
 @contextlib.contextmanager

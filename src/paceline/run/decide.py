@@ -194,7 +194,7 @@ def check_virtual(config: Config) -> None:
 
 def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] = ()) -> None:
     """Prints what was decided before the run, and why."""
-    from rich.console import Console
+    from paceline.terminal import new_console
 
     notes = [None if choice is None else choice.reason(), *others]
     if config.memory.offload and config.parallel.device == "cpu":
@@ -207,7 +207,7 @@ def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] 
     if config.comm.nccl != type(config.comm.nccl)() and config.parallel.device == "cpu":
         notes.append("comm.nccl is not read here: CPU ranks do not use NCCL")
     for note in filter(None, [*notes, entry_problem()]):
-        Console().print(note, highlight=False, markup=False)
+        new_console().print(note, highlight=False, markup=False)
 
 
 def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[Config, int]:

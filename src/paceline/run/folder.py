@@ -38,6 +38,7 @@ class RunFolder:
         self.path = path
         self.is_new = is_new
         self._lock = lock
+        self._folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY)  # open: no other folder gets its number
 
     def write_prediction(self, text: str) -> None:
         """Writes the prediction of the run; that of a resumed run waits until its set-up has worked."""
@@ -52,10 +53,20 @@ class RunFolder:
             for name in (_CONFIG, _PLAN, _PREDICTION):
                 _pending(self.path, name).unlink(missing_ok=True)
 
+    def is_gone(self) -> bool:
+        """Says whether somebody has removed the folder, moved it away, or put another one in its place."""
+        try:
+            return not os.path.samestat(self.path.stat(), os.fstat(self._folder))
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False  # a file system that does not answer now
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
+        os.close(self._folder)
         os.close(self._lock)
 
 
@@ -206,7 +217,7 @@ def _replace(path: Path, partial: Path) -> None:
 
 def _lock(folder: Path, path: Path) -> int:
     """Locks a folder; ``path`` is its name for messages. Raises RunFolderError if another process has it."""
-    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o666)
     if not _try_lock(lock):
         owner = os.read(lock, 100).decode(errors="replace").strip()
         os.close(lock)

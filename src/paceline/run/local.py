@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +50,7 @@ from paceline.run.notes import (
 from paceline.run.processes import loopback_interface
 from paceline.run.rank_process import allocator_variables, end_groups
 from paceline.run.records import end_records, open_attempts
+from paceline.run.scratch import scratch_folder
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, signals_ignored
 from paceline.run.watch import WatchPolicy, locate_deaths, note_mismatch, watching
 
@@ -100,8 +100,8 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
     with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
         try:
             watched = watching(folder, attempt.ranks, asked.watch) if asked.nodes is None else contextlib.nullcontext()
-            with tempfile.TemporaryDirectory() as scratch, watched:
-                attempt.run(arguments, _agent_config(asked, Path(scratch)), Path(scratch), signals)
+            with scratch_folder() as scratch, watched:
+                attempt.run(arguments, _agent_config(asked, scratch), scratch, signals)
         except SignalException as error:
             with signals_ignored():
                 end_groups(attempt.processes())

@@ -80,14 +80,14 @@ def find_start(config: Config, folder: Path, resume: str, tell: Callable[[str], 
 
 
 def how_to_continue(folder: Path) -> str:
-    """Returns the line that says how to go on from the newest checkpoint, if there is one."""
+    """Returns the words that say how to go on from the newest checkpoint, if there is one."""
     from paceline.checkpoint import list_checkpoints
 
     found = list_checkpoints(folder / "checkpoints")
     if not found:
         return ""
     command = shlex.join(["paceline", "train", str(folder / "config.yaml"), "--resume", "auto"])
-    return f"\n  to go on from step {int(found[-1].name.rpartition('-')[2])}:  {command}"
+    return f"to go on from step {int(found[-1].name.rpartition('-')[2])}:  {command}"
 
 
 def _check_checkpoint_folder(where: str | None) -> None:

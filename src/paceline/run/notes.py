@@ -31,12 +31,12 @@ from paceline.health.verdict import HangVerdict
 _STEPS = struct.Struct("<qq")
 
 
-FAILURES, HANGS = "logs/rank-*.error.json", "health/hang-*"
+FAILURES, HANGS, VERDICTS = "logs/rank-*.error.json", "health/hang-*", "verdict.*"
 
 
 def forget_attempt(folder: Path) -> None:
     """Removes what the ranks of an earlier attempt left."""
-    forget(folder, FAILURES, HANGS, "logs/rank-*.pid", "logs/rank-*.step")
+    forget(folder, FAILURES, HANGS, VERDICTS, "logs/rank-*.pid", "logs/rank-*.step")
 
 
 def forget(folder: Path, *patterns: str) -> None:
@@ -78,7 +78,7 @@ class StepNote:
     """A rank's note of its own progress."""
 
     def __init__(self, folder: Path, rank: int, first_step: int) -> None:
-        descriptor = os.open(folder / "logs" / f"rank-{rank}.step", os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(folder / "logs" / f"rank-{rank}.step", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             os.pwrite(descriptor, _STEPS.pack(first_step, first_step), 0)  # a full disk is found here, not in a mapping
             self._memory = mmap.mmap(descriptor, _STEPS.size)

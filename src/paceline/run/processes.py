@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
-from paceline.run.rank_process import allocator_variables, keep_to_own_cores
+from paceline.run.rank_process import allocator_variables, end_with_parent, keep_to_own_cores
+from paceline.run.signals import interrupts_withheld
 
 # Below those that Linux and macOS hand out to whoever asks for any.
 _PORTS = range(20_000, 32_000)
@@ -64,8 +65,9 @@ def run_processes(
         for rank in range(ranks)
     ]
     try:
-        for process in processes:
-            process.start()
+        with interrupts_withheld():
+            for process in processes:
+                process.start()
         for _, sender in pipes:
             sender.close()  # the child has its own end: ours must not keep the pipe open when it dies
         return _collect([receiver for receiver, _ in pipes], processes, timeout_s)
@@ -143,6 +145,7 @@ def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineErro
 
 
 def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection, where: bytes) -> None:
+    end_with_parent(os.getppid())
     place: RankHost | None = pickle.loads(where)
     if place is not None:
         place.enter()

@@ -70,7 +70,7 @@ def keep_cores(config: Config) -> None:
 
 def redirect_output(path: Path) -> None:
     """Sends this process's output, that of its libraries too, to a file."""
-    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import Config
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.records.records import EndRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import RunSummary, summarize
+from paceline.run.failure import RunStoppedError
 from paceline.run.folder import RunFolder
 from paceline.run.location import how_to_continue
+from paceline.run.notes import noted_processes
+from paceline.run.rank_process import end_groups
 
 if TYPE_CHECKING:
     from paceline.run.nodes import Nodes
     from paceline.search.choice import Choice
+
+_LOOK_S = 1.0  # at whether the folder is still there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,15 +66,53 @@ class RunResult:
 
 @contextlib.contextmanager
 def explain_end(claimed: RunFolder) -> Iterator[None]:
-    """Forgets a run that was refused; adds to the error of one that failed how to continue it."""
+    """Forgets a run that was refused; adds to the error of one that failed how to continue it.
+
+    A run whose folder is removed is ended, and told as that.
+    """
     try:
+        with _ending_without(claimed):
+            yield
+    except RunStoppedError as error:
+        error.args = ("; ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)  # one line
+        raise
+    except (PacelineError, OSError) as error:
+        if claimed.is_gone():
+            raise _gone(claimed.path) from error
+        if isinstance(error, UsageError):
+            claimed.discard()
+        elif isinstance(error, LaunchError):
+            error.args = ("\n  ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)
+        raise
+    if claimed.is_gone():
+        raise _gone(claimed.path)
+
+
+@contextlib.contextmanager
+def _ending_without(claimed: RunFolder) -> Iterator[None]:
+    """Ends the ranks of this process when their folder is removed: what they would still compute has no place."""
+    from paceline.run.watch import polling
+
+    ranks: dict[int, int] = {}
+
+    def look(_: object) -> bool:
+        if not claimed.is_gone():
+            with contextlib.suppress(OSError, ValueError):  # a note that is being written
+                ranks.update(noted_processes(claimed.path, os.getpid()))
+            return False
+        end_groups(ranks.values(), patience_s=0.0)
+        return True
+
+    with polling(look, every_s=_LOOK_S, name="folder", patience_s=1.0):
         yield
-    except UsageError:
-        claimed.discard()
-        raise
-    except LaunchError as error:
-        error.args = (f"{error}{how_to_continue(claimed.path)}",)
-        raise
+
+
+def _gone(path: Path) -> LaunchError:
+    return LaunchError(
+        f"the run's folder {path} was removed, or moved away, while the run was going on\n"
+        "  its records, checkpoints and logs are kept there as they are written\n"
+        "  start it again, and leave the folder alone until the run has ended"
+    )
 
 
 def read_result(folder: Path, config: Config, choice: Choice | None = None) -> RunResult:

@@ -83,11 +83,21 @@ def launcher_signals(
 
 @contextlib.contextmanager
 def signals_ignored() -> Iterator[None]:
-    """Lets a short piece of work finish whatever signals come."""
-    with _handlers_restored():
-        for number in _HANDLED:
-            signal.signal(number, signal.SIG_IGN)
+    """Lets a short piece of work finish whatever signals come; the command line still counts Ctrl-C."""
+    with _handlers_restored() as before:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_IGN if handler is signal.SIG_IGN else lambda *_: None)
         yield
+
+
+@contextlib.contextmanager
+def interrupts_withheld() -> Iterator[None]:
+    """Keeps Ctrl-C in a terminal from processes that are started in the block: whoever starts them ends them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

@@ -50,6 +50,8 @@ def supervise(start: Callable[[list[str]], None], config: Config, location: RunL
             decision = after_failure(policy, attempts)
             if isinstance(decision, Restart) and decision.halves_microbatch and not halve_microbatch(folder):
                 decision = Stop(reason="not started again: the microbatch cannot be halved")
+            if not folder.is_dir():
+                decision = Stop(reason="not started again: its folder is gone")
             if isinstance(decision, Stop):
                 raise RunFailedError(error.diagnosis, decision) from error
             what = str(attempts[-1])

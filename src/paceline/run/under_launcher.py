@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -24,6 +23,7 @@ from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
 from paceline.run.attempt import RankRunner
+from paceline.run.console import say
 from paceline.run.decide import Decision, Participants, decide_run, show_decisions
 from paceline.run.folder import RunFolder, claim_folder
 from paceline.run.location import RunLocation, locate_run
@@ -106,7 +106,7 @@ def _run_rank(
             view.close()
         if isinstance(error, PreemptedError):
             if comm.rank == 0:
-                sys.stderr.write(f"paceline: {error}\n")
+                say(str(error))
             leave_process(PREEMPTED)
         _leave_launcher(attempt.describe(error), location.folder, claimed, started)
 
@@ -154,7 +154,7 @@ def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, s
     is_lost = failure.cause == "lost"
     text = str(failure).splitlines()[0] if is_lost else "\n\n".join(filter(None, (str(failure), failure.traceback)))
     if failure.rank == 0 or not failure.is_refusal:  # every rank finds the same wrong input, and one tells it
-        sys.stderr.write(f"paceline: {text}\n")
+        say(text)
     # torchrun shows the earliest as the cause, to the second: a consequence comes a second later.
     tell_agent(str(failure), text, failure.time + is_lost)
     leave_process(REFUSED if failure.is_refusal else FAILED)

@@ -12,11 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster import detect
 from paceline.run.rank_process import allocator_variables
+from paceline.run.scratch import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.config import Config
@@ -42,6 +41,7 @@ _RANK_MODULES = (
     "paceline.run.self_watch",
     "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
 )
+_PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 
 
@@ -72,27 +72,27 @@ def warm_ranks(
     ``threads`` are those that each rank will compute with; None: not known yet. macOS forbids what its frameworks do in
     a forked process.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="paceline-"))
-    address = scratch / "ranks"
-    if not is_wanted or sys.platform != "linux" or len(os.fsencode(address)) > _LONGEST_ADDRESS:
-        scratch.rmdir()
-        yield None
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(str(address))
-        listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
-        server = _start(listener.fileno(), address, modules, threads)
-    try:
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(scratch_folder()) / "ranks"
+        if not is_wanted or sys.platform != "linux" or len(os.fsencode(address)) > _LONGEST_ADDRESS:
+            yield None
+            return
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(address))
+            listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
+            server = _start(listener.fileno(), address, modules, threads)
+        stack.callback(_end, server)
         yield WarmRanks(address)
-    finally:
-        assert server.stdin is not None
-        server.stdin.close()  # which it takes for the launcher's end
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(10.0)
-        if server.poll() is None:
-            server.kill()
-            server.wait()
-        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _end(server: subprocess.Popen[bytes]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()  # which it takes for the launcher's end
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        server.wait(_PATIENCE_S)  # while it loads its modules it does not look, and has no ranks
+    if server.poll() is None:
+        server.kill()
+        server.wait()
 
 
 def _rank_modules(config: Config) -> list[str]:

@@ -21,6 +21,7 @@ from types import FrameType
 LENGTH = struct.Struct("!I")
 STATUS = struct.Struct("!i?")  # how a rank ended, and whether that was asked for
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_PATIENCE_S = 0.3
 _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 
 
@@ -41,7 +42,10 @@ def main() -> None:
             nonlocal ended_by
             ended_by = number
             _tell(link, signal.SIGKILL)
+            # A server that is still loading its modules does not answer, and has no rank for this process.
+            signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
 
+        signal.signal(signal.SIGALRM, lambda *_: _end_by(ended_by))
         for number in _ENDING:
             signal.signal(number, end)
         for number in _HANDED_ON:

@@ -14,16 +14,19 @@ It computes nothing and has no CUDA context: a process may be forked only as lon
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
 import struct
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -32,6 +35,7 @@ from paceline.run.warm_client import LENGTH, STATUS, receive
 
 PARENT = "PACELINE_PARENT"
 _EXITING = 0x4  # of the flags that Linux keeps of a process
+_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 
 class WarmServer:
@@ -166,18 +170,29 @@ def main() -> None:
     warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
     with socket.socket(fileno=int(descriptor)) as listener:
         listener.set_inheritable(False)
-        for name in modules:
-            with contextlib.suppress(ImportError):  # a rank that needs it says so
-                importlib.import_module(name)
+        with _ended_with_parent():
+            for name in modules:
+                with contextlib.suppress(ImportError):  # a rank that needs it says so
+                    importlib.import_module(name)
         gc.collect()
         gc.freeze()  # so that collections in ranks do not write to pages that all of them share
         server = os.getpid()
         request = WarmServer(listener).serve()
     if request is not None:
         _run(request, server)
-    with contextlib.suppress(OSError):  # a launcher that was killed cannot clear up
+    with contextlib.suppress(OSError):  # a launcher that was killed cannot; the next one removes the folder
         Path(address).unlink()
-        Path(address).parent.rmdir()
+
+
+@contextlib.contextmanager
+def _ended_with_parent() -> Iterator[None]:
+    """Lets this process die with its launcher while it has no ranks, and is too busy to look for the launcher."""
+    system = ctypes.CDLL(None)
+    system.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if select.select([0], [], [], 0)[0]:  # it went before that
+        os._exit(0)
+    yield
+    system.prctl(_PARENT_DEATH_SIGNAL, 0)
 
 
 def _run(request: dict[str, Any], server: int) -> NoReturn:

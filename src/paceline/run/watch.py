@@ -82,7 +82,7 @@ def dump_stacks_into(path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Open as long as the handler may write.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
     faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
 
 

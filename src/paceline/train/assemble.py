@@ -20,6 +20,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
+from paceline.config.checks import warmup_problems
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader
@@ -30,7 +31,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16
-from paceline.errors import TrainingError
+from paceline.errors import ConfigError, TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout
@@ -392,6 +393,10 @@ def build_schedule(config: Config, plan: Plan) -> RateSchedule:
     """Makes the learning-rate schedule; without a length of its own it spans the run."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
+    if asked.length is None and config.train.steps is None:  # how long an epoch is, the data alone says
+        name = f"train.epochs = {config.train.epochs_to_run:g}"
+        if problems := list(warmup_problems(asked, whole_run, name)):
+            raise ConfigError(problems)
     return RateSchedule(**{**asked.model_dump(), "length": float(asked.length or whole_run)})
 
 

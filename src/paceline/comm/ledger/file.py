@@ -87,7 +87,7 @@ def make_file(path: Path) -> mmap.mmap:
     """Makes an empty ledger under its name, whole or not at all; readers of an older one keep that."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}")
-    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+    descriptor = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
     try:
         _fill(descriptor)
         mapped = mmap.mmap(descriptor, FILE_BYTES)

@@ -1,0 +1,105 @@
+"""Runs the soak: every test that injects faults into real processes. Writes how long it took and what it counted.
+
+    python scripts/soak.py                 all of it (make soak)
+    python scripts/soak.py --share 20      every 20th test, spread evenly: minutes
+
+The record is bench/results/soak-cpu.json, of a part soak-cpu-part.json: a row for each file of tests, and one for all.
+``faults`` are those that tests count which inject many each. The exit code is that of pytest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.bench.record import BenchRecord
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "bench" / "results"
+
+
+@dataclass(slots=True, kw_only=True)
+class Row:
+    """What came of the tests of one file; ``seconds`` are those of its tests, one after the other."""
+
+    file: str
+    passed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    faults: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(slots=True)
+class Counter:
+    """A plugin of pytest that counts."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        file = report.nodeid.partition("::")[0]
+        row = self.rows.setdefault(file, Row(file=file))
+        row.seconds += report.duration
+        if report.when == "call" or report.outcome != "passed":
+            setattr(row, report.outcome, getattr(row, report.outcome) + 1)
+        if report.when == "call":
+            row.faults += sum(int(value) for name, value in report.user_properties if name == "faults")
+
+
+def find_tests() -> list[str]:
+    """Returns the names of all tests of the soak."""
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", "soak"]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    return [line for line in shown.splitlines() if "::" in line]
+
+
+def take_share(names: Sequence[str], share: int) -> list[str]:
+    """Returns every so many of the names, spread over them evenly; at least one."""
+    return list(names[share // 2 :: share] or names[:1])
+
+
+def summarize(counter: Counter, wall_s: float) -> list[dict[str, Any]]:
+    """Returns the rows of a record: each file's, and that of all, whose seconds are those that it took."""
+    rows = sorted(counter.rows.values(), key=lambda row: row.file)
+    total = Row(file="all", seconds=wall_s)
+    for name in ("passed", "failed", "skipped", "faults"):
+        setattr(total, name, sum(getattr(row, name) for row in rows))
+    return [asdict(row) | {"seconds": round(row.seconds, 1)} for row in [*rows, total]]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Runs the soak and writes its record.")
+    parser.add_argument("--share", type=int, default=1, help="every so many tests; 1: all")
+    parser.add_argument("--workers", type=int, default=2, help="tests at a time")
+    parser.add_argument("--output", type=Path, help="the record")
+    asked = parser.parse_args()
+    if asked.share < 1 or asked.workers < 1:
+        parser.error(f"--share {asked.share} --workers {asked.workers}: both are counts, of at least 1")
+    os.chdir(ROOT)
+    names = find_tests()
+    taken = take_share(names, asked.share)
+    counter, start = Counter(), time.monotonic()
+    code = pytest.main(["-q", "-n", str(asked.workers), "--dist", "worksteal", "-m", "soak", *taken], plugins=[counter])
+    rows = summarize(counter, time.monotonic() - start)
+    output = asked.output or RESULTS / ("soak-cpu.json" if asked.share == 1 else "soak-cpu-part.json")
+    BenchRecord(
+        name="soak",
+        command=" ".join(["python", "scripts/soak.py", *sys.argv[1:]]),
+        rows=rows,
+        config={"tests": len(taken), "of": len(names), "share": asked.share, "workers": asked.workers},
+    ).write(output)
+    print(f"{rows[-1]}\nthe record is {output}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

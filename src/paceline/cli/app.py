@@ -1,0 +1,80 @@
+"""The verbs of ``paceline``, and how errors reach people.
+
+torch is imported inside the verbs that need it, so that help and config checks answer at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import typer
+
+from paceline.cli.bench import app as bench_app
+from paceline.cli.calibrate import calibrate
+from paceline.cli.chaos import chaos
+from paceline.cli.checkpoint import app as checkpoint_app
+from paceline.cli.cluster import app as cluster_app
+from paceline.cli.config import app as config_app
+from paceline.cli.doctor import doctor
+from paceline.cli.plan import plan
+from paceline.cli.predict import predict
+from paceline.cli.report import report
+from paceline.cli.schedule import schedule
+from paceline.cli.simulate import simulate
+from paceline.cli.train import train
+from paceline.cli.validate import validate
+from paceline.cli.verify import verify
+from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
+from paceline.health.exit_codes import FAILED, REFUSED
+from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
+from paceline.terminal import echo
+
+app = typer.Typer(
+    name="paceline",
+    help="Trains PyTorch models on many devices, and tells you before you start how it will go.",
+    epilog="Start with:  paceline train configs/digits.yaml",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for _verb in (train, verify, validate, plan, predict, report, simulate, chaos, schedule, doctor, calibrate):
+    app.command()(_verb)
+app.add_typer(config_app, name="config")
+app.add_typer(cluster_app, name="cluster")
+app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(bench_app, name="bench")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from paceline import __version__
+
+        echo(f"paceline {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_show_version, is_eager=True, help="Show the version."),
+) -> None:
+    del version
+
+
+def run_command() -> None:
+    """Runs the command line; our own errors are one message and an exit code, never a traceback.
+
+    Exit codes: those of ``health/exit_codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
+    """
+    try:
+        app(prog_name="paceline")
+    except PacelineError as error:
+        is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
+        # Under torchrun every rank finds the same wrong input, and one tells it.
+        if not is_refusal or os.environ.get("RANK", "0") == "0":
+            echo(f"paceline: {error}", err=True)
+        if isinstance(error, RunFailedError | RunPreemptedError | RunStoppedError):
+            sys.exit(error.code)
+        sys.exit(REFUSED if is_refusal else FAILED)

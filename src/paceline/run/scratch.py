@@ -1,0 +1,61 @@
+"""Temporary folders of launchers; those that a killed one left are removed when the next one is made.
+
+A folder lies in the system's folder for temporary files, and is its user's alone (0700): it holds sockets, and what
+ranks print before they have a log. Its process holds a lock on a file in it, which the system lets go of when the
+process ends, however that ends: a folder whose lock can be had is nobody's any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_PREFIX, _LOCK = "paceline-run-", ".lock"
+_MAKING_S = 60.0  # between a folder and its lock, at most
+
+
+@contextlib.contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """Makes a temporary folder for as long as the block runs."""
+    remove_leftovers()
+    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
+    lock = os.open(path / f"{_LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it unlocked either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        (path / f"{_LOCK}.new").rename(path / _LOCK)  # locked when others can see it
+        yield path
+    finally:
+        os.close(lock)
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_leftovers() -> None:
+    """Removes the folders of this user that no process holds."""
+    for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):  # it went meanwhile
+            if path.is_symlink() or path.stat().st_uid != os.getuid():
+                continue
+            if _is_left(path):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_left(path: Path) -> bool:
+    try:
+        lock = os.open(path / _LOCK, os.O_RDWR)
+    except FileNotFoundError:
+        return time.time() - path.stat().st_mtime > _MAKING_S
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        os.close(lock)
