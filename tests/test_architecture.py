@@ -24,7 +24,8 @@ import paceline
 SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
-    ("errors", "units", "imports"),
+    ("errors", "units", "imports", "untrusted"),
+    ("bounded_yaml",),
     ("mesh", "shards", "schedule"),
     ("plan",),  # below config: the rules of a layout run while a config is loaded, and the defaults stand there
     ("config", "cluster"),
@@ -45,6 +46,7 @@ LEVELS = (
 )
 SIDEWAYS: set[tuple[str, str]] = {("imports", "errors")}
 TORCH_FREE = (
+    "bounded_yaml",
     "chaos.faults",
     "chaos.notes",
     "chaos.report",
@@ -65,6 +67,7 @@ TORCH_FREE = (
     "search",
     "shards",
     "units",
+    "untrusted",
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")

@@ -17,7 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paceline.bounded_yaml import MOST_BYTES, load_yaml
 from paceline.errors import UsageError
+from paceline.untrusted import read_regular
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -163,7 +165,7 @@ def shipped() -> CatalogFile:
 def read_catalog(path: Path) -> CatalogFile:
     """Reads a file of entries, as ``paceline calibrate`` writes one. Raises UsageError that names file and field."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, 4 * MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n"
@@ -175,7 +177,7 @@ def read_catalog(path: Path) -> CatalogFile:
 def parse_catalog(text: str, source: str) -> CatalogFile:
     rule = "  a catalog file has devices, links, networks and nodes by name: see docs/clusters.md"
     try:
-        content: Any = yaml.safe_load(text)
+        content: Any = load_yaml(text)
         return CatalogFile.model_validate({} if content is None else content)
     except yaml.YAMLError as error:
         raise UsageError(f"{source} is not YAML: {_yaml_problem(error)}\n{rule}") from error

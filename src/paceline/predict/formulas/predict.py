@@ -23,8 +23,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
-import yaml
-
+from paceline.bounded_yaml import load_yaml
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
@@ -174,7 +173,7 @@ def parse_domain(text: str) -> dict[Key, Domain]:
             precisions=tuple(values["precisions"]),
             sizes={name: (float(pair[0]), float(pair[1])) for name, pair in values.items() if name != "precisions"},
         )
-        for generation, frameworks in (yaml.safe_load(text) or {}).items()
+        for generation, frameworks in (load_yaml(text) or {}).items()
         for framework, kinds in frameworks.items()
         for kind, values in kinds.items()
     }
