@@ -279,7 +279,7 @@ def only_comm_talks(_: Tree, file: SourceFile) -> Iterator[Violation]:
             continue
         if is_below(file.name, ("run",)) and is_below(use.target, LAUNCHERS):
             continue
-        if file.name == "checkpoint.tools.distributed" and is_below(use.target, ("torch.distributed.checkpoint",)):
+        if is_below(file.name, ("checkpoint.tools",)) and is_below(use.target, ("torch.distributed.checkpoint",)):
             continue  # files of that format; no rank talks
         yield file.violation(use.line, "only comm talks", f"{file.name} uses {use.target}")
 

@@ -83,7 +83,7 @@ class BoundedLoader(yaml.SafeLoader):
             raise self._beyond(f"it has more than {MOST_VALUES:,} values, aliases counted in full")
 
     def _beyond(self, problem: str) -> BoundError:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         return BoundError(problem, None if event is None else event.start_mark)
 
 

@@ -17,7 +17,7 @@ import json
 import os
 import stat
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 MOST_JSON_BYTES = 2**28
 MOST_LEVELS = 200
@@ -78,7 +78,7 @@ def kind_of(value: Any) -> str:
     return names.get(type(value), "nothing" if value is None else f"a {type(value).__name__}")
 
 
-def is_count(value: Any, most: int = 2**60) -> bool:
+def is_count(value: Any, most: int = 2**60) -> TypeGuard[int]:
     """Says whether a value is a whole number from 0 to ``most``."""
     return type(value) is int and 0 <= value <= most
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.units import format_bytes, format_seconds
+from paceline.untrusted import parse_json
 
 FILE = "prediction.json"
 
@@ -40,7 +41,7 @@ class Expectation:
     @classmethod
     def of_text(cls, text: str) -> Self:
         """Reads the content of the file. Raises ValueError where it is not such a one."""
-        values: Any = json.loads(text)
+        values: Any = parse_json(text)
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not set(values) <= known:
             raise ValueError(f"it is not an object with the keys {', '.join(sorted(known))}")
