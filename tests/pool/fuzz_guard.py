@@ -26,7 +26,18 @@ LIMIT_BYTES = 2**30
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _CODE = ("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.fork", "subprocess.Popen", "pickle.find_class")
 _NETWORK = ("socket.connect", "socket.bind", "socket.sendto")
-_CHANGES = ("os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate", "os.chmod")
+# Which arguments are paths, and which are descriptors of folders that these are relative to: rmtree goes that way.
+_CHANGES = {
+    "os.remove": ((0,), (1,)),
+    "os.rename": ((0, 1), (2, 3)),
+    "os.rmdir": ((0,), (1,)),
+    "os.mkdir": ((0,), (2,)),
+    "os.link": ((0, 1), (2, 3)),
+    "os.symlink": ((1,), (2,)),
+    "os.truncate": ((0,), ()),
+    "os.chmod": ((0,), (2,)),
+    "shutil.rmtree": ((0,), ()),
+}
 
 
 class Hang(BaseException):
@@ -54,10 +65,10 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         if flags & _WRITES and not isinstance(path, int) and path is not None:
             _note_write(event, path)
     elif event in _CHANGES:
-        paths = arguments[:2] if event in ("os.rename", "os.link") else arguments[:1]
-        if not any(isinstance(each, int) and each >= 0 for each in arguments[len(paths) :]):  # no folder's descriptor
-            for path in paths:
-                _note_write(event, path)
+        paths, folders = _CHANGES[event]
+        if all(arguments[each] in (None, -1) for each in folders):
+            for each in paths:
+                _note_write(event, arguments[each])
 
 
 def _note_write(event: str, path: Any) -> None:

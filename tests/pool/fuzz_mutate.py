@@ -16,6 +16,9 @@ _NASTY: tuple[Any, ...] = (
 )
 
 
+_WORDS = (b"\0", b"\xff\xfe", b"\\ud800", b"NaN", b"Infinity", b"1e999", b"\n", b'"', b"&a *a", b"!!bool x")
+
+
 def changed(value: Any, draw: random.Random) -> Any:
     """Returns JSON values with one to three changes."""
     value = json.loads(json.dumps(value))

@@ -281,9 +281,9 @@ def parse_manifest(text: str, source: object) -> Manifest:
             world=_count("world", found["world"]),
             tensors={name: parse_tensor(entry) for name, entry in found["tensors"].items()},
             files=parse_files(found["files"]),
-            values=dict(found["values"]),
-            found=dict(found["found"]),
-            about=dict(found["about"]),
+            values=_object("values", found["values"]),
+            found=_object("found", found["found"]),
+            about=_object("about", found["about"]),
             line=parse_line(found.get("line", Line().to_json())),
         )
         _check_room(manifest)
@@ -291,6 +291,12 @@ def parse_manifest(text: str, source: object) -> Manifest:
     except MALFORMED as error:
         reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise damaged(f"{source} is no manifest: {reason}") from error
+
+
+def _object(what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {kind_of(value)}, and not an object with names")
+    return value
 
 
 def _check_room(manifest: Manifest) -> None:
