@@ -30,16 +30,19 @@ from numpy.typing import NDArray
 
 from paceline.checkpoint.coverage import coverage_problems, piece_problems
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import MANIFEST, Manifest
+from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
 from paceline.checkpoint.storage import FileStore, file_in, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
 from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, segments_of, skipped_of
 from paceline.data.order import DataOrder, GlobalBatch
 from paceline.errors import CheckpointError, PacelineError
+from paceline.untrusted import is_count
 
 Depth = Literal["fast", "full"]
 _AT_ONCE = 1 << 16  # ids
-_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PacelineError)
+_UNREADABLE = (*MALFORMED, ArithmeticError, MemoryError, PacelineError)
+_MOST_SAMPLES = 2**36  # of a data set; a byte of memory for each
+_MOST_BATCH = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,12 +143,15 @@ def check_samples(manifest: Manifest) -> AuditCheck:
 
 def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
     segments, skipped, count = segments_of(state), skipped_of(state), int(state["count"])
+    _check_sizes(segments, count)
     wrong_path, gaps = follow(segments, skipped, manifest.position)
     problems = [*_order_problems(manifest, segments), *wrong_path]
     wanted = sum(segment.last - segment.first for segment in segments)
     told = f"{count:,} ids"
     if wanted != count:
         problems.append(f"{count:,} samples were consumed, and the order of the data has {wanted:,} there")
+    elif wanted > manifest.step * max((segment.order.global_batch for segment in segments), default=0):
+        problems.append(f"{count:,} samples were consumed, which is more than {manifest.step:,} batches have")
     else:  # else the segments are not to be trusted: they may be of any length
         found, num_batches, wrong_ids = consume_again(segments)
         told += f" in {num_batches:,} batches hashed again in the order of the data"
@@ -161,6 +167,15 @@ def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
     if not problems:
         told += ", each at most once an epoch" if gaps else ", each once an epoch"
     return AuditCheck(what="samples", finding="; ".join([told, *gaps]), problems=tuple(problems))
+
+
+def _check_sizes(segments: Sequence[Segment], count: int) -> None:
+    """Raises ValueError for numbers that no run has: to count them out would take memory and time without end."""
+    for segment in segments:
+        order, places = segment.order, (segment.first, segment.last, count)
+        is_right = is_count(order.length, _MOST_SAMPLES) and is_count(order.global_batch, _MOST_BATCH)
+        if not is_right or not order.global_batch or not all(is_count(place) for place in places):
+            raise ValueError(f"a segment has {order.length} samples in batches of {order.global_batch}")
 
 
 def follow(
