@@ -90,7 +90,7 @@ COMMANDS: tuple[tuple[str, ...], ...] = (
     [
         (absolute, "'/etc/passwd' leads out of the folder"),
         (upward, "'../../secret' leads out of the folder"),
-        (piece_elsewhere, "'../../secret' leads out of the folder"),
+        (piece_elsewhere, "is in ../../secret, which is none of its files"),
         (endless, "its tensors would have"),
         (endless_owed, "compression/a has 2,305,843,009,213,693,952 bytes"),
         (past_the_end, "elements"),

@@ -309,7 +309,7 @@ def _check_room(manifest: Manifest) -> None:
     for name, tensor in manifest.tensors.items():
         for piece in tensor.pieces:
             if piece.file not in needed:
-                raise ValueError(f"{name} is in {piece.file}, which is none of its files")
+                raise ValueError(f"{name} is in {str(piece.file)[:80]}, which is none of its files")
             needed[piece.file] += piece.region.size * ITEM_BYTES[tensor.dtype]
         # What compression owes may be nothing here and there; there is at most one row for each rank.
         if name.startswith(COMPRESSION) and tensor.num_bytes > manifest.world * manifest.num_bytes:
@@ -340,9 +340,8 @@ def parse_tensor(entry: Mapping[str, Any]) -> SavedTensor:
     shape, dtype = parse_shape(entry["shape"]), entry["dtype"]
     if dtype not in ITEM_BYTES:
         raise ValueError(f"dtype {str(dtype)[:20]} is not known here; known are {', '.join(ITEM_BYTES)}")
-    pieces = tuple(
-        SavedPiece(file=plain_name(each["file"]), region=_parse_region(shape, each)) for each in entry["pieces"]
-    )
+    size = math.prod(shape)
+    pieces = tuple(SavedPiece(file=each["file"], region=_parse_region(shape, size, each)) for each in entry["pieces"])
     return SavedTensor(shape=shape, dtype=dtype, pieces=pieces)
 
 
@@ -363,7 +362,12 @@ def _region_entry(region: Region) -> dict[str, Any]:
     return entry
 
 
-def _parse_region(shape: tuple[int, ...], entry: Mapping[str, Any]) -> Region:
+def _parse_region(shape: tuple[int, ...], size: int, entry: Mapping[str, Any]) -> Region:
+    begin, end = entry["begin"], entry["end"]
+    if "dim" not in entry and "order" not in entry and "spans" not in entry:  # most of them, and there may be many
+        if type(begin) is int and type(end) is int and 0 <= begin <= end <= size:
+            return Region(shape=shape, begin=begin, end=end)
+        raise ValueError(f"a piece is no interval of {size} elements")
     dim, order = entry.get("dim"), entry.get("order")
     if dim is not None:
         dim = _count("dim", dim, len(shape) - 1)
@@ -375,8 +379,8 @@ def _parse_region(shape: tuple[int, ...], entry: Mapping[str, Any]) -> Region:
         raise ValueError("spans are those of a dim, each from its first to its last")
     region = Region(
         shape=shape,
-        begin=_count("begin", entry["begin"]),
-        end=_count("end", entry["end"]),
+        begin=_count("begin", begin),
+        end=_count("end", end),
         dim=dim,
         spans=tuple(spans),
         order=None if order is None else tuple(order),
