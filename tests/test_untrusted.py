@@ -127,6 +127,7 @@ LEVELS = "".join(f"a{n}: &a{n} {'[' * 40}{f'*a{n - 1}' if n else 1}{']' * 40}\n"
         ("a: " + "[" * 10_000 + "]" * 10_000, "nested more than 64 levels"),
         ("a: " + "9" * 5_000, "a number has 5,000 digits"),
         ("a: &a [*a]", "refers to itself"),
+        ('a: "\\ud800"', "half of a character"),
         ("a: !!bool maybe", "does not fit its tag"),
         ("a: !!timestamp 2024-99-99", "does not fit its tag"),
         ("a: !!python/object/apply:os.system [echo]", "could not determine a constructor"),

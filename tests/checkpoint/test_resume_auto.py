@@ -122,3 +122,10 @@ def test_a_loop_is_warned_of_what_it_passes_over(newer: Path) -> None:
     engine = parallelize(make_model(CLASSIC), SoloCommunicator(torch.device("cpu")), "ddp")
     with pytest.warns(UserWarning, match="passed over step-00000009: .*elements are saved"):
         assert load(newer.parent, engine).step == 7
+
+
+@pytest.mark.parametrize("damage", [pipe_as_manifest, loop], ids=lambda each: each.__name__)
+def test_a_folder_behind_a_url_is_no_way_around_it(newer: Path, older: Path, damage: Callable[[Path], None]) -> None:
+    pytest.importorskip("fsspec")
+    damage(newer)
+    assert find_checkpoint(f"file://{newer.parent}", newer.parent).name == older.name

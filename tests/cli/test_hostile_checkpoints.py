@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from trained_gpt import CLASSIC, change_manifest, make_model, save_trained
+from trained_gpt import CLASSIC, change_manifest, make_model, rehash, save_trained
 
 from paceline.checkpoint import find_checkpoint, load
 from paceline.comm.solo import SoloCommunicator
@@ -168,6 +169,33 @@ def test_damage_is_not_laundered(
     with pytest.raises(CheckpointError, match=told):
         load(bad, engine, verify="none")
     assert not [path for path in project.iterdir() if "out" in path.name]
+
+
+class Planted:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.mkdir, (self.path,)
+
+
+@pytest.mark.some(2)
+@pytest.mark.parametrize("name", ["manifest.json", FILE, "rank-00000.json", ".metadata"])
+def test_no_command_unpickles_what_lies_in_a_checkpoint(bad: Path, call: Call, project: Path, name: str) -> None:
+    (bad / name).write_bytes(pickle.dumps(Planted(project / "ran")))
+    if name == "rank-00000.json":
+        rehash(bad, name)
+    run = Path(shutil.copytree(bad.parent, project / "runs" / "bad" / "checkpoints")).parent
+    (run / "records").mkdir()
+    for each in ("records/rank-0.jsonl", "plan.json", "prediction.json"):
+        (run / each).write_bytes((bad / name).read_bytes())
+    for number, words in enumerate((*COMMANDS, ("import", "{}", "out"))):
+        called = call("checkpoint", *(word.format(bad).replace("out", f"out-{number}") for word in words))
+        assert called.code in ((0, 1, 2) if name == ".metadata" else (1, 2)) or words[0] == "inspect", (words, called)
+    assert call("report", str(run)).code == 2
+    assert not (project / "ran").exists()
 
 
 @pytest.mark.parametrize("out", ["nowhere/out.safetensors", "nowhere/out.pt", "nowhere/dcp"])

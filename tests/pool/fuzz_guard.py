@@ -117,6 +117,10 @@ def bounded(seconds: float = LIMIT_S, num_bytes: int = LIMIT_BYTES) -> Iterator[
         signal.signal(signal.SIGALRM, handler)
 
 
+def _is_text(text: str) -> bool:
+    return text.encode("utf-8", "ignore").decode() == text
+
+
 def verdict_of(run: Callable[[], object], folder: Path) -> str:
     """Runs something on an input; returns what it did that it must not, in words. Empty: nothing."""
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # as strict as a terminal
@@ -126,7 +130,8 @@ def verdict_of(run: Callable[[], object], folder: Path) -> str:
             with bounded(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
                 run()
         except PacelineError as error:
-            str(error).encode()  # what is told can be printed
+            if not _is_text(str(error)):
+                problem = f"what is told cannot be printed: {error!r}"
         except SystemExit:
             pass
         except Hang as error:

@@ -71,8 +71,8 @@ def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]
         try:
             size = storage.size(path / MANIFEST)
             if size is not None:
-                lines[path] = _read_line(path / MANIFEST, size, storage)
-        except OSError:  # such as one that nobody may look into: whoever takes it hears why
+                lines[path] = _read_line(file_in(path, MANIFEST), size, storage)
+        except (OSError, CheckpointError):  # such as one that nobody may look into: whoever takes it hears why
             lines[path] = None
     known = max((line for line in lines.values() if line is not None), key=lambda line: line.number, default=Line())
     return {path: Spot(line=line or known, step=step_of(path) or 0) for path, line in lines.items()}

@@ -252,7 +252,14 @@ class RemoteFiles:
 def file_in(folder: Path, name: str) -> Path:
     """Returns the path of a file of a checkpoint. Raises CheckpointError for a path or link that leads elsewhere."""
     try:
-        return folder / plain_name(name) if is_remote(folder) else file_inside(folder, name)
+        found = _REMOTE.match(folder.as_posix())
+        if found is None:
+            return file_inside(folder, name)
+        if found[1] in ("file", "local"):  # by fsspec's way, which opens pipes, too
+            path = file_inside(Path("/", folder.as_posix()[found.end() :]), name)
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{name!r} is not a plain file")
+        return folder / plain_name(name)
     except ValueError as error:
         raise damaged(f"{url_of(folder)} is damaged: {error}") from error
 
