@@ -38,6 +38,7 @@ _RECORDS = (
     "StorageMeta",
     "_MEM_FORMAT_ENCODING",
 )
+_OLDER = "torch.distributed._shard.sharded_tensor.metadata"  # where torch had some of them up to 2.3
 _PATHS = ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
 
 
@@ -47,6 +48,8 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == records.__name__ and name in _RECORDS:
             return getattr(records, name)
+        if module == _OLDER and name in ("TensorProperties", "MEM_FORMAT_ENCODING"):
+            return records.TensorProperties if name == "TensorProperties" else records._MEM_FORMAT_ENCODING
         if (module, name) == (filesystem.__name__, "_StorageInfo"):
             return filesystem._StorageInfo
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
