@@ -7,7 +7,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all soak check format bench clean
+.PHONY: help run test test-all soak fuzz check format bench clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -30,10 +30,14 @@ test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
 soak: $(VENV)/ready  ## inject faults into real processes, all of them, and write the record; SHARE=20: a 20th
 	$(BIN)/python scripts/soak.py --share $(SHARE)
 
-check: $(VENV)/ready  ## ruff, mypy --strict
+fuzz: $(VENV)/ready  ## damaged and hostile input for everything that reads files, 10,000 of them (minutes)
+	$(BIN)/python scripts/fuzz.py
+
+check: $(VENV)/ready  ## ruff, mypy --strict, bandit
 	$(BIN)/ruff format --check src tests bench scripts
 	$(BIN)/ruff check src tests bench scripts
 	$(BIN)/mypy
+	$(BIN)/bandit -q -c pyproject.toml -r src
 
 format: $(VENV)/ready  ## format and mend what can be mended
 	$(BIN)/ruff format src tests bench scripts

@@ -24,7 +24,8 @@ import paceline
 SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
-    ("errors", "units", "imports", "terminal"),
+    ("errors", "units", "imports", "terminal", "untrusted"),
+    ("bounded_yaml",),
     ("mesh", "shards", "schedule"),
     ("plan",),  # below config: the rules of a layout run while a config is loaded, and the defaults stand there
     ("config", "cluster"),
@@ -45,6 +46,7 @@ LEVELS = (
 )
 SIDEWAYS: set[tuple[str, str]] = {("imports", "errors")}
 TORCH_FREE = (
+    "bounded_yaml",
     "chaos.faults",
     "chaos.notes",
     "chaos.report",
@@ -66,6 +68,7 @@ TORCH_FREE = (
     "shards",
     "terminal",
     "units",
+    "untrusted",
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
@@ -289,7 +292,7 @@ def only_comm_talks(_: Tree, file: SourceFile) -> Iterator[Violation]:
             continue
         if is_below(file.name, ("run",)) and is_below(use.target, LAUNCHERS):
             continue
-        if file.name == "checkpoint.tools.distributed" and is_below(use.target, ("torch.distributed.checkpoint",)):
+        if is_below(file.name, ("checkpoint.tools",)) and is_below(use.target, ("torch.distributed.checkpoint",)):
             continue  # files of that format; no rank talks
         yield file.violation(use.line, "only comm talks", f"{file.name} uses {use.target}")
 

@@ -193,7 +193,7 @@ def test_an_older_run_is_found_before_torch_is_loaded(project: Path) -> None:
 def test_replacing_a_run_and_going_on_with_it_exclude_each_other(call: Call, project: Path) -> None:
     checkpoint = project / "runs" / "tiny" / "checkpoints" / "step-00000003"
     checkpoint.mkdir(parents=True)
-    empty = manifest_text(Manifest(step=3, position=0, world=1, tensors={}, files={}))
+    empty = manifest_text(Manifest(step=3, position=0, world=0, tensors={}, files={}))
     (checkpoint / "manifest.json").write_text(empty)
     for resume in ("auto", "runs/tiny", str(checkpoint)):
         called = call("train", "tiny.yaml", "--force", "--resume", resume)

@@ -40,7 +40,7 @@ def run(project: Path) -> Path:
     path = project / "runs" / "tiny"
     with claim_folder(path, "name: tiny\n"):
         (path / "checkpoints" / "step-00000003").mkdir()
-        empty = manifest_text(Manifest(step=3, position=0, world=1, tensors={}, files={}))
+        empty = manifest_text(Manifest(step=3, position=0, world=0, tensors={}, files={}))
         (path / "checkpoints" / "step-00000003" / "manifest.json").write_text(empty)
     return path
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import MODEL, Manifest, SavedFile, State, manifest_text, parse_tensor, prefixed
+from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import optimizer_shards
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.comm.base import Communicator
@@ -74,17 +75,18 @@ def save_trained(comm: Communicator, folder: Path, strategy: str, model: dict[st
 
 
 def change_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a checkpoint's manifest, and writes it as if it had been meant so."""
-    found = json.loads((path / "manifest.json").read_text())
+    """Changes a checkpoint's manifest, and signs it as if it had been meant so; whatever ``change`` makes of it."""
+    file = path / "manifest.json"
+    found = json.loads(file.read_text())
+    found.pop("sha256")
     change(found)
-    manifest = Manifest(
-        step=found["step"],
-        position=found["position"],
-        world=found["world"],
-        tensors={name: parse_tensor(entry) for name, entry in found["tensors"].items()},
-        files={name: SavedFile(num_bytes=e["bytes"], sha256=e["sha256"]) for name, e in found["files"].items()},
-        values=found["values"],
-        found=found["found"],
-        about=found["about"],
-    )
-    (path / "manifest.json").write_text(manifest_text(manifest))
+    body = json.dumps(found)[:-1]
+    file.unlink()  # it may be a link to the bytes of another one
+    file.write_text(body + f',\n  "sha256": "{hashlib.sha256(body.encode()).hexdigest()}"\n}}\n')
+
+
+def rehash(path: Path, name: str) -> None:
+    """Makes the manifest agree with a file that was changed."""
+    content = (path / name).read_bytes()
+    entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    change_manifest(path, lambda found: found["files"].update({name: entry}))

@@ -19,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from paceline.bounded_yaml import load_yaml
 from paceline.calibrate.entry import rounded
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster, loop_us
@@ -152,7 +153,7 @@ def read_times(run_folder: Path) -> RunTimes:
 def rescale(text: str, compute: float, communication: float, backend: str, run: str) -> str:
     """Returns an entry whose kernels take ``compute`` times as long, and the collectives of a backend so many times."""
     lines = [line for line in text.splitlines() if line.startswith("#")]
-    content: dict[str, Any] = yaml.safe_load(text)
+    content: dict[str, Any] = load_yaml(text)
     for device in content["devices"].values():
         # It is no kernel: where nobody has measured it, the guess stays what it was.
         device["loop_us"] = loop_us(DeviceEntry.model_validate(device))

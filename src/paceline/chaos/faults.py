@@ -116,7 +116,7 @@ def check_faults(faults: Sequence[Fault], *, ranks: int, total_steps: int | None
 
 def random_faults(seed: int, number: int, *, ranks: int, last_step: int) -> list[Fault]:
     """Draws faults of any kind, at steps in order: the same for the same arguments."""
-    draw = random.Random(seed)
+    draw = random.Random(seed)  # nosec B311  # faults by a seed
     steps = sorted(draw.randrange(2, max(3, last_step)) for _ in range(number))
     found = []
     for place, step in enumerate(steps):

@@ -195,7 +195,7 @@ class Injector:
                 note(self._folder, Passed(number=fired.number, step=step, is_later=is_later, time=time.time()))
 
     def _draw(self, fault: Fault) -> random.Random:
-        return random.Random(f"{self._seed} {fault.number}")
+        return random.Random(f"{self._seed} {fault.number}")  # nosec B311  # faults by a seed
 
 
 class FaultyLoss:

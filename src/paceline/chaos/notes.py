@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from paceline.chaos.faults import Fault
+from paceline.untrusted import parse_json_object, read_regular
 
 VARIABLE: Final = "PACELINE_CHAOS"
 """Names the folder of these files to the ranks; set by ``paceline chaos`` alone."""
@@ -63,7 +64,7 @@ def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
 
 def read_plan(folder: Path) -> tuple[int, list[Fault]]:
     """Reads the plan back: its seed and faults."""
-    content = json.loads((folder / "plan.json").read_text(encoding="utf-8"))
+    content = parse_json_object(read_regular(folder / "plan.json"))
     return content["seed"], [Fault(**values) for values in content["faults"]]
 
 
@@ -82,7 +83,7 @@ def read_notes(folder: Path, kind: type[_Note]) -> list[_Note]:
         lines = (folder / _FILES[kind]).read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
         return []
-    return sorted((kind(**json.loads(line)) for line in lines), key=lambda noted: noted.time)
+    return sorted((kind(**parse_json_object(line)) for line in lines), key=lambda noted: noted.time)
 
 
 _Note = TypeVar("_Note", Fired, Started, Passed)

@@ -1,26 +1,32 @@
 """Finding: the newest checkpoint that is whole, and what is wrong with those that are not.
 
-A *fast* check reads the manifest and compares the sizes of the files; a *full* one reads them all and compares their
-hashes, in a few threads. No torch: it runs before anything is started.
+Every check reads the manifest and whether the pieces in it make up each tensor (``coverage.py``). A *fast* one compares
+the sizes of the files, too; a *full* one reads them all and compares their hashes, in a few threads, and sees that the
+pieces and values in them can be read. No torch: it runs before anything is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from paceline.checkpoint.coverage import check_coverage, piece_problems
 from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
-from paceline.checkpoint.storage import FileStore, cannot_read, nothing_there, storage_of
+from paceline.checkpoint.storage import FileStore, cannot_read, file_in, nothing_there, storage_of
+from paceline.checkpoint.values import check_values
 from paceline.errors import CheckpointError
+from paceline.untrusted import MOST_JSON_BYTES, parse_json_object
 
 Depth = Literal["none", "fast", "full"]
 
 _PREFIX = "step-"
 _THREADS = 4
 _HEAD_BYTES = 2**14
+_MOST_DIGITS = 18
+_UNFINISHED = f"it has no {MANIFEST}, which a save writes last: it did not end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,12 +67,19 @@ def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]
     """
     storage = storage or storage_of(folder)
     lines: dict[Path, Line | None] = {}
-    for path in (folder / name for name in storage.names(folder) if step_of(Path(name)) is not None):
-        size = storage.size(path / MANIFEST)
-        if size is not None:
-            lines[path] = _read_line(path / MANIFEST, size, storage)
+    for path in _step_folders(folder, storage):
+        try:
+            size = storage.size(path / MANIFEST)
+            if size is not None:
+                lines[path] = _read_line(file_in(path, MANIFEST), size, storage)
+        except (OSError, CheckpointError):  # such as one that nobody may look into: whoever takes it hears why
+            lines[path] = None
     known = max((line for line in lines.values() if line is not None), key=lambda line: line.number, default=Line())
     return {path: Spot(line=line or known, step=step_of(path) or 0) for path, line in lines.items()}
+
+
+def _step_folders(folder: Path, storage: FileStore) -> list[Path]:
+    return [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]
 
 
 def _read_line(path: Path, size: int, storage: FileStore) -> Line | None:
@@ -81,17 +94,21 @@ def _read_line(path: Path, size: int, storage: FileStore) -> Line | None:
 def step_of(path: Path) -> int | None:
     """Returns the step that a folder's name tells; None if it is not the name of a checkpoint."""
     number = path.name.removeprefix(_PREFIX)
-    return int(number) if path.name.startswith(_PREFIX) and number.isdecimal() else None
+    is_step = path.name.startswith(_PREFIX) and number.isdecimal() and len(number) <= _MOST_DIGITS
+    return int(number) if is_step else None
 
 
 def read_manifest(path: Path, storage: FileStore | None = None) -> Manifest:
     """Reads a checkpoint's manifest. Raises CheckpointError when there is none."""
     storage = storage or storage_of(path)
     try:
-        if storage.size(path / MANIFEST) is None:
+        size = storage.size(file_in(path, MANIFEST))
+        if size is None:
             raise CheckpointError(
                 f"{path} is not a checkpoint: it has no {MANIFEST}\n  a complete checkpoint is a folder step-<number>"
             )
+        if size > MOST_JSON_BYTES:
+            raise damaged(f"{path / MANIFEST} is damaged: it has {size:,} bytes, and is read up to {MOST_JSON_BYTES:,}")
         return parse_manifest(storage.read(path / MANIFEST).decode(), path)
     except OSError as error:
         raise cannot_read(path / MANIFEST, error) from error
@@ -103,21 +120,46 @@ def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | No
     """Returns the manifest of a checkpoint that is whole. Raises CheckpointError, naming the file, if it is not."""
     storage = storage or storage_of(path)
     manifest = read_manifest(path, storage)
+    check_coverage(path, manifest)
     if depth == "none":
         return manifest
+    paths = {name: file_in(path, name) for name in manifest.files}
     for name, file in manifest.files.items():
-        size = storage.size(path / name)
+        size = storage.size(paths[name])
         if size is None:
             raise damaged(f"{path / name} is missing")
         if size != file.num_bytes:
             raise damaged(f"{path / name} is damaged: it has {size} bytes, not {file.num_bytes}")
     if depth == "full":
         with ThreadPoolExecutor(_THREADS) as pool:
-            digests = pool.map(lambda name: storage.digest(path / name), manifest.files)
+            digests = pool.map(storage.digest, paths.values())
             for name, digest in zip(manifest.files, digests, strict=True):
                 if digest != manifest.files[name].sha256:
                     raise damaged(f"{path / name} is damaged: its hash is not the manifest's")
+        _check_content(path, manifest, storage)
     return manifest
+
+
+def _check_content(path: Path, manifest: Manifest, storage: FileStore) -> None:
+    """Raises CheckpointError where files with the right hashes do not hold what a run goes on from."""
+    for problem in piece_problems(path, manifest, storage):
+        raise damaged(f"{path} is damaged: {problem}")
+    for problem in value_problems(path, manifest, storage):
+        raise damaged(f"{path} is damaged: {problem}")
+
+
+def value_problems(path: Path, manifest: Manifest, storage: FileStore) -> Iterator[str]:
+    """Yields which plain values of a checkpoint cannot be read: those of the manifest, and each rank's own."""
+    try:
+        check_values([*manifest.values.values(), *manifest.found.values()])
+    except CheckpointError as error:
+        yield f"{MANIFEST}: {error.headline}"
+    for rank in range(manifest.world):
+        name = f"rank-{rank:05d}.json"
+        try:
+            check_values(parse_json_object(storage.read(file_in(path, name)))["values"])
+        except (OSError, ValueError, KeyError, CheckpointError) as error:
+            yield f"{name} cannot be read: {str(error).splitlines()[0]}"
 
 
 def is_whole(path: Path, depth: Depth) -> bool:
@@ -157,9 +199,10 @@ def find_checkpoint(
 ) -> Path:
     """Returns the checkpoint that ``where`` names: ``auto`` (the run's newest whole one), a checkpoint, a run folder.
 
-    ``tell`` hears of each newer one that was passed over: it is damaged, or the run has gone back from it. ``own`` is
-    the line that the run is on (``manifest.py``), if it is known. Raises CheckpointError if there is none, with ``fix``
-    as what to do, or if the one that is named is damaged.
+    ``tell`` hears of each newer one that was passed over: it is damaged, has no manifest, or the run has gone back from
+    it. ``own`` is the line that the run is on (``manifest.py``), if it is known. Raises CheckpointError if there is
+    none, with ``fix`` as what to do, or if the one that is named is damaged. Of several, one whose files are missing
+    is never taken, whatever ``depth`` is.
     """
     path = run_folder if where == "auto" else Path(where)
     try:
@@ -177,13 +220,24 @@ def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None
         return path
     for folder in (path / "checkpoints", path):
         candidates = list_checkpoints(folder, own=own)
-        choice = choose_checkpoint(candidates, depth)
+        choice = choose_checkpoint(candidates, "fast" if depth == "none" else depth)
         if choice is not None:
             if tell is not None:
-                for each in (*choice.passed_over, *_left_behind(choice, candidates)):
+                unfinished = _unfinished(choice, folder, candidates)
+                for each in (*choice.passed_over, *unfinished, *_left_behind(choice, candidates)):
                     tell(each)
             return choice.path
     return None
+
+
+def _unfinished(choice: ChosenCheckpoint, folder: Path, candidates: Sequence[Path]) -> list[PassedOver]:
+    """Returns the folders of higher steps that have no manifest: they look like newer checkpoints, and are none."""
+    step, known = step_of(choice.path) or 0, set(candidates)
+    return [
+        PassedOver(path=path, reason=_UNFINISHED)
+        for path in _step_folders(folder, storage_of(folder))
+        if path not in known and (step_of(path) or 0) > step
+    ]
 
 
 def _left_behind(choice: ChosenCheckpoint, candidates: Sequence[Path]) -> list[PassedOver]:

@@ -7,13 +7,14 @@ found.step, found.extra
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from paceline.checkpoint.find import Depth, find_checkpoint
+from paceline.checkpoint.find import Depth, PassedOver, find_checkpoint
 from paceline.checkpoint.manifest import MODEL, HasShards, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import fill_model, open_checkpoint
@@ -21,6 +22,11 @@ from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, raised_on_all
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
+
+
+def warn_of(passed: PassedOver) -> None:
+    """Warns of a newer checkpoint that was not taken, and says why."""
+    warnings.warn(str(passed), stacklevel=2)
 
 
 class Holder(HasShards, Protocol):
@@ -67,9 +73,10 @@ def load(
 ) -> Loaded:
     """Loads a checkpoint, or the newest whole one of a folder, into an engine of any strategy and number of ranks.
 
-    Called by all ranks, which read what rank 0 chooses. Raises CheckpointError on all of them if one cannot.
+    Called by all ranks, which read what rank 0 chooses. Newer ones that it passes over are warned of, with the reason.
+    Raises CheckpointError on all of them if one cannot.
     """
-    chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify))
+    chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify, warn_of))
     with raised_on_all(engine.world, f"{chosen} does not fit this model or optimizer\n  "):
         checkpoint = open_checkpoint(chosen)
         fill_model(checkpoint, engine)

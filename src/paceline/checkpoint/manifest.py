@@ -14,6 +14,10 @@ A run that goes back to an older checkpoint and saves again takes a new line, wi
 folder. The line with the highest number is the current one; its checkpoints, and those that it came along, go before
 all others, however high the steps of these are.
 
+A manifest is input: whoever wrote it may have meant harm. ``parse_manifest`` refuses names that lead out of the folder,
+and shapes, regions and sizes that cannot be or that the files have no room for; ``coverage.py`` says whether the
+pieces make up each tensor.
+
 ``State`` is what is saved: this rank's shards, and plain values. Pure values; no torch.
 """
 
@@ -21,6 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +33,7 @@ from typing import Any, Protocol
 
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
+from paceline.untrusted import is_count, kind_of, parse_json, parse_json_object, plain_name
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
@@ -35,6 +41,14 @@ MODEL = "model/"
 OPTIMIZER = "optimizer/"
 COMPRESSION = "compression/"
 AVERAGE = "average/"
+# How many bytes an element of each dtype has, by safetensors' names.
+ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1} | {
+    "C64": 8,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+_MOST_DIMS = 64
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
 
 
 def damaged(what: str) -> CheckpointError:
@@ -81,12 +95,12 @@ class Spot:
 def parse_line(value: Any) -> Line:
     """Reads what ``to_json`` gave. Raises CheckpointError for anything else."""
     try:
-        turns = tuple((int(number), int(step)) for number, step in value)
+        turns = tuple((_count("a line", number), _count("a step", step)) for number, step in value)
         if not turns:
             raise ValueError("no turns")
         return Line(turns)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{value!r} is no line of descent: {error}") from error
+        raise CheckpointError(f"{kind_of(value)} is no line of descent: {error}") from error
 
 
 def line_from(start: Spot | None, found: Sequence[Spot]) -> Line:
@@ -135,8 +149,17 @@ class SavedFile:
 
 
 def parse_files(entries: Mapping[str, Mapping[str, Any]]) -> dict[str, SavedFile]:
-    """Reads files by name, as their ``to_json`` gave them."""
-    return {name: SavedFile(num_bytes=entry["bytes"], sha256=entry["sha256"]) for name, entry in entries.items()}
+    """Reads files by name, as their ``to_json`` gave them. Raises one of ``MALFORMED`` for anything else."""
+    return {
+        plain_name(name): SavedFile(num_bytes=_count("a size", entry["bytes"]), sha256=str(entry["sha256"]))
+        for name, entry in entries.items()
+    }
+
+
+def _count(what: str, value: Any, most: int = 2**60) -> int:
+    if not is_count(value, most):
+        raise ValueError(f"{what} is {value if type(value) is int else kind_of(value)}, and not from 0 to {most}")
+    return int(value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,6 +177,11 @@ class SavedTensor:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[SavedPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """How large the whole tensor is."""
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,8 +216,23 @@ class Manifest:
     @property
     def metrics(self) -> Mapping[str, float]:
         """What was measured at this step, by name."""
-        pairs = (self.values.get("metrics") or {"dict": []})["dict"]
-        return {name: value for name, value in pairs if isinstance(value, int | float)}
+        noted = self.values.get("metrics")
+        pairs = noted.get("dict") if isinstance(noted, dict) else None
+        rows = [each for each in pairs if isinstance(each, list)] if isinstance(pairs, list) else []
+        return {row[0]: row[1] for row in rows if [type(each) for each in row] in ([str, float], [str, int])}
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """How many stages and tensor ranks were among those that wrote it, as far as it says."""
+        found = self.about.get("mesh")
+        return {name: size for name, size in found.items() if is_count(size)} if isinstance(found, dict) else {}
+
+    def setting(self, *names: str) -> Any:
+        """Returns a value of the run's config, by the names of its sections and its own; None where there is none."""
+        value: Any = self.about.get("config")
+        for name in names:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
 
 
 def manifest_text(manifest: Manifest) -> str:
@@ -221,36 +264,67 @@ def _tail(body: str) -> str:
 def parse_manifest(text: str, source: object) -> Manifest:
     """Reads a manifest. Raises CheckpointError for anything else."""
     try:
-        found = json.loads(text)
+        found = parse_json_object(text)
         schema = found["schema"]
         if schema != SCHEMA_VERSION:
+            shown = schema if is_count(schema, 10**6) else kind_of(schema)
             raise CheckpointError(
-                f"{source} has schema {schema}; this version reads {SCHEMA_VERSION}\n"
+                f"{source} has schema {shown}; this version reads {SCHEMA_VERSION}\n"
                 "  read it with the version that wrote it"
             )
         body = text[: -len(_tail(""))]
         if text != body + _tail(body):
             raise damaged(f"{source}'s manifest is damaged: its hash is not its own")
-        return Manifest(
-            step=int(found["step"]),
-            position=int(found["position"]),
-            world=int(found["world"]),
+        manifest = Manifest(
+            step=_count("step", found["step"]),
+            position=_count("position", found["position"]),
+            world=_count("world", found["world"]),
             tensors={name: parse_tensor(entry) for name, entry in found["tensors"].items()},
             files=parse_files(found["files"]),
-            values=found["values"],
-            found=found["found"],
-            about=found["about"],
+            values=_object("values", found["values"]),
+            found=_object("found", found["found"]),
+            about=_object("about", found["about"]),
             line=parse_line(found.get("line", Line().to_json())),
         )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise damaged(f"{source} is no manifest: {type(error).__name__}: {error}") from error
+        _check_room(manifest)
+        return manifest
+    except MALFORMED as error:
+        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise damaged(f"{source} is no manifest: {reason}") from error
+
+
+def _object(what: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {kind_of(value)}, and not an object with names")
+    return value
+
+
+def _check_room(manifest: Manifest) -> None:
+    """Raises ValueError where tensors are larger than the files that are to have them."""
+    if manifest.world > len(manifest.files):
+        raise ValueError(
+            f"{manifest.world} ranks have written {len(manifest.files)} files, and each writes at least one"
+        )
+    needed = dict.fromkeys(manifest.files, 0)
+    for name, tensor in manifest.tensors.items():
+        for piece in tensor.pieces:
+            if piece.file not in needed:
+                raise ValueError(f"{name} is in {str(piece.file)[:80]}, which is none of its files")
+            needed[piece.file] += piece.region.size * ITEM_BYTES[tensor.dtype]
+        # What compression owes may be nothing here and there; there is at most one row for each rank.
+        if name.startswith(COMPRESSION) and tensor.num_bytes > manifest.world * manifest.num_bytes:
+            raise ValueError(f"{name} has {tensor.num_bytes:,} bytes, and all files {manifest.num_bytes:,}")
+    for file, num_bytes in needed.items():
+        if num_bytes > manifest.files[file].num_bytes:
+            have = manifest.files[file].num_bytes
+            raise ValueError(f"{file} has {have:,} bytes, and its tensors would have {num_bytes:,}")
 
 
 def head_line(head: bytes) -> Line | None:
     """Returns the line that the first bytes of a manifest tell; None where they do not."""
     found = re.search(rb'^  "line": (\[\[[0-9, \[\]]*\]\]),$', head, re.MULTILINE)
     try:
-        return None if found is None else parse_line(json.loads(found[1]))
+        return None if found is None else parse_line(parse_json(found[1]))
     except (CheckpointError, ValueError):
         return None
 
@@ -262,10 +336,21 @@ def tensor_entry(tensor: SavedTensor) -> dict[str, Any]:
 
 
 def parse_tensor(entry: Mapping[str, Any]) -> SavedTensor:
-    """Reads what ``tensor_entry`` gave."""
-    shape = tuple(entry["shape"])
-    pieces = tuple(SavedPiece(file=each["file"], region=_parse_region(shape, each)) for each in entry["pieces"])
-    return SavedTensor(shape=shape, dtype=entry["dtype"], pieces=pieces)
+    """Reads what ``tensor_entry`` gave. Raises one of ``MALFORMED`` for anything else."""
+    shape, dtype = parse_shape(entry["shape"]), entry["dtype"]
+    if dtype not in ITEM_BYTES:
+        raise ValueError(f"dtype {str(dtype)[:20]} is not known here; known are {', '.join(ITEM_BYTES)}")
+    size = math.prod(shape)
+    pieces = tuple(SavedPiece(file=each["file"], region=_parse_region(shape, size, each)) for each in entry["pieces"])
+    return SavedTensor(shape=shape, dtype=dtype, pieces=pieces)
+
+
+def parse_shape(value: Any) -> tuple[int, ...]:
+    """Returns a shape. Raises ValueError for anything else, and for one with more than 2^60 elements."""
+    is_shape = isinstance(value, list) and len(value) <= _MOST_DIMS and all(is_count(size) for size in value)
+    if not is_shape or math.prod(max(size, 1) for size in value) > 2**60:
+        raise ValueError(f"a shape is a list of up to {_MOST_DIMS} sizes, with up to 2^60 elements")
+    return tuple(value)
 
 
 def _region_entry(region: Region) -> dict[str, Any]:
@@ -277,16 +362,32 @@ def _region_entry(region: Region) -> dict[str, Any]:
     return entry
 
 
-def _parse_region(shape: tuple[int, ...], entry: Mapping[str, Any]) -> Region:
-    order = entry.get("order")
-    return Region(
+def _parse_region(shape: tuple[int, ...], size: int, entry: Mapping[str, Any]) -> Region:
+    begin, end = entry["begin"], entry["end"]
+    if "dim" not in entry and "order" not in entry and "spans" not in entry:  # most of them, and there may be many
+        if type(begin) is int and type(end) is int and 0 <= begin <= end <= size:
+            return Region(shape=shape, begin=begin, end=end)
+        raise ValueError(f"a piece is no interval of {size} elements")
+    dim, order = entry.get("dim"), entry.get("order")
+    if dim is not None:
+        dim = _count("dim", dim, len(shape) - 1)
+    if order is not None and sorted(order) != list(range(len(shape))):
+        raise ValueError(f"an order names each of {len(shape)} dims once")
+    most = 0 if dim is None else shape[dim]
+    spans = [(_count("a span", first, most), _count("a span", last, most)) for first, last in entry.get("spans", ())]
+    if (dim is None and spans) or any(last < first for first, last in spans):
+        raise ValueError("spans are those of a dim, each from its first to its last")
+    region = Region(
         shape=shape,
-        begin=entry["begin"],
-        end=entry["end"],
-        dim=entry.get("dim"),
-        spans=tuple((first, last) for first, last in entry.get("spans", ())),
+        begin=_count("begin", begin),
+        end=_count("end", end),
+        dim=dim,
+        spans=tuple(spans),
         order=None if order is None else tuple(order),
     )
+    if not region.begin <= region.end <= math.prod(region.local_shape):
+        raise ValueError(f"a piece from {region.begin} to {region.end} of {math.prod(region.local_shape)} elements")
+    return region
 
 
 def _table(rows: Mapping[str, Any]) -> str:

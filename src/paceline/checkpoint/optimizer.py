@@ -21,11 +21,10 @@ from torch.utils._pytree import tree_leaves
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import encode
+from paceline.checkpoint.values import GROUP, REST
 from paceline.errors import MisfitError, UsageError
 from paceline.shards import Shard, whole_region
 
-_GROUP = "group/"
-_REST = "optimizer"
 _MEMBERS = ("params", "param_names")
 _WHOLE = "step"  # one value for the parameter, also where that has one element itself
 _SMALL = 64  # elements: fewer are kept as values
@@ -42,7 +41,7 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
     found: dict[str, Any] = {}
     for saved, group in zip(packed["param_groups"], optimizer.param_groups, strict=True):
         settings = {key: value for key, value in saved.items() if key not in _MEMBERS}
-        label = f"{_GROUP}{zlib.crc32(json.dumps(encode(settings, 'a parameter group')).encode()):08x}"
+        label = f"{GROUP}{zlib.crc32(json.dumps(encode(settings, 'a parameter group')).encode()):08x}"
         for number, parameter in zip(saved["params"], group["params"], strict=True):
             shard = _shard_of(by_id, parameter)
             state = packed["state"].get(number, {})
@@ -59,7 +58,7 @@ def _rest(packed: Mapping[str, Any], numbers: Collection[int]) -> dict[str, Any]
     """Returns what an optimizer of the user's own keeps besides, in the packed state and beside it."""
     state = {key: value for key, value in packed["state"].items() if key not in numbers}
     beside = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    return {_REST: {"state": state, "beside": beside}} if state or beside else {}
+    return {REST: {"state": state, "beside": beside}} if state or beside else {}
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
@@ -82,7 +81,7 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
             rows[-1]["params"].append(number)
             number += 1
     try:
-        rest = checkpoint.found.get(_REST, {"state": {}, "beside": {}})
+        rest = checkpoint.found.get(REST, {"state": {}, "beside": {}})
         optimizer.load_state_dict({**rest["beside"], "state": {**rest["state"], **state}, "param_groups": rows})
     except (RuntimeError, ValueError, KeyError) as error:
         raise MisfitError(str(error)) from error

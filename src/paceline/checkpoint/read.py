@@ -7,7 +7,6 @@ gaps of less than 64 KiB. Memory: one chunk, or a copy of 64 MiB where the tenso
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -15,12 +14,16 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.coverage import check_coverage
 from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import MODEL, HasShards, Manifest, SavedTensor, damaged
-from paceline.checkpoint.storage import FileStore, storage_of
-from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_header, read_runs
+from paceline.checkpoint.header import Header, read_header
+from paceline.checkpoint.manifest import ITEM_BYTES, MODEL, HasShards, Manifest, SavedPiece, SavedTensor, damaged
+from paceline.checkpoint.storage import FileStore, file_in, storage_of
+from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_runs
+from paceline.checkpoint.values import check_found
 from paceline.errors import CheckpointError, MisfitError
 from paceline.shards import Region, Shard, common_runs, whole_region
+from paceline.untrusted import parse_json_object
 
 _STAGE_BYTES = 2**26
 
@@ -32,7 +35,7 @@ class Checkpoint:
         self.path = path
         self.manifest = manifest
         self._storage = storage
-        self._headers: dict[str, dict[str, tuple[int, int]]] = {}
+        self._headers: dict[str, tuple[Path, Header]] = {}
 
     @property
     def step(self) -> int:
@@ -52,16 +55,18 @@ class Checkpoint:
     @cached_property
     def found(self) -> dict[str, Any]:
         """What single ranks knew, and all may need."""
-        return {name: decode(value) for name, value in self.manifest.found.items()}
+        return decode_found(self.manifest)
 
     def own(self, rank: int) -> dict[str, Any]:
         """Returns the values of one of the ranks that saved it."""
-        path = self.path / f"rank-{rank:05d}.json"
+        path = file_in(self.path, f"rank-{rank:05d}.json")
         try:
-            found: dict[str, Any] = decode(json.loads(self._storage.read(path))["values"])
-            return found
-        except (OSError, ValueError, KeyError, TypeError) as error:
+            found = decode(parse_json_object(self._storage.read(path))["values"])
+        except (OSError, ValueError, KeyError) as error:
             raise damaged(f"{path} cannot be read: {error}") from error
+        if not isinstance(found, dict):
+            raise damaged(f"{path} cannot be read: its values are no dict")
+        return found
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors whose names begin so, by what follows."""
@@ -76,6 +81,9 @@ class Checkpoint:
         """Returns a region of a tensor, flat, or a whole one; zeros where nobody has saved anything."""
         saved = self._saved(name)
         wanted = whole_region(saved.shape) if region is None else region
+        if region is None:
+            for piece in saved.pieces:
+                self._place(piece, name, saved.dtype)  # before there is memory for it: the files may be smaller
         out = torch.zeros(wanted.size, dtype=dtype_of(saved.dtype))
         self._read(name, saved, wanted, out)
         return out.view(saved.shape) if region is None else out
@@ -117,10 +125,7 @@ class Checkpoint:
             length = int(runs.length.sum())
             if length == 0:
                 continue
-            start, end = self._place(piece.file, name)
-            path = self.path / piece.file
-            if end - start != piece.region.size * itemsize:
-                raise CheckpointError(f"{name} has {end - start} bytes in {path}, not those of {piece.region}")
+            path, start = self._place(piece, name, saved.dtype)
             try:
                 read_runs(self._storage, path, start, runs, memory, itemsize)
             except (OSError, EOFError) as error:
@@ -128,13 +133,20 @@ class Checkpoint:
             count += length
         return count
 
-    def _place(self, file: str, name: str) -> tuple[int, int]:
-        if file not in self._headers:
-            self._headers[file] = read_header(self._storage, self.path / file)
-        place = self._headers[file].get(name)
+    def _place(self, piece: SavedPiece, name: str, dtype: str) -> tuple[Path, int]:
+        """Returns the file of a piece, and where its bytes begin. Raises CheckpointError if some are missing."""
+        if piece.file not in self._headers:
+            path = file_in(self.path, piece.file)
+            self._headers[piece.file] = path, read_header(self._storage, path)
+        path, header = self._headers[piece.file]
+        place, wanted = header.tensors.get(name), piece.region.size * ITEM_BYTES[dtype]
         if place is None:
-            raise damaged(f"{self.path / file} is damaged: it has no {name}")
-        return place
+            raise damaged(f"{path} is damaged: it has no {name}")
+        if (place.dtype, place.num_bytes) != (dtype, wanted):
+            raise damaged(
+                f"{path} is damaged: {name} has {place.num_bytes} bytes of {place.dtype}, not {wanted} of {dtype}"
+            )
+        return path, place.begin
 
     def _saved(self, name: str) -> SavedTensor:
         saved = self.manifest.tensors.get(name)
@@ -144,9 +156,18 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path, storage: FileStore | None = None) -> Checkpoint:
-    """Opens a checkpoint. Raises CheckpointError when it is none, or cannot be read."""
+    """Opens a checkpoint. Raises CheckpointError when it is none, cannot be read, or lacks a part of a tensor."""
     storage = storage or storage_of(path)
-    return Checkpoint(path, read_manifest(path, storage), storage)
+    manifest = read_manifest(path, storage)
+    check_coverage(path, manifest)
+    return Checkpoint(path, manifest, storage)
+
+
+def decode_found(manifest: Manifest) -> dict[str, Any]:
+    """Returns what single ranks knew. Raises CheckpointError for what is no state of an optimizer."""
+    found = {name: decode(value) for name, value in manifest.found.items()}
+    check_found(found)
+    return found
 
 
 def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:

@@ -11,6 +11,7 @@ from paceline.checkpoint.find import is_whole, spots_in, step_of, verify_checkpo
 from paceline.checkpoint.manifest import Line, newest_line
 from paceline.checkpoint.storage import FileStore, is_remote, storage_of
 from paceline.errors import CheckpointError
+from paceline.untrusted import is_count
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,15 +29,16 @@ class Retention:
 
 
 def retention_of(settings: Mapping[str, Any]) -> Retention:
-    """Returns the policy that the values of a config's ``checkpoint`` section ask for; a saved one may lack some."""
-    metric = settings.get("best_metric", "eval_loss")
-    usual: Literal["min", "max"] = "max" if metric == "eval_accuracy" else "min"
+    """Returns the policy that a config's ``checkpoint`` section asks for; a saved one may have other values."""
+    metric = str(settings.get("best_metric", "eval_loss"))
+    mode = settings.get("best_mode") or ("max" if metric == "eval_accuracy" else "min")
+    last, every, best = (settings.get(name) for name in ("keep", "keep_every", "keep_best"))
     return Retention(
-        last=settings.get("keep"),
-        every=settings.get("keep_every"),
-        best=settings.get("keep_best", 0),
+        last=last if is_count(last) else None,
+        every=every if is_count(every) and every else None,
+        best=best if is_count(best) else 0,
         metric=metric,
-        mode=settings.get("best_mode") or usual,
+        mode="max" if mode == "max" else "min",
     )
 
 

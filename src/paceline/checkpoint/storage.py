@@ -27,8 +27,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
-from paceline.checkpoint.manifest import MANIFEST, SavedFile
+from paceline.checkpoint.manifest import MANIFEST, SavedFile, damaged
 from paceline.errors import CheckpointError, UsageError
+from paceline.untrusted import file_inside, open_regular, plain_name, read_regular
 
 _REMOTE = re.compile(r"^([a-z][a-z0-9+.-]+):/+")  # a single letter is a drive
 _ROOTED = ("file", "local", "memory")  # whose paths begin with a slash
@@ -43,6 +44,8 @@ _READING = {
     errno.EACCES: _UNREADABLE,
     errno.EPERM: _UNREADABLE,
     errno.ENOENT: ("it is gone, or never was there", "check the path, or use another checkpoint"),
+    errno.ENOTSUP: ("plain files alone are read", "copy the file itself there, or use another checkpoint"),
+    errno.EFBIG: ("manifests and values are small", "use another checkpoint"),
 }
 _FORBIDDEN = ("nobody but its owner may write there", "name another place, or give yourself the permission")
 _WRITING = {
@@ -116,10 +119,10 @@ class LocalFiles:
         return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
 
     def read(self, path: Path) -> bytes:
-        return path.read_bytes()
+        return read_regular(path)
 
     def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             for offset, buffer in spans:
                 file.seek(offset)
                 view = buffer
@@ -136,7 +139,7 @@ class LocalFiles:
             return None
 
     def digest(self, path: Path) -> str:
-        with path.open("rb", buffering=0) as file:
+        with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def names(self, path: Path) -> list[str]:
@@ -244,6 +247,21 @@ class RemoteFiles:
             self._files.rm(url_of(path), recursive=True)
         elif self._files.isdir(url_of(path)):
             self._files.rmdir(url_of(path))
+
+
+def file_in(folder: Path, name: str) -> Path:
+    """Returns the path of a file of a checkpoint. Raises CheckpointError for a path or link that leads elsewhere."""
+    try:
+        found = _REMOTE.match(folder.as_posix())
+        if found is None:
+            return file_inside(folder, name)
+        if found[1] in ("file", "local"):  # by fsspec's way, which opens pipes, too
+            path = file_inside(Path("/", folder.as_posix()[found.end() :]), name)
+            if path.exists() and not path.is_file():
+                raise ValueError(f"{name!r} is not a plain file")
+        return folder / plain_name(name)
+    except ValueError as error:
+        raise damaged(f"{url_of(folder)} is damaged: {error}") from error
 
 
 def put_in_place(storage: FileStore, partial: Path, final: Path) -> None:

@@ -5,14 +5,7 @@
 A writer needs the sizes first, which it knows, and then one chunk of one tensor at a time. A reader needs the header,
 and then the ranges of bytes that it wants. Any other program for this format reads the files, too.
 
-Plain values are kept as JSON, exactly: numbers, texts, lists, tuples, dicts with any of these as keys, small tensors.
-Nothing else is taken, so that reading a checkpoint never runs code of whoever wrote it.
-
-    7, "a", [1, 2]          themselves
-    (1, 2)                  {"tuple": [1, 2]}
-    nan, inf                {"float": "nan"}
-    {"a": 1}, {3: 1}        {"dict": [["a", 1]]}, {"dict": [[3, 1]]}
-    a tensor                {"tensor": "<base64>", "dtype": "F32", "shape": [2]}
+``values.py`` says how plain values are kept.
 """
 
 from __future__ import annotations
@@ -30,16 +23,16 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from paceline.checkpoint.manifest import damaged
-from paceline.checkpoint.storage import FileStore, cannot_read
+from paceline.checkpoint.storage import FileStore
+from paceline.checkpoint.values import decode_with
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import Region, Runs
 
 CHUNK_BYTES = 2**24
-NO_HEADER = (EOFError, ValueError, KeyError, TypeError, IndexError, AttributeError)
 Progress: TypeAlias = Callable[[int], None]  # hears of bytes that were read or written
 _GAP_BYTES = 2**16  # a gap of less than this is read too, in one go with what is around it
 _LONG_BYTES = 2**20  # a run of so many goes straight to where it belongs
+_MOST_LEVELS = 50  # of values within values; each takes up to three of JSON
 _SHORT = 64  # elements: runs of fewer are scattered all at once
 _CODES = {
     torch.float64: "F64",
@@ -149,33 +142,6 @@ def host_bytes(flat: torch.Tensor) -> memoryview:
     return flat.view(torch.uint8).numpy().data
 
 
-def parse_header(storage: FileStore, path: Path) -> tuple[dict[str, Any], int]:
-    """Returns the header of a file, and where its tensors' bytes begin. Raises one of ``NO_HEADER`` for other files."""
-    total = storage.size(path)
-    if total is not None and total < 8:
-        raise ValueError(f"it has {total} bytes")
-    length = bytearray(8)
-    storage.read_into(path, [(0, memoryview(length))])
-    (size,) = struct.unpack("<Q", length)
-    if total is None or size > total:
-        raise ValueError(f"a header of {size} bytes in a file of {total}")
-    text = bytearray(size)
-    storage.read_into(path, [(8, memoryview(text))])
-    return json.loads(text), 8 + size
-
-
-def read_header(storage: FileStore, path: Path) -> dict[str, tuple[int, int]]:
-    """Returns where in a file each tensor's bytes begin and end. Raises CheckpointError for another kind of file."""
-    try:
-        header, start = parse_header(storage, path)
-        offsets = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
-        return {name: (start + first, start + last) for name, (first, last) in offsets.items()}
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    except NO_HEADER as error:
-        raise damaged(f"{path} is not a file of tensors: {error}") from error
-
-
 def read_runs(storage: FileStore, path: Path, start: int, runs: Runs, out: memoryview, itemsize: int) -> None:
     """Fills ``out`` with runs of a tensor whose bytes begin at ``start``: ``ours`` in it, ``theirs`` in the file."""
     if len(runs.length) == 0:
@@ -224,8 +190,13 @@ def shown_shape(region: Region) -> tuple[int, ...]:
     return region.local_shape if region.is_whole_part else (region.size,)
 
 
-def encode(value: Any, where: str = "the state") -> Any:
+def encode(value: Any, where: str = "the state", level: int = 0) -> Any:
     """Returns a value as JSON values. Raises CheckpointError, naming the place, for what cannot be saved."""
+    if level > _MOST_LEVELS:
+        raise CheckpointError(
+            f"{where[:60]}... is nested more than {_MOST_LEVELS} levels deep\n  such a value could not be read back\n"
+            "  leave it out, or make it flatter"
+        )
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | str):
@@ -233,11 +204,15 @@ def encode(value: Any, where: str = "the state") -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": repr(value)}
     if isinstance(value, list):
-        return [encode(each, f"{where}[{index}]") for index, each in enumerate(value)]
+        return [encode(each, f"{where}[{index}]", level + 1) for index, each in enumerate(value)]
     if isinstance(value, tuple):
-        return {"tuple": [encode(each, f"{where}[{index}]") for index, each in enumerate(value)]}
+        parts = [encode(each, f"{where}[{index}]", level + 1) for index, each in enumerate(value)]
+        return {"tuple": parts}
     if isinstance(value, dict):
-        return {"dict": [[encode(key, where), encode(each, f"{where}.{key}")] for key, each in value.items()]}
+        rows = value.items()
+        return {
+            "dict": [[encode(key, where, level + 1), encode(each, f"{where}.{key}", level + 1)] for key, each in rows]
+        }
     if isinstance(value, torch.Tensor):
         flat = value.detach().cpu().contiguous().reshape(-1)
         text = base64.b64encode(host_bytes(flat)).decode("ascii") if flat.numel() else ""
@@ -249,18 +224,11 @@ def encode(value: Any, where: str = "the state") -> Any:
 
 
 def decode(value: Any) -> Any:
-    """Returns what ``encode`` was given."""
-    if isinstance(value, list):
-        return [decode(each) for each in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        raw = bytearray(base64.b64decode(value["tensor"]))
-        dtype = dtype_of(value["dtype"])
-        flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
-        return flat.reshape(value["shape"])
-    if "tuple" in value:
-        return tuple(decode(each) for each in value["tuple"])
-    if "float" in value:
-        return float(value["float"])
-    return {decode(key): decode(each) for key, each in value["dict"]}
+    """Returns what ``encode`` was given. Raises CheckpointError for what it never gave."""
+    return decode_with(value, _tensor)
+
+
+def _tensor(raw: bytearray, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    kind = dtype_of(dtype)
+    flat = torch.frombuffer(raw, dtype=torch.uint8).view(kind) if raw else torch.empty(0, dtype=kind)
+    return flat.reshape(shape)

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -24,8 +23,8 @@ from typing import Any
 
 import torch
 
+from paceline.checkpoint.coverage import coverage_problems
 from paceline.checkpoint.manifest import (
-    COMPRESSION,
     MANIFEST,
     Line,
     Manifest,
@@ -52,6 +51,7 @@ from paceline.checkpoint.tensors import (
 )
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard
+from paceline.untrusted import parse_json_object
 
 _SMALL_BYTES = 2**16  # what several ranks hold is cut among them, unless it is small
 
@@ -221,7 +221,7 @@ def _merged(target: Target, plain: State) -> Manifest:
     for rank in range(target.world):
         name = f"rank-{rank:05d}.json"
         text = storage.read(target.partial / name)
-        part = json.loads(text)
+        part = parse_json_object(text)
         files[name] = SavedFile(num_bytes=len(text), sha256=hashlib.sha256(text).hexdigest())
         files |= parse_files(part["files"])
         for each, entry in part["tensors"].items():
@@ -258,6 +258,5 @@ def _add(tensors: dict[str, SavedTensor], name: str, found: SavedTensor) -> None
 def _check_complete(target: Target, tensors: Mapping[str, SavedTensor]) -> None:
     """Raises CheckpointError where the ranks have not written all of a tensor: a bug of who made the shards."""
     for name, tensor in tensors.items():
-        size, found = math.prod(tensor.shape), sum(piece.region.size for piece in tensor.pieces)
-        if found != size and not name.startswith(COMPRESSION):  # what compression owes may be nothing here and there
-            raise CheckpointError(f"cannot write a checkpoint to {target.final}: {found} of {size} elements of {name}")
+        for problem in coverage_problems(name, tensor):
+            raise CheckpointError(f"cannot write a checkpoint to {target.final}: {name}: {problem}")

@@ -27,7 +27,8 @@ from typing import Any, SupportsFloat
 import torch
 from torch import nn
 
-from paceline.checkpoint.find import choose_checkpoint, list_checkpoints
+from paceline.checkpoint.find import find_checkpoint
+from paceline.checkpoint.loops import warn_of
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
@@ -400,13 +401,8 @@ class DistributedTrainer:
         where = self.checkpoint_dir if path is None else Path(path)
 
         def choose() -> Path:
-            choice = choose_checkpoint([where] if (where / "manifest.json").is_file() else list_checkpoints(where))
-            if choice is None:
-                raise CheckpointError(
-                    f"no checkpoint in {where}\n  save_checkpoint writes folders step-<number> into checkpoint_dir\n"
-                    "  check the path, or start without loading"
-                )
-            return choice.path
+            fix = "save_checkpoint writes into checkpoint_dir: check the path, or start without loading"
+            return find_checkpoint(str(where), where, tell=warn_of, fix=fix)
 
         return ask_first_rank(self.engine.comm, choose)
 

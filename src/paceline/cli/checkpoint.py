@@ -225,6 +225,9 @@ def take(
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
     kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by what is there]"),
     prefix: str = typer.Option("", help="Take this off the names, such as 'module.'."),
+    allow_pickle: bool = typer.Option(
+        False, "--allow-pickle", help="Open torch files and DCP folders, which are pickles: trust who wrote them."
+    ),
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
@@ -233,6 +236,9 @@ def take(
     The model's weights are taken, and the optimizer's state where the format has it by parameters' names. A folder of
     Hugging Face with a Llama or GPT-2 becomes the package's GPT.
 
+    safetensors is read without asking. A torch file or a DCP folder is a pickle, which can hold code: it is opened
+    with --allow-pickle alone, and then read as tensors and plain values, never as code.
+
     Examples:
 
       paceline checkpoint import model.safetensors start
@@ -240,13 +246,16 @@ def take(
       paceline train configs/gpt_small.yaml --resume start
 
       paceline checkpoint import llama-folder start
+
+      paceline checkpoint import model.pt start --allow-pickle
     """
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
 
     if kind is not None:
         _check_word("--format", kind, ("safetensors", "torch", "dcp"))
     with _reading():
-        found = open_incoming(source, cast("Format", kind) if kind is not None else format_of(source), prefix)
+        chosen = cast("Format", kind) if kind is not None else format_of(source)
+        found = open_incoming(source, chosen, prefix, allows_pickle=allow_pickle)
     with _progress("writing", found.num_bytes, as_json) as tell:
         path = save_incoming(found, Path(target), str(source), progress=tell, may_replace=force)
     text.show_written("imported", path, as_json=as_json)

@@ -50,7 +50,7 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     reason = about.get("reason", "a call")
     echo(f"  step {manifest.step}, {manifest.position:,} samples consumed, saved because of: {reason}")
     echo(
-        f"  written by {_world(manifest.world, str(about.get('strategy', '')), about.get('mesh') or {})} into "
+        f"  written by {_world(manifest.world, str(about.get('strategy', '')), manifest.mesh)} into "
         f"{len(manifest.files)} files, {format_bytes(manifest.num_bytes)}"
     )
     kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in found.bytes_by_kind.items())

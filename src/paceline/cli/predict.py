@@ -75,7 +75,7 @@ def predict(
         print_json(found.to_json() | more | cost)
     else:
         if alone := why_not_sharded(asked, count):
-            typer.echo(f"{alone}\n")
+            echo(f"{alone}\n")
         for line in [*describe(found, batch, price), *_ways_out(found, asked, batch, config, cluster)]:
             echo(line)
         if trace is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -17,7 +17,9 @@ from typing import Annotated, Any, Literal, TypeVar
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from paceline.bounded_yaml import MOST_BYTES, load_shipped, load_yaml
 from paceline.errors import UsageError
+from paceline.untrusted import read_regular
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -150,31 +152,20 @@ _PROBLEMS = {
 }
 
 
-_FAST = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # in C: ten times as fast, half a second for what is shipped
-
-
-def read_yaml(text: str) -> Any:
-    """Returns the plain values in YAML. Raises YAMLError with the words of PyYAML's own parser, which say more."""
-    try:
-        return yaml.load(text, Loader=_FAST)  # both are safe
-    except yaml.YAMLError:
-        return yaml.safe_load(text)
-
-
 @cache
 def shipped() -> CatalogFile:
     found = CatalogFile()
     folder = resources.files("paceline.cluster").joinpath("catalog")
     for item in sorted(folder.iterdir(), key=lambda each: each.name):
         if item.name.endswith(".yaml"):
-            found = found.with_file(parse_catalog(item.read_text(encoding="utf-8"), item.name))
+            found = found.with_file(parse_catalog(item.read_text(encoding="utf-8"), item.name, load_shipped))
     return found
 
 
 def read_catalog(path: Path) -> CatalogFile:
     """Reads a file of entries, as ``paceline calibrate`` writes one. Raises UsageError that names file and field."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, 4 * MOST_BYTES).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
             f"{path} cannot be read: {error}\n  a catalog entry is a YAML file\n"
@@ -183,10 +174,10 @@ def read_catalog(path: Path) -> CatalogFile:
     return parse_catalog(text, str(path))
 
 
-def parse_catalog(text: str, source: str) -> CatalogFile:
+def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml) -> CatalogFile:
     rule = "  a catalog file has devices, links, networks and nodes by name: see docs/clusters.md"
     try:
-        content: Any = read_yaml(text)
+        content: Any = load(text)
         return CatalogFile.model_validate({} if content is None else content)
     except yaml.YAMLError as error:
         raise UsageError(f"{source} is not YAML: {_yaml_problem(error)}\n{rule}") from error

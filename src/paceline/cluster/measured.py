@@ -6,7 +6,6 @@ record in place of the formulas.
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.cluster.costs import Algorithm, Placement
 from paceline.errors import UsageError
+from paceline.untrusted import parse_json, read_regular
 
 Choice: TypeAlias = Literal["native"] | Algorithm
 _CHOICES: tuple[Choice, ...] = ("native", *get_args(Algorithm))
@@ -64,8 +64,8 @@ def read_table(path: Path, where: Placement) -> MeasuredTable:
     Raises UsageError for a file that is no such record, or that says nothing, or two things, about the placement.
     """
     try:
-        found = list(_points(json.loads(path.read_text(encoding="utf-8"))["rows"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = list(_points(parse_json(read_regular(path))["rows"]))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or f"{type(error).__name__}: {error}"
         raise UsageError(f"{path} is no record of all-reduces: {why}\n  a benchmark writes one\n{_FIX}") from error
     here = [(choice, size, seconds) for place, choice, size, seconds in found if place == (where.ranks, where.hosts)]

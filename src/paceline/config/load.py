@@ -10,6 +10,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from paceline.bounded_yaml import MOST_BYTES
 from paceline.config.checks import run_checks
 from paceline.config.fields import known_fields
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
@@ -152,7 +153,8 @@ class _AskedValues:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            return file.read(4 * MOST_BYTES + 1).decode("utf-8")  # a device may never end; a longer text is refused
     except FileNotFoundError:
         where = f"a relative path starts at {Path.cwd()}"
         problem = Problem(what=f"{path} does not exist", rule=where, fix=_suggest_file(path))

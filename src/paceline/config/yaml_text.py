@@ -1,36 +1,21 @@
 """YAML as configs use it: text to plain values with their lines, and back.
 
-The scalars follow YAML 1.2, so that what looks like a number is one: ``3e-4`` is a number (YAML 1.1 reads text),
-``010`` is 10 (not 8), ``12:30`` and ``2024-01-01`` are text, and only ``true`` and ``false`` are booleans. The dumper
-knows the same rules, so that text which looks like a number is quoted and a dump reads back as it was.
+``bounded_yaml.py`` reads it. The dumper knows its rules for scalars, so that text which looks like a number is quoted
+and a dump reads back as it was.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
+from paceline.bounded_yaml import SCALARS, TAG, BoundedLoader, BoundError, load_yaml, yaml_errors
 from paceline.errors import ConfigError, Problem
 
-_TAG = "tag:yaml.org,2002:"
-_MERGE = _TAG + "merge"
-# Tag, pattern, first characters; the first that matches wins. An empty value has the first character "".
-_SCALARS: tuple[tuple[str, str, Iterable[str]], ...] = (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
-    ("float", r"[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)(?:[eE][-+]?[0-9]+)?", "-+0123456789."),
-    ("float", r"[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)", "-+."),
-    ("null", r"~|null|Null|NULL|", ("~", "n", "N", "")),
-    ("merge", r"<<", "<"),
-)
-
-
-class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012  the base declares it as a plain class attribute
+_MERGE = TAG + "merge"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -42,14 +27,12 @@ class _Dumper(yaml.SafeDumper):
 
 def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     # Only double quotes keep every character: PyYAML folds some line breaks of Unicode in the other styles.
-    return dumper.represent_scalar(_TAG + "str", text, style=None if text.isprintable() else '"')
+    return dumper.represent_scalar(TAG + "str", text, style=None if text.isprintable() else '"')
 
 
-for _name, _pattern, _first in _SCALARS:
-    _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})$"), list(_first))
-    _Dumper.add_implicit_resolver(_TAG + _name, re.compile(f"(?:{_pattern})$"), list(_first))
-_Loader.add_constructor(_TAG + "int", lambda _, node: int(node.value.replace("_", "")))
-_Dumper.add_representer(list, lambda dumper, each: dumper.represent_sequence(_TAG + "seq", each, flow_style=True))
+for _name, _pattern, _first in SCALARS:
+    _Dumper.add_implicit_resolver(TAG + _name, re.compile(f"(?:{_pattern})$"), list(_first))
+_Dumper.add_representer(list, lambda dumper, each: dumper.represent_sequence(TAG + "seq", each, flow_style=True))
 _Dumper.add_representer(str, _represent_text)
 
 
@@ -68,14 +51,15 @@ def parse_document(text: str, source: str) -> Document:
     """
     survey = _Survey()
     try:
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return Document(values={})
-        survey.visit(node, "", ())
-        if survey.problems:
-            raise ConfigError(survey.problems, source=source)
-        values = loader.construct_document(node)
+        with yaml_errors():
+            loader = BoundedLoader(text)
+            node = loader.get_single_node()
+            if node is None:
+                return Document(values={})
+            survey.visit(node, "")
+            if survey.problems:
+                raise ConfigError(survey.problems, source=source)
+            values = loader.construct_document(node)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error)], source=source) from error
     if values is None:
@@ -88,7 +72,7 @@ def parse_document(text: str, source: str) -> Document:
 def parse_value(text: str) -> Any:
     """Reads the value of an override. Raises ConfigError with the problem."""
     try:
-        return yaml.load(text, Loader=_Loader)
+        return load_yaml(text)
     except yaml.YAMLError as error:
         raise ConfigError([_syntax_problem(error)], source="override") from error
 
@@ -107,29 +91,25 @@ class _Survey:
         self.problems: list[Problem] = []
         self._visited: set[int] = set()
 
-    def visit(self, node: yaml.Node, path: str, ancestors: tuple[int, ...]) -> None:
+    def visit(self, node: yaml.Node, path: str) -> None:
         """Visits a node once, however often the document refers to it."""
-        if id(node) in ancestors:
-            what = f"line {node.start_mark.line + 1}: {path} refers to itself"
-            self.problems.append(Problem(what=what, rule="a config is a tree", fix="remove the alias"))
         if id(node) in self._visited:
             return
         self._visited.add(id(node))
-        inside = (*ancestors, id(node))
         if isinstance(node, yaml.SequenceNode):
             for child in node.value:
-                self.visit(child, path, inside)
+                self.visit(child, path)
         elif isinstance(node, yaml.MappingNode):
-            self._visit_mapping(node, path, inside)
+            self._visit_mapping(node, path)
 
-    def _visit_mapping(self, node: yaml.MappingNode, path: str, inside: tuple[int, ...]) -> None:
+    def _visit_mapping(self, node: yaml.MappingNode, path: str) -> None:
         seen: dict[str, int] = {}
         for key, value in node.value:
             line = key.start_mark.line + 1
             if key.tag == _MERGE:
-                self.visit(value, path, inside)
+                self.visit(value, path)
                 continue
-            if key.tag != _TAG + "str":
+            if key.tag != TAG + "str":
                 shown = key.value if isinstance(key, yaml.ScalarNode) else "of several values"
                 fix = f"put it in quotes: '{shown}'" if isinstance(key, yaml.ScalarNode) else "use a word as the key"
                 what = f"line {line}: the key {shown or 'null'} is not text"
@@ -142,10 +122,14 @@ class _Survey:
                 self.problems.append(Problem(what=what, rule=rule, fix="remove one of them"))
             seen.setdefault(key.value, line)
             self.lines.setdefault(full, line)
-            self.visit(value, full, inside)
+            self.visit(value, full)
 
 
 def _syntax_problem(error: yaml.YAMLError) -> Problem:
+    if isinstance(error, BoundError):
+        mark = error.problem_mark
+        place = "" if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: "
+        return Problem(what=f"{place}{error.problem}", rule="YAML is read within bounds", fix="make it smaller")
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return Problem(what=f"this is not YAML: {error}", fix="save the file as UTF-8 text")
     mark = error.problem_mark

@@ -307,7 +307,7 @@ def _portable(error: BaseException | None) -> BaseException | None:
     if error is None:
         return None
     try:
-        copy: BaseException = pickle.loads(pickle.dumps(error))
+        copy: BaseException = pickle.loads(pickle.dumps(error))  # nosec B301  # its own
     except Exception:  # an exception of the user's that cannot be rebuilt; its name and text still can
         copy = RuntimeError(f"{type(error).__name__}: {error}")
     copy.add_note("in a loader worker:\n" + "".join(traceback.format_exception(error)))

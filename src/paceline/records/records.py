@@ -13,6 +13,7 @@ above its own.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import numbers
@@ -25,7 +26,10 @@ from typing import Any, Literal
 
 from pydantic_core import to_json
 
+from paceline.untrusted import open_regular, parse_json
+
 SCHEMA_VERSION = 1
+_MOST_BYTES = 2**20  # of a line
 
 EndStatus = Literal["done", "failed", "stopped"]
 
@@ -159,7 +163,7 @@ def to_line(record: Record) -> str:
 
 def parse_line(line: str | bytes) -> Record:
     """Reads one line back. Raises ValueError for another JSON value, type or schema, and where a field is missing."""
-    payload = json.loads(line)
+    payload = parse_json(line, _MOST_BYTES)
     if not isinstance(payload, dict):
         raise ValueError(f"a record is a JSON object, not {_excerpt(line)}")
     form = _FORMS_BY_NAME.get(str(payload.get("type")))
@@ -223,10 +227,12 @@ def strict_json(value: Any) -> Any:
 
 def _complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
     """Yields each line that ends in a newline, with the offset behind it."""
-    with path.open("rb") as file:
+    with open_regular(path) as raw, io.BufferedReader(raw) as file:
         file.seek(offset)
-        for line in file:
+        while line := file.readline(_MOST_BYTES + 1):
             if not line.endswith(b"\n"):
+                if len(line) > _MOST_BYTES:
+                    raise ValueError(f"{path} has a line of more than {_MOST_BYTES:,} bytes, and a record has less")
                 return
             offset += len(line)
             yield line, offset
@@ -260,8 +266,9 @@ class _Form:
             if name in payload:
                 try:
                     values[name] = reader(payload[name])
-                except (TypeError, ValueError):
-                    raise ValueError(f"record of type {self.name} has {name} = {payload[name]!r}") from None
+                except (TypeError, ValueError, OverflowError):
+                    shown = repr(payload[name])[:80]
+                    raise ValueError(f"record of type {self.name} has {name} = {shown}") from None
         return self.record_class(**values)
 
 

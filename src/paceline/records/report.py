@@ -21,6 +21,7 @@ for a step is the last attempt that rank 0 (or the lowest rank there is) made at
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -397,8 +398,12 @@ def _comings(summary: RunSummary) -> list[str]:
 
 def _doubts(summary: RunSummary) -> list[str]:
     """Returns what a reader must know before trusting the figures."""
-    missing = sorted(set(range(summary.world_size)) - {rank.rank for rank in summary.ranks})
+    there = {rank.rank for rank in summary.ranks if 0 <= rank.rank < summary.world_size}
+    num_missing = summary.world_size - len(there)
+    missing = itertools.islice((rank for rank in itertools.count() if rank not in there), max(min(num_missing, 8), 0))
     doubts = [f"rank {rank} left no records: the figures are of the other ranks" for rank in missing]
+    if num_missing > len(doubts):
+        doubts.append(f"and so did {num_missing - len(doubts):,} more ranks")
     most = max(rank.steps + rank.absent_steps for rank in summary.ranks)
     return doubts + [
         f"rank {rank.rank} recorded {rank.steps} of the {most - rank.absent_steps} steps in which it was there"

@@ -13,7 +13,6 @@ import contextlib
 import errno
 import fcntl
 import glob
-import json
 import os
 import shutil
 import time
@@ -25,6 +24,7 @@ import psutil
 
 from paceline.errors import RunFolderError
 from paceline.plan.plan import Plan
+from paceline.untrusted import parse_json_object, read_regular
 
 _PARTS = ("records", "checkpoints", "logs")
 _LEFTOVER_S = 60.0
@@ -140,9 +140,8 @@ def read_plan(path: Path) -> Plan | None:
     """
     pending = _pending(path, _PLAN)
     try:
-        text = (pending if pending.is_file() else path / _PLAN).read_text(encoding="utf-8")
-        return Plan.from_json(json.loads(text))
-    except (OSError, ValueError, KeyError, TypeError):
+        return Plan.from_json(parse_json_object(read_regular(pending if pending.is_file() else path / _PLAN)))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

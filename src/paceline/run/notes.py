@@ -27,6 +27,7 @@ from paceline.config.sections import RecoveryConfig
 from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
 from paceline.health.failure import Failure, failure_of_verdict
 from paceline.health.verdict import HangVerdict
+from paceline.untrusted import parse_json_object, read_regular
 
 _STEPS = struct.Struct("<qq")
 
@@ -113,7 +114,7 @@ def write_failure(folder: Path, failure: Failure) -> None:
 
 def read_failures(folder: Path) -> list[Failure]:
     paths = sorted(folder.glob(FAILURES))
-    return [Failure(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [Failure(**parse_json_object(read_regular(path))) for path in paths]
 
 
 # Preemption
@@ -151,7 +152,7 @@ def note_hang(folder: Path, verdict: HangVerdict) -> None:
 def hung_attempts(folder: Path) -> list[FailedAttempt]:
     """Returns the attempts of this run that ended with a verdict, the last one last."""
     paths = sorted((folder / "health").glob("hang-*.json"))
-    return [FailedAttempt(**json.loads(path.read_text(encoding="utf-8"))) for path in paths]
+    return [FailedAttempt(**parse_json_object(read_regular(path))) for path in paths]
 
 
 def is_over(folder: Path, policy: RecoveryConfig) -> bool:

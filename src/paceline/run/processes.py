@@ -122,7 +122,7 @@ def _collect(receivers: list[Any], processes: list[Any], timeout_s: float) -> li
         for receiver in ready:
             rank = pending[receiver]
             try:
-                is_ok, value = pickle.loads(receiver.recv_bytes())
+                is_ok, value = pickle.loads(receiver.recv_bytes())  # nosec B301  # from a child
             except EOFError:
                 processes[rank].join()
                 raise LaunchError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
@@ -146,7 +146,7 @@ def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineErro
 
 def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection, where: bytes) -> None:
     end_with_parent(os.getppid())
-    place: RankHost | None = pickle.loads(where)
+    place: RankHost | None = pickle.loads(where)  # nosec B301  # from the parent
     if place is not None:
         place.enter()
     keep_to_own_cores(rank, ranks, threads)
@@ -166,7 +166,7 @@ def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, send
 
     torch.set_num_threads(threads)
     try:
-        function, args = pickle.loads(task)
+        function, args = pickle.loads(task)  # nosec B301  # from the parent
         result = function(connect("gloo", device="cpu"), *args)
         _send(sender, (True, result))
         disconnect()
@@ -182,7 +182,7 @@ def _send(sender: Connection, value: Any) -> None:
 def _portable(error: BaseException) -> BaseException:
     """Returns the error if it can be pickled, or one that says the same."""
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(error))  # nosec B301  # its own
     except Exception:
         return RuntimeError(f"{type(error).__name__}: {error}")
     return error

@@ -32,7 +32,7 @@ Times = dict["Action", tuple[float, float]]
 
 COMPUTE_KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 MESSAGE_KINDS: tuple[Kind, ...] = ("SF", "RF", "SB", "RB")
-_FORM = re.compile(rf"({'|'.join(sorted(get_args(Kind), key=len, reverse=True))})(\d+)(?:\.(\d+))?")
+_FORM = re.compile(rf"({'|'.join(sorted(get_args(Kind), key=len, reverse=True))})([0-9]{{1,9}})(?:\.([0-9]{{1,9}}))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ def parse_action(text: str) -> Action:
     found = _FORM.fullmatch(text.strip())
     if found is None or (found[1] == "R") != (found[3] is None):
         raise UsageError(
-            f"{text.strip()!r} is not an action\n"
+            f"{text.strip()[:80]!r} is not an action\n"
             f"  an action is its kind ({', '.join(get_args(Kind))}), its stage, a dot and its microbatch\n"
             "  write F0.3 for the forward of microbatch 3 in stage 0, R0 for the reduce of stage 0"
         )

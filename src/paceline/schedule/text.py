@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from paceline.errors import UsageError
 from paceline.schedule.grid import Action, Schedule, parse_action
 from paceline.schedule.measure import ScheduleMeasure, measure_schedule
+from paceline.untrusted import read_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,6 +40,7 @@ _COLOURS = {
 _LEGEND = {"F": "blue: forward", "B": "green: backward", "I": "green: backward to inputs", "W": "yellow: to weights"}
 _MOST_LABELS = 1500  # with more, they could not be read, and the picture would take minutes
 _HEADER_KEYS = ("schedule", "placement", "microbatches")
+_MOST_CELLS = 2**24
 _PAIR = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
 
 
@@ -62,7 +64,7 @@ def read_csv(path: Path) -> Schedule:
     Whether the schedule can run is for ``check_schedule`` to say.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read as a schedule: {error}\n  it must be a CSV file, in UTF-8") from error
     return parse_csv(text, source=str(path))
@@ -80,6 +82,10 @@ def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
         )
     rows = [_read_row(line, rank, source) for rank, line in enumerate(body)]
     slots = max(map(len, rows))
+    if len(rows) * slots > _MOST_CELLS:
+        raise UsageError(
+            f"{source} has {len(rows):,} rows of up to {slots:,} slots\n  a schedule has up to {_MOST_CELLS:,} cells"
+        )
     padded = tuple((*row, *[None] * (slots - len(row))) for row in rows)
     placement = _numbers(header, "placement", source) or _placement(rows, source)
     last = max((action.microbatch for row in rows for action in row if action), default=-1)

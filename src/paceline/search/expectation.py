@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.units import format_bytes, format_seconds
+from paceline.untrusted import parse_json, read_regular
 
 FILE = "prediction.json"
 
@@ -40,7 +41,7 @@ class Expectation:
     @classmethod
     def of_text(cls, text: str) -> Self:
         """Reads the content of the file. Raises ValueError where it is not such a one."""
-        values: Any = json.loads(text)
+        values: Any = parse_json(text)
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not set(values) <= known:
             raise ValueError(f"it is not an object with the keys {', '.join(sorted(known))}")
@@ -49,7 +50,11 @@ class Expectation:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 < value < float("inf")):
                 raise ValueError(f"{name} is {value!r}, and not a number above 0")
-        return cls(**{**values, "assumed": tuple(values.get("assumed", ()))})
+        assumed, fitted, reason = values.get("assumed", []), values.get("fitted", False), values.get("reason", "")
+        is_text = isinstance(assumed, list) and all(isinstance(each, str) for each in (*assumed, reason))
+        if not is_text or not isinstance(fitted, bool):
+            raise ValueError("assumed is a list of texts, fitted is true or false, and reason is text")
+        return cls(**{**values, "assumed": tuple(assumed)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +98,7 @@ def read_expectation(run_folder: Path) -> Expectation | None:
     """Returns what was expected of a run; None where nothing was. A file that cannot be read is a reason for none."""
     path = run_folder / FILE
     try:
-        return Expectation.of_text(path.read_text(encoding="utf-8"))
+        return Expectation.of_text(read_regular(path).decode("utf-8"))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -10,7 +10,6 @@ a dense MLP of width d:  attention and ends  +  L' (3 h (E f + s) + h E)  +  (L 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from paceline.config import Config
 from paceline.config.sections import known_shape
 from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
+from paceline.untrusted import parse_json, read_regular
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 _MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -112,7 +112,7 @@ def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(read_regular(path))
     except (OSError, UnicodeDecodeError) as error:
         told = error.strerror if isinstance(error, OSError) else "it is no text"
         raise UsageError(f"{path} cannot be read: {told}\n  name the config.json of a Hugging Face model") from error

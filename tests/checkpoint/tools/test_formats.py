@@ -15,8 +15,8 @@ from paceline.checkpoint import load, save
 from paceline.checkpoint.find import find_checkpoint
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint.tools.difference import compare
-from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
-from paceline.checkpoint.tools.outgoing import ExportOptions, export, format_by_name
+from paceline.checkpoint.tools.incoming import Incoming, format_of, open_incoming, save_incoming
+from paceline.checkpoint.tools.outgoing import ExportOptions, Format, export, format_by_name
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
@@ -35,6 +35,10 @@ def state_of(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
 def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def take_in(path: Path, kind: Format, prefix: str = "") -> Incoming:
+    return open_incoming(path, kind, prefix, allows_pickle=True)
 
 
 def out_of(saved: Path, out: Path, **options: object) -> Path:
@@ -89,9 +93,7 @@ def test_torch_own_dcp_is_taken_in_with_its_optimizer(tmp_path: Path) -> None:
     optimizer.step()
     weights, moments = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optim": moments}, checkpoint_id=tmp_path / "theirs", no_dist=True)
-    path = save_incoming(
-        open_incoming(tmp_path / "theirs", format_of(tmp_path / "theirs")), tmp_path / "start", "theirs"
-    )
+    path = save_incoming(take_in(tmp_path / "theirs", format_of(tmp_path / "theirs")), tmp_path / "start", "theirs")
     made = open_checkpoint(path)
     assert_same(state_of(made), dict(model.state_dict()))
     exp_avg = made.read("optimizer/norm.weight/exp_avg")
@@ -117,7 +119,7 @@ def test_out_and_in_again_is_the_same(
 ) -> None:
     source = open_checkpoint(saved("fsdp", 2, model))
     out = out_of(source.path, tmp_path / name, **options)
-    made = open_checkpoint(save_incoming(open_incoming(out, format_of(out)), tmp_path / "start", str(out)))
+    made = open_checkpoint(save_incoming(take_in(out, format_of(out)), tmp_path / "start", str(out)))
     found = compare(source, made)
     assert not found.tensors
     assert not found.only_right
@@ -130,7 +132,7 @@ def test_out_and_in_again_is_the_same(
 
 def test_what_was_taken_in_fills_ranks_of_any_strategy(saved: Save, tmp_path: Path) -> None:
     out = out_of(saved(), tmp_path / "m.safetensors")
-    path = save_incoming(open_incoming(out, "safetensors"), tmp_path / "start", str(out))
+    path = save_incoming(take_in(out, "safetensors"), tmp_path / "start", str(out))
     wanted = state_of(open_checkpoint(saved()))
 
     def fill(comm: object) -> dict[str, torch.Tensor]:
@@ -144,7 +146,7 @@ def test_what_was_taken_in_fills_ranks_of_any_strategy(saved: Save, tmp_path: Pa
 
 def test_a_trainer_starts_from_weights_with_an_optimizer_of_its_own(saved: Save, tmp_path: Path) -> None:
     out = out_of(saved(), tmp_path / "m.pt", format="torch")
-    path = save_incoming(open_incoming(out, "torch"), tmp_path / "start", str(out))
+    path = save_incoming(take_in(out, "torch"), tmp_path / "start", str(out))
     config = Config.model_validate(
         {
             "model": LLAMA,
@@ -191,7 +193,7 @@ def test_a_round_trip_fills_other_ranks_with_the_same_optimizer(
 ) -> None:
     kind = {"m.safetensors": "safetensors", "m.pt": "torch", "m": "dcp"}[name]
     out = out_of(saved(), tmp_path / name, format=kind, with_optimizer=True)
-    path = save_incoming(open_incoming(out, format_of(out)), tmp_path / "start", str(out))
+    path = save_incoming(take_in(out, format_of(out)), tmp_path / "start", str(out))
 
     def save_again(comm: Communicator) -> None:
         engine = parallelize(make_model(LLAMA), comm, "fsdp")
@@ -239,7 +241,7 @@ def test_files_that_are_something_else_are_named(tmp_path: Path, name: str, cont
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(CheckpointError, match=told):
-        open_incoming(tmp_path / name, format_of(tmp_path / name))
+        take_in(tmp_path / name, format_of(tmp_path / name))
 
 
 def test_files_that_are_cut_short_are_named(saved: Save, tmp_path: Path) -> None:
@@ -247,11 +249,12 @@ def test_files_that_are_cut_short_are_named(saved: Save, tmp_path: Path) -> None
         content = out_of(saved(), tmp_path / name, format=format_by_name(tmp_path / name)).read_bytes()
         (tmp_path / name).write_bytes(content[:-100])
         with pytest.raises(CheckpointError, match="is cut short"):
-            open_incoming(tmp_path / name, format_of(tmp_path / name))
+            take_in(tmp_path / name, format_of(tmp_path / name))
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"), [("gone", "__0_0.distcp is missing"), ("cut", "zip archive"), ("metadata", "truncated")]
+    ("damage", "told"),
+    [("gone", "__0_0.distcp is missing"), ("cut", "has 20 bytes, and more are needed"), ("metadata", "truncated")],
 )
 def test_a_distributed_checkpoint_that_lacks_something_is_named(
     saved: Save, tmp_path: Path, damage: str, told: str
@@ -262,28 +265,28 @@ def test_a_distributed_checkpoint_that_lacks_something_is_named(
         if damage == "gone":
             path.unlink()
     with pytest.raises(CheckpointError, match=told):
-        save_incoming(open_incoming(folder, "dcp"), tmp_path / "out", "dcp")
+        save_incoming(take_in(folder, "dcp"), tmp_path / "out", "dcp")
     assert not list((tmp_path / "out").glob("*"))
 
 
 def test_a_folder_of_hugging_face_that_lacks_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-1.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"model-1.safetensors is missing"):
-        open_incoming(tmp_path, format_of(tmp_path))
+        take_in(tmp_path, format_of(tmp_path))
     (tmp_path / "config.json").write_text("{broken")
     with pytest.raises(CheckpointError, match=r"config.json is damaged"):
-        open_incoming(tmp_path, format_of(tmp_path))
+        take_in(tmp_path, format_of(tmp_path))
 
 
 def test_code_in_a_torch_file_is_never_run(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "evil": Path("x")}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="never code"):
-        open_incoming(tmp_path / "a.pt", "torch")
+        take_in(tmp_path / "a.pt", "torch")
 
 
 def test_a_prefix_is_taken_off_the_names(tmp_path: Path) -> None:
     torch.save({"module.a": torch.ones(2), "module.b": torch.ones(3)}, tmp_path / "a.pt")
-    found = open_incoming(tmp_path / "a.pt", "torch", "module.")
+    found = take_in(tmp_path / "a.pt", "torch", "module.")
     assert set(found.model) == {"a", "b"}
     with pytest.raises(UsageError, match="does not begin so"):
-        open_incoming(tmp_path / "a.pt", "torch", "other.")
+        take_in(tmp_path / "a.pt", "torch", "other.")

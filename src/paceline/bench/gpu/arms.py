@@ -33,6 +33,7 @@ from paceline.errors import LaunchError, PacelineError
 from paceline.models.registry import build_model, model_context
 from paceline.records.summary import read_run
 from paceline.train.flops import sample_flops
+from paceline.untrusted import parse_json_object, read_regular
 
 TRAIN = "paceline train"
 _PROCESS = "paceline.bench.gpu.process"
@@ -152,7 +153,7 @@ def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, s
     asked.write_text(json.dumps(asdict(order)), encoding="utf-8")
     command = [sys.executable, "-m", _PROCESS, str(asked), str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-    found = json.loads(output.read_text(encoding="utf-8")) if output.is_file() else {}
+    found = parse_json_object(read_regular(output)) if output.is_file() else {}
     if "error" in found or not found:
         raise LaunchError(
             found.get("error") or f"it left with exit code {done.returncode}: {done.stderr.strip()[-200:]}"

@@ -35,6 +35,7 @@ from paceline.free_memory import MemoryGauge
 from paceline.models.registry import model_context
 from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.step import place, train_step
+from paceline.untrusted import parse_json_object, read_regular
 
 ENGINE = "paceline engine"
 Batch = tuple[Tensor, Tensor]
@@ -156,7 +157,7 @@ def _measure(step: Step, batches: Iterator[Batch], device: torch.device) -> Turn
 def main() -> None:
     """Runs the order of the command line. An arm that fails says why in its output, and leaves with code 1."""
     order_file, output = map(Path, sys.argv[1:3])
-    order = Order(**json.loads(order_file.read_text(encoding="utf-8")))
+    order = Order(**parse_json_object(read_regular(order_file)))
     found: dict[str, Any]
     try:
         found = asdict(run_order(order))

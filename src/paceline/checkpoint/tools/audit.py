@@ -19,9 +19,8 @@ memory for each sample of the data set.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -29,18 +28,21 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.manifest import COMPRESSION, MANIFEST, Manifest, SavedTensor
-from paceline.checkpoint.storage import FileStore, storage_of
-from paceline.checkpoint.tensors import Progress, decode, dtype_of, ignore_progress, read_header
+from paceline.checkpoint.coverage import coverage_problems, piece_problems
+from paceline.checkpoint.find import read_manifest, value_problems
+from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
+from paceline.checkpoint.storage import FileStore, file_in, storage_of
+from paceline.checkpoint.tensors import Progress, decode, ignore_progress
 from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, segments_of, skipped_of
 from paceline.data.order import DataOrder, GlobalBatch
 from paceline.errors import CheckpointError, PacelineError
-from paceline.shards import common_runs
+from paceline.untrusted import is_count
 
 Depth = Literal["fast", "full"]
 _AT_ONCE = 1 << 16  # ids
-_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, IndexError, PacelineError)
+_UNREADABLE = (*MALFORMED, ArithmeticError, MemoryError, PacelineError)
+_MOST_SAMPLES = 2**36  # of a data set; a byte of memory for each
+_MOST_BATCH = 2**26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +92,21 @@ def check_files(
     problems = []
     for name, file in manifest.files.items():
         try:
-            size = storage.size(path / name)
+            file_path = file_in(path, name)
+            size = storage.size(file_path)
             if size is None:
                 problems.append(f"{name} is missing")
             elif size != file.num_bytes:
                 problems.append(f"{name} has {size:,} bytes, not {file.num_bytes:,}")
-            elif depth == "full" and storage.digest(path / name) != file.sha256:
+            elif depth == "full" and storage.digest(file_path) != file.sha256:
                 problems.append(f"{name} has another hash than the manifest says: a bit has changed")
+        except CheckpointError as error:
+            problems.append(str(error).splitlines()[0])
         except OSError as error:
             problems.append(f"{name} cannot be read: {error.strerror or error}")
         progress(file.num_bytes)
+    if depth == "full" and not problems:
+        problems += value_problems(path, manifest, storage)
     known = {*manifest.files, MANIFEST}
     extra = [name for name in storage.names(path) if name not in known]
     how = "SHA-256 of each" if depth == "full" else "sizes (the hashes: --full)"
@@ -109,44 +116,15 @@ def check_files(
     return AuditCheck(what="files", finding=told, problems=tuple(problems))
 
 
-def check_tensors(path: Path, manifest: Manifest, storage: FileStore, skip: set[str] | None = None) -> AuditCheck:
+def check_tensors(path: Path, manifest: Manifest, storage: FileStore, skip: Collection[str] = ()) -> AuditCheck:
     """Checks that every tensor is there whole, once, and that the files have the pieces. ``skip``: damaged files."""
-    problems, num_pieces = [], 0
-    headers: dict[str, dict[str, tuple[int, int]]] = {}
-    for file in {piece.file for tensor in manifest.tensors.values() for piece in tensor.pieces} - (skip or set()):
-        try:
-            headers[file] = read_header(storage, path / file)
-        except CheckpointError as error:
-            problems.append(str(error).splitlines()[0])
+    problems = piece_problems(path, manifest, storage, skip)
     for name, tensor in manifest.tensors.items():
-        num_pieces += len(tensor.pieces)
         problems += [f"{name}: {each}" for each in coverage_problems(name, tensor)]
-        for piece in (piece for piece in tensor.pieces if piece.file in headers):
-            first, last = headers[piece.file].get(name, (0, 0))
-            wanted = piece.region.size * dtype_of(tensor.dtype).itemsize
-            if name not in headers[piece.file]:
-                problems.append(f"{piece.file} has no {name}")
-            elif last - first != wanted:
-                problems.append(f"{piece.file} has {last - first:,} bytes of {name}, not {wanted:,}")
     elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
+    num_pieces = sum(len(tensor.pieces) for tensor in manifest.tensors.values())
     told = f"{len(manifest.tensors)} tensors, {elements:,} elements in {num_pieces} pieces: each element in exactly one"
     return AuditCheck(what="tensors", finding=told, problems=tuple(problems))
-
-
-def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
-    """Returns what is missing of a tensor, or there twice."""
-    size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces]
-    found, problems = sum(region.size for region in regions), []
-    if found != size and not name.startswith(COMPRESSION):
-        problems.append(f"{found:,} of {size:,} elements are saved")
-    if all(region.dim is None and region.order == regions[0].order for region in regions):
-        ordered = sorted((region for region in regions if region.size), key=lambda region: region.begin)
-        for left, right in itertools.pairwise(ordered):
-            if right.begin < left.end:
-                problems.append(f"elements {right.begin:,} to {min(left.end, right.end):,} are saved twice")
-        return problems
-    shared = [int(common_runs(*pair).length.sum()) for pair in itertools.combinations(regions, 2)]
-    return problems + [f"{both:,} elements are saved twice" for both in shared if both]
 
 
 # The samples
@@ -167,12 +145,15 @@ def check_samples(manifest: Manifest) -> AuditCheck:
 
 def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
     segments, skipped, count = segments_of(state), skipped_of(state), int(state["count"])
+    _check_sizes(segments, count)
     wrong_path, gaps = follow(segments, skipped, manifest.position)
     problems = [*_order_problems(manifest, segments), *wrong_path]
     wanted = sum(segment.last - segment.first for segment in segments)
     told = f"{count:,} ids"
     if wanted != count:
         problems.append(f"{count:,} samples were consumed, and the order of the data has {wanted:,} there")
+    elif wanted > manifest.step * max((segment.order.global_batch for segment in segments), default=0):
+        problems.append(f"{count:,} samples were consumed, which is more than {manifest.step:,} batches have")
     else:  # else the segments are not to be trusted: they may be of any length
         found, num_batches, wrong_ids = consume_again(segments)
         told += f" in {num_batches:,} batches hashed again in the order of the data"
@@ -188,6 +169,15 @@ def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
     if not problems:
         told += ", each at most once an epoch" if gaps else ", each once an epoch"
     return AuditCheck(what="samples", finding="; ".join([told, *gaps]), problems=tuple(problems))
+
+
+def _check_sizes(segments: Sequence[Segment], count: int) -> None:
+    """Raises ValueError for numbers that no run has: to count them out would take memory and time without end."""
+    for segment in segments:
+        order, places = segment.order, (segment.first, segment.last, count)
+        is_right = is_count(order.length, _MOST_SAMPLES) and is_count(order.global_batch, _MOST_BATCH)
+        if not is_right or not order.global_batch or not all(is_count(place) for place in places):
+            raise ValueError(f"a segment has {order.length} samples in batches of {order.global_batch}")
 
 
 def follow(
@@ -295,14 +285,13 @@ def _order_problems(manifest: Manifest, segments: Sequence[Segment]) -> list[str
     """Compares the order that was noted last with what the saved config and the plan of the run ask for."""
     if not segments:
         return []
-    config, plan = manifest.about.get("config") or {}, decode(manifest.values.get("data") or {"dict": []})
-    data, train = config.get("data") or {}, config.get("train") or {}
-    last_batch = data.get("last_batch")
+    plan = decode(manifest.values.get("data") or {"dict": []})
+    data_seed, last_batch = manifest.setting("data", "seed"), manifest.setting("data", "last_batch")
     asked: dict[str, list[Any]] = {
-        "seed": [train.get("seed") if data.get("seed") is None else data["seed"]],
-        "shuffle": [data.get("shuffle")],
+        "seed": [manifest.setting("train", "seed") if data_seed is None else data_seed],
+        "shuffle": [manifest.setting("data", "shuffle")],
         "drop_last": [None if last_batch is None else last_batch == "drop"],
-        "global_batch": [plan.get("global_batch"), train.get("global_batch")],
+        "global_batch": [plan.get("global_batch"), manifest.setting("train", "global_batch")],
         "length": [plan.get("length")],
     }
     last = segments[-1].order

@@ -9,6 +9,7 @@ what it has written to a file until that is done. Memory: the largest tensor, or
 from __future__ import annotations
 
 import contextlib
+import io
 import itertools
 import warnings
 from collections.abc import Iterator, Mapping
@@ -19,18 +20,20 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from paceline.checkpoint.manifest import MALFORMED
 from paceline.checkpoint.storage import cannot_read
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
+from paceline.checkpoint.tools.dcp_metadata import FILE, read_metadata
 from paceline.checkpoint.tools.stream import stream_made
-from paceline.errors import CheckpointError
+from paceline.errors import CheckpointError, UsageError
 
-_FILE = ".metadata"
 _TOGETHER_BYTES = 2**24
 
 
@@ -53,37 +56,82 @@ def write_distributed(path: Path, content: Mapping[str, Any], progress: Progress
 
 
 def read_distributed(path: Path) -> dict[Any, Any]:
-    """Returns what a distributed checkpoint has: nested dicts (lists are such by number) of streams and values."""
+    """Returns what a distributed checkpoint has: nested dicts (lists are such by number) of streams and values.
+
+    Its files are pickles. They are read as torch's metadata, tensors and plain values; anything else is refused.
+    """
     try:
-        metadata = FileSystemReader(path).read_metadata()
+        metadata = read_metadata(path)
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"{path} is no distributed checkpoint of torch: it has no {_FILE}\n"
+            f"{path} is no distributed checkpoint of torch: it has no {FILE}\n"
             "  torch.distributed.checkpoint writes that file last\n  check the path, or leave --format out"
         ) from error
     except OSError as error:
         raise cannot_read(path, error) from error
-    except (ValueError, EOFError, RuntimeError, PickleError, AttributeError, ImportError) as error:
-        raise _damaged(path / _FILE, error) from error
+    except (*MALFORMED, EOFError, RuntimeError, PickleError, ImportError, MemoryError, UsageError) as error:
+        raise _damaged(path / FILE, error) from error
     places, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     shapes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    values = _load(path, {name: None for name in entries if name not in shapes})
-    tensors = _Tensors(path, shapes)
+    reader = _Reader(path, metadata)
+    values = reader.take({name: None for name in entries if name not in shapes})
+    tensors = _Tensors(reader, shapes)
     found: dict[Any, Any] = {}
     for name in entries:
         *outer, last = places.get(name, (name,))
         inner = found
         for key in outer:
             inner = inner.setdefault(key, {})
+            if not isinstance(inner, dict):
+                raise _damaged(path / FILE, f"{name} lies inside of a value")
         inner[last] = tensors.stream(name) if name in shapes else values[name]
     return found
+
+
+class _Reader(FileSystemReader):
+    """Reads the files of a folder by metadata that was read and checked before: torch would unpickle anything."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        return self._metadata
+
+    def take(self, wanted: dict[str, Any]) -> dict[str, Any]:
+        """Fills tensors and values by their names."""
+        if not wanted:
+            return wanted
+        with _without_warning():
+            try:
+                load(wanted, storage_reader=self, planner=_PlainValues(), no_dist=True)
+            except CheckpointException as error:  # no Exception: nothing further out would catch it
+                cause: BaseException = next(iter(error.failures.values()))[0]
+                if isinstance(cause, FileNotFoundError):
+                    raise _damaged(self._folder, f"{Path(str(cause.filename)).name} is missing") from error
+                if isinstance(cause, OSError):
+                    raise cannot_read(self._folder, cause) from error
+                raise _damaged(self._folder, cause) from error
+        return wanted
+
+
+class _PlainValues(DefaultLoadPlanner):
+    """Reads values as torch reads weights: plain ones, and never code."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
 
 
 class _Tensors:
     """Reads tensors in the order in which they are asked for, several small ones at a time: each time has its price."""
 
-    def __init__(self, path: Path, shapes: Mapping[str, TensorStorageMetadata]) -> None:
-        self._path = path
+    def __init__(self, reader: _Reader, shapes: Mapping[str, TensorStorageMetadata]) -> None:
+        self._reader = reader
         self._shapes = shapes
         self._read: dict[str, torch.Tensor] = {}
 
@@ -100,7 +148,7 @@ class _Tensors:
                 if wanted and num_bytes > _TOGETHER_BYTES:
                     break
                 wanted[each] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            self._read = _load(self._path, wanted)
+            self._read = self._reader.take(wanted)
         return self._read.pop(name)
 
 
@@ -129,22 +177,6 @@ def _shapes(value: Any, streams: dict[int, Stream]) -> Any:
     tensor = torch.empty(value.shape, dtype=value.dtype, device="meta")
     streams[id(tensor)] = value
     return tensor
-
-
-def _load(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
-    if not wanted:
-        return wanted
-    with _without_warning():
-        try:
-            load(wanted, storage_reader=FileSystemReader(path), no_dist=True)
-        except CheckpointException as error:  # no Exception: nothing further out would catch it
-            cause: BaseException = next(iter(error.failures.values()))[0]
-            if isinstance(cause, FileNotFoundError):
-                raise _damaged(path, f"{Path(str(cause.filename)).name} is missing") from error
-            if isinstance(cause, OSError):
-                raise cannot_read(path, cause) from error
-            raise _damaged(path, cause) from error
-    return wanted
 
 
 def _damaged(path: Path, why: BaseException | str) -> CheckpointError:

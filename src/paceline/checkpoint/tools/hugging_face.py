@@ -8,6 +8,7 @@ Other combinations have no counterpart there, and keep their own names.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import Manifest
+from paceline.checkpoint.manifest import Manifest, damaged
 from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.stream import stream_made
 from paceline.config.sections import GPTModelConfig, GPTShape, gpt_shape
 from paceline.errors import CheckpointError, UsageError
+from paceline.untrusted import is_count
 
 _EPS = 1e-5
 _ROTARY_BASE = 10_000.0
@@ -55,26 +57,35 @@ Streams = Mapping[str, Stream]
 
 def shape_of(manifest: Manifest) -> GPTShape:
     """Returns the dimensions of the GPT that a checkpoint holds. Raises UsageError for another model."""
-    config = manifest.about.get("config") or {}
-    model = config.get("model") or {}
-    if model.get("kind") != "gpt":
-        kind = model.get("kind")
+    kind = manifest.setting("model", "kind")
+    if kind != "gpt":
         raise UsageError(
             f"--hf for {f'model.kind = {kind}' if kind else 'a checkpoint without a config'}\n"
             "  Hugging Face has a counterpart of the package's GPT\n  leave --hf out: tensors keep their own names"
         )
-    shape = gpt_shape(GPTModelConfig.model_validate(model))
-    assert shape is not None  # the run has had one
-    return replace(shape, context=shape.context or (config.get("data") or {}).get("context"))
+    try:
+        shape = gpt_shape(GPTModelConfig.model_validate(manifest.setting("model")))
+    except ValueError as error:
+        raise damaged(f"the config that a checkpoint has of its model is none: {str(error).splitlines()[0]}") from error
+    if shape is None:
+        raise damaged("the config that a checkpoint has of its model has no sizes")
+    context = manifest.setting("data", "context")
+    return replace(shape, context=shape.context or (context if is_count(context) else None))
 
 
 def to_hugging_face(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     """Returns a GPT's config.json and tensors, as Hugging Face has them. Raises UsageError without a counterpart."""
-    if (shape.norm, shape.mlp, shape.positions) == ("rms", "swiglu", "rotary"):
-        return _to_llama(shape, streams)
-    is_classic = (shape.norm, shape.mlp, shape.positions) == ("layer", "gelu", "learned")
-    if is_classic and shape.tied and shape.kv_heads == shape.heads:
-        return _to_gpt2(shape, streams)
+    kind = (shape.norm, shape.mlp, shape.positions)
+    is_classic = kind == ("layer", "gelu", "learned") and shape.tied and shape.kv_heads == shape.heads
+    try:
+        if shape.layers > len(streams):
+            raise KeyError(f"{shape.layers} layers")
+        if kind == ("rms", "swiglu", "rotary"):
+            return _to_llama(shape, streams)
+        if is_classic:
+            return _to_gpt2(shape, streams)
+    except (KeyError, IndexError) as error:
+        raise damaged(f"the tensors of a checkpoint are not those of its config: {error}") from error
     raise UsageError(
         f"--hf for a GPT with norm {shape.norm}, mlp {shape.mlp}, positions {shape.positions}, tied {shape.tied}, "
         f"{shape.kv_heads} of {shape.heads} heads for keys and values\n"
@@ -187,10 +198,10 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
             raise CheckpointError(
                 f"{name} is not zero\n  the package's GPT has no biases\n  such a model cannot be imported"
             )
-    found = {f"{ours}.weight": plain[f"{theirs}.weight"] for theirs, ours in _GPT2_EMBEDDINGS.items()}
-    layers = 1 + max(int(name.split(".")[1]) for name in plain if name.startswith("h."))
+    found = {f"{ours}.weight": _gpt2_weight(plain, theirs, dims=(2,)) for theirs, ours in _GPT2_EMBEDDINGS.items()}
+    layers = next(number for number in itertools.count() if f"h.{number}.ln_1.weight" not in plain)
     for theirs, names in _gpt2_parts(layers).items():
-        whole = plain[f"{theirs}.weight"]
+        whole = _gpt2_weight(plain, theirs, dims=(1, 2) if len(names) == 1 else (2,))
         if len(whole.shape) == 1:
             found[names[0]] = whole
             continue
@@ -199,6 +210,14 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
             cut = partial(_cut, whole, at * rows, (at + 1) * rows)
             found[name] = stream_made(name, (rows, columns), whole.dtype, cut)
     return {name: replace(stream, name=name) for name, stream in found.items()}
+
+
+def _gpt2_weight(streams: Streams, name: str, dims: tuple[int, ...]) -> Stream:
+    found = streams.get(f"{name}.weight")
+    if found is None or len(found.shape) not in dims:
+        what = "is missing" if found is None else f"has the shape {list(found.shape)}"
+        raise CheckpointError(f"{name}.weight {what}\n  a GPT-2 has it\n  copy or download the folder again")
+    return found
 
 
 def _side_by_side(parts: Sequence[Stream]) -> torch.Tensor:

@@ -2,12 +2,13 @@
 
 It is one of step 0, cut for one rank; ranks of any number and strategy load it. What a run has besides (random states,
 position in the data) begins anew. Files are mapped or read in windows; a DCP folder, tensor by tensor.
+
+The format is the one that is named, or what the first bytes and the names of files say. torch files and DCP folders
+are pickles: they are opened only where the user allows it, and then as tensors and plain values, never as code.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,15 +18,18 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, State
+from paceline.checkpoint.header import Header, TensorPlace, parse_header
+from paceline.checkpoint.manifest import MALFORMED, MANIFEST, MODEL, OPTIMIZER, State
 from paceline.checkpoint.storage import LocalFiles, cannot_read
-from paceline.checkpoint.tensors import NO_HEADER, Progress, Stream, dtype_of, encode, ignore_progress, parse_header
+from paceline.checkpoint.tensors import Progress, Stream, decode, dtype_of, encode, ignore_progress
 from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
 from paceline.checkpoint.tools.stream import WINDOW_BYTES, stream_made, write_checkpoint
+from paceline.checkpoint.values import check_found
 from paceline.checkpoint.write import StreamedPiece
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
+from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
 
 _MODELS = ("model", "state_dict", "model_state_dict")
 _OPTIMIZERS = ("optim", "optimizer", "optimizer_state_dict")
@@ -46,25 +50,22 @@ class Incoming:
 
 
 _DISTRIBUTED, _SAFETENSORS, _INDEX = ".metadata", "model.safetensors", "model.safetensors.index.json"
+_ZIP = b"PK\x03\x04"
+_MOST_COPIES = 16  # how often tensors of a torch file may show the same bytes: tied weights, views
 
 
 def format_of(path: Path) -> Format:
-    """Returns the format of what is at a path. Raises CheckpointError where nothing is."""
+    """Returns the format of what is at a path; loads nothing. Raises CheckpointError where nothing known is."""
     _check_there(path)
     if path.is_dir():
-        if (path / _DISTRIBUTED).is_file():
+        if not _has_safetensors(path) and (path / _DISTRIBUTED).is_file():
             return "dcp"
         _check_folder(path)
         return "safetensors"
-    try:
-        with path.open("rb") as file:
-            head = file.read(9)  # safetensors: the size of a header in eight bytes, and its first one
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    return "safetensors" if path.suffix == ".safetensors" or head[8:] == b"{" else "torch"
+    return "safetensors" if path.suffix == ".safetensors" or _head(path)[8:] == b"{" else "torch"
 
 
-def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
+def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: bool = False) -> Incoming:
     """Reads what a file or folder has, but no tensor; takes ``prefix`` off names. Raises CheckpointError for others."""
     _check_there(path)
     if kind != "safetensors" and path.is_dir() != (kind == "dcp"):
@@ -72,6 +73,14 @@ def open_incoming(path: Path, kind: Format, prefix: str = "") -> Incoming:
         raise CheckpointError(
             f"{path} is a {there}\n  --format {kind} reads a {'folder' if kind == 'dcp' else 'file'}\n"
             "  leave --format out: it is told by what is there"
+        )
+    if kind != "safetensors" and not allows_pickle:
+        what = "torch's distributed checkpoint" if kind == "dcp" else "a torch file"
+        raise CheckpointError(
+            f"{path} is {what}, a pickle: it was not opened\n"
+            "  a pickle can hold code; safetensors cannot, and is read without asking\n"
+            "  add --allow-pickle if you trust who wrote it (values alone are read, never code), "
+            "or convert it to safetensors"
         )
     readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_distributed}
     found = readers[kind](path)
@@ -102,8 +111,21 @@ def _check_there(path: Path) -> None:
         )
 
 
+def _has_safetensors(path: Path) -> bool:
+    return any((path / name).is_file() for name in (_SAFETENSORS, _INDEX))
+
+
+def _head(path: Path) -> bytes:
+    """Returns the first bytes of a file: of safetensors the size of a header in eight bytes, and its first one."""
+    try:
+        with open_regular(path) as file:
+            return file.read(9) or b""
+    except OSError as error:
+        raise cannot_read(path, error) from error
+
+
 def _check_folder(path: Path) -> None:
-    if any((path / name).is_file() for name in (_SAFETENSORS, _INDEX)):
+    if _has_safetensors(path):
         return
     is_ours = (path / MANIFEST).is_file() or (path / "checkpoints").is_dir()
     fix = "it is a checkpoint already: start from it with --resume" if is_ours else "name such a folder, or a file"
@@ -135,79 +157,86 @@ def _open_safetensors(path: Path) -> Incoming:
     streams: dict[str, Stream] = {}
     extra: dict[str, Any] = {}
     for file in files:
-        found, metadata = _safetensors_table(file)
-        streams |= found
-        extra |= json.loads(metadata.get(METADATA, "{}"))
+        header = _safetensors_header(file)
+        if twice := streams.keys() & header.tensors.keys():
+            raise CheckpointError(
+                f"{file} has {min(twice)}, and another file too\n  each tensor is in one file\n  copy the folder again"
+            )
+        streams |= {name: _file_stream(file, name, place) for name, place in header.tensors.items()}
+        extra |= _ours(file, header.metadata.get(METADATA, "{}"))
     if config is not None and config.get("model_type"):
         return Incoming(model=from_hugging_face(config, streams))
     return Incoming(
         model={name: each for name, each in streams.items() if not name.startswith(OPTIMIZER)},
         optimizer={name.removeprefix(OPTIMIZER): e for name, e in streams.items() if name.startswith(OPTIMIZER)},
-        found=extra.get("found", {}),
+        found=extra,
     )
 
 
+def _ours(file: Path, text: str) -> dict[str, Any]:
+    """Returns what an export of ours says of the optimizer. Raises CheckpointError for anything else."""
+    try:
+        found = parse_json_object(text).get("found", {})
+        check_found({name: decode(value) for name, value in dict(found).items()})
+        return dict(found)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} says under {METADATA!r} what no export has: {error}\n  it is the state of an optimizer\n"
+            "  export it again"
+        ) from error
+
+
 def _safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
-    if path.is_file():
+    if not path.is_dir():
         return [path], None
     _check_folder(path)
     index, config = path / _INDEX, path / "config.json"
-    names = {_SAFETENSORS} if not index.is_file() else set(_parse(index, lambda found: found["weight_map"].values()))
+    names = {_SAFETENSORS} if not index.is_file() else _parse(index, lambda found: set(found["weight_map"].values()))
     found: dict[str, Any] | None = _parse(config, dict) if config.is_file() else None
-    if lacking := [name for name in sorted(names) if not (path / name).is_file()]:
+    try:
+        files = [file_inside(path, name) for name in sorted(names, key=str)]
+    except ValueError as error:
         raise CheckpointError(
-            f"{path / lacking[0]} is missing\n  {index.name} names {len(names)} files\n  copy the whole folder again"
+            f"{path} is refused: {error}\n  {index.name} names files of its own folder\n"
+            "  copy the whole folder again, from somebody you trust"
+        ) from error
+    if lacking := [file for file in files if not file.exists()]:
+        raise CheckpointError(
+            f"{lacking[0]} is missing\n  {index.name} names {len(files)} files\n  copy the whole folder again"
         )
-    return [path / name for name in sorted(names)], found
+    return files, found
 
 
 def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
     """Returns what is taken from a JSON file. Raises CheckpointError for one that is something else."""
     try:
-        return take(json.loads(path.read_text(encoding="utf-8")))
+        return take(parse_json_object(read_regular(file_inside(path.parent, path.name))))
     except OSError as error:
         raise cannot_read(path, error) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except MALFORMED as error:
         raise CheckpointError(
             f"{path} is damaged: {error}\n  folders of Hugging Face have JSON there\n  copy the folder again"
         ) from error
 
 
-def _safetensors_table(path: Path) -> tuple[dict[str, Stream], dict[str, str]]:
-    """Returns the tensors of a file, each read in windows when it is needed, and what else the header says."""
+def _safetensors_header(path: Path) -> Header:
     try:
-        total = path.stat().st_size
-        header, start = parse_header(LocalFiles(), path)
-        metadata = header.pop("__metadata__", {})
-        streams = {
-            name: _file_stream(path, name, entry["dtype"], entry["shape"], start + entry["data_offsets"][0])
-            for name, entry in header.items()
-        }
-        needed = start + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        return parse_header(LocalFiles(), path)
     except OSError as error:
         raise cannot_read(path, error) from error
-    except NO_HEADER as error:
+    except ValueError as error:
         raise CheckpointError(
             f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
-            "  check the path, or --format"
+            "  check the path, or --format; or copy or download it again"
         ) from error
-    if total < needed:
-        raise CheckpointError(
-            f"{path} is cut short: it has {total:,} bytes of {needed:,}\n  its header tells where every tensor ends\n"
-            "  copy or download it again"
-        )
-    return streams, metadata
 
 
-def _file_stream(path: Path, name: str, code: str, shape: list[int], start: int) -> Stream:
-    dtype = dtype_of(code)
-    total = math.prod(shape) * dtype.itemsize
-
+def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
     def read() -> Iterator[memoryview]:
-        for first in range(0, total, WINDOW_BYTES):
-            window = memoryview(bytearray(min(WINDOW_BYTES, total - first)))
+        for first in range(place.begin, place.end, WINDOW_BYTES):
+            window = memoryview(bytearray(min(WINDOW_BYTES, place.end - first)))
             try:
-                LocalFiles().read_into(path, [(start + first, window)])
+                LocalFiles().read_into(path, [(first, window)])
             except OSError as error:
                 raise cannot_read(path, error) from error
             except EOFError as error:
@@ -216,7 +245,7 @@ def _file_stream(path: Path, name: str, code: str, shape: list[int], start: int)
                 ) from error
             yield window
 
-    return Stream(name=name, shape=tuple(shape), dtype=dtype, read=read)
+    return Stream(name=name, shape=place.shape, dtype=dtype_of(place.dtype), read=read)
 
 
 def _reason(path: Path, error: Exception) -> str:
@@ -225,15 +254,21 @@ def _reason(path: Path, error: Exception) -> str:
         return error.strerror or str(error)
     if path.is_file() and not zipfile.is_zipfile(path):
         with path.open("rb") as file:
-            is_begun = file.read(4) == b"PK\x03\x04"
+            is_begun = file.read(4) == _ZIP
         return "it is cut short" if is_begun else "it is no zip archive, as torch has written since version 1.6"
     return str(error).splitlines()[0]
 
 
 def _open_torch(path: Path) -> Incoming:
+    if _head(path)[8:] == b"{":  # torch.load would go by the name, and read it as what it is
+        raise CheckpointError(
+            f"{path} is a safetensors file\n  --format torch reads what torch.save wrote\n  leave --format out"
+        )
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except (OSError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        with open_regular(path) as file:
+            by_name = path.suffix != ".safetensors"
+            content = torch.load(path if by_name else file, map_location="cpu", weights_only=True, mmap=by_name)
+    except (OSError, RuntimeError, EOFError, UnpicklingError, MemoryError, *MALFORMED) as error:
         raise CheckpointError(
             f"{path} cannot be read as a torch file: {_reason(path, error)}\n"
             "  tensors and plain values are read, never code\n  save it with torch.save(model.state_dict(), path)"
@@ -243,7 +278,13 @@ def _open_torch(path: Path) -> Incoming:
             f"{path} holds a {type(content).__name__}\n  a state dict maps names to tensors\n"
             "  save it with torch.save(model.state_dict(), path)"
         )
-    return _split_content({str(name): value for name, value in content.items()})
+    found = _split_content({str(name): value for name, value in content.items()})
+    if found.num_bytes > _MOST_COPIES * path.stat().st_size:
+        raise CheckpointError(
+            f"{path} has tensors of {found.num_bytes:,} bytes in a file of {path.stat().st_size:,}\n"
+            "  some show the same bytes again and again\n  save them with .clone()"
+        )
+    return found
 
 
 def _open_distributed(path: Path) -> Incoming:

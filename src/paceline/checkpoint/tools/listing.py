@@ -18,10 +18,12 @@ from typing import Any
 
 from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
 from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
+from paceline.checkpoint.read import decode_found
 from paceline.checkpoint.retention import Saved, retention_of, why_kept
 from paceline.checkpoint.storage import nothing_there, storage_of
-from paceline.checkpoint.tensors import Progress, decode, dtype_of, ignore_progress
+from paceline.checkpoint.tensors import Progress, ignore_progress
 from paceline.checkpoint.tools.audit import Depth, check_files, check_tensors
+from paceline.checkpoint.values import GROUP
 from paceline.errors import CheckpointError, UsageError
 
 
@@ -71,7 +73,8 @@ def kept_because(found: Sequence[tuple[Listed, Manifest]]) -> dict[Path, tuple[s
     current = newest_line(manifest.spot for _, manifest in found)
     left = {each.path for each, manifest in found if not current.has(manifest.line, manifest.step)}
     newest = max((manifest for _, manifest in found), key=lambda each: (current.has(each.line, each.step), each.step))
-    policy = retention_of((newest.about.get("config") or {}).get("checkpoint") or {})
+    settings = newest.setting("checkpoint")
+    policy = retention_of(settings if isinstance(settings, dict) else {})
     saved = [
         Saved(step=each.step, value=manifest.metrics.get(policy.metric), is_left=each.path in left)
         for each, manifest in found
@@ -105,7 +108,7 @@ def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Lis
         problem=problems[0] + more if problems else "",
         world=manifest.world,
         strategy=str(manifest.about.get("strategy", "")),
-        mesh=dict(manifest.about.get("mesh") or {}),
+        mesh=manifest.mesh,
         reason=str(manifest.about.get("reason", "")),
         metrics={name: value for name, value in manifest.metrics.items() if name != "step"},
     )
@@ -164,8 +167,8 @@ def summarize(path: Path, pattern: str | None = None) -> Summary:
     manifest = read_manifest(path)
     kinds, dtypes, num_parameters = Counter[str](), Counter[str](), 0
     for name, tensor in manifest.tensors.items():
-        kinds[name.partition("/")[0]] += tensor_bytes(tensor)
-        dtypes[tensor.dtype] += tensor_bytes(tensor)
+        kinds[name.partition("/")[0]] += tensor.num_bytes
+        dtypes[tensor.dtype] += tensor.num_bytes
         num_parameters += math.prod(tensor.shape) if name.startswith(MODEL) else 0
     fits = re.compile(fnmatch.translate("*" if pattern is None else pattern)).match
     chosen = [name for name in manifest.tensors if fits(name) or fits(name.partition("/")[2])]
@@ -185,14 +188,10 @@ def summarize(path: Path, pattern: str | None = None) -> Summary:
 
 def optimizer_settings(manifest: Manifest) -> dict[str, Any]:
     """Returns the settings of each of the optimizer's groups, by the number of parameters that it has."""
-    groups = {name: decode(value) for name, value in manifest.found.items() if name.startswith("group/")}
-    members = Counter(decode(value)["group"] for name, value in manifest.found.items() if name.startswith(OPTIMIZER))
+    found = decode_found(manifest)
+    members = Counter(value["group"] for name, value in found.items() if name.startswith(OPTIMIZER))
+    groups = {name: value for name, value in found.items() if name.startswith(GROUP)}
     return {label: {"parameters": members[label], **settings} for label, settings in groups.items()}
-
-
-def tensor_bytes(tensor: SavedTensor) -> int:
-    """Returns the size of a whole tensor."""
-    return math.prod(tensor.shape) * dtype_of(tensor.dtype).itemsize
 
 
 def _tensor_line(name: str, tensor: SavedTensor) -> TensorLine:
@@ -202,7 +201,7 @@ def _tensor_line(name: str, tensor: SavedTensor) -> TensorLine:
         name=name,
         shape=tensor.shape,
         dtype=tensor.dtype,
-        num_bytes=tensor_bytes(tensor),
+        num_bytes=tensor.num_bytes,
         files=tuple(piece.file for piece in tensor.pieces),
         cut=cut,
     )

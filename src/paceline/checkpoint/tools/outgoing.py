@@ -24,13 +24,12 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest
+from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, damaged
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
-from paceline.checkpoint.tools.listing import tensor_bytes
-from paceline.checkpoint.tools.stream import stream_made, stream_saved, write_safetensors
+from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import row_major
 
@@ -144,6 +143,7 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
     """Writes a checkpoint in another format; returns where. Raises CheckpointError if it cannot be written."""
     if out.exists() and not options.may_replace:
         raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
+    check_parent(out)
     names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
     streams = {name.removeprefix(MODEL): stream_saved(checkpoint, name, name.removeprefix(MODEL)) for name in names}
     if not streams:
@@ -173,6 +173,8 @@ def optimizer_content(checkpoint: Checkpoint) -> dict[str, Any]:
     for name in checkpoint.manifest.tensors:
         if name.startswith(OPTIMIZER):
             parameter, _, key = name.removeprefix(OPTIMIZER).rpartition("/")
+            if parameter not in state:
+                raise damaged(f"{checkpoint.path} is damaged: it has {name}, and no group of {parameter}")
             state[parameter][key] = stream_saved(checkpoint, name)
     rows = [{**checkpoint.found[label], "params": members} for label, members in groups.items()]
     return {"state": {name: values for name, values in state.items() if values}, "param_groups": rows}
@@ -181,7 +183,7 @@ def optimizer_content(checkpoint: Checkpoint) -> dict[str, Any]:
 def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
     """Returns how much will be read."""
     wanted = (MODEL, OPTIMIZER) if options.with_optimizer else (MODEL,)
-    return sum(tensor_bytes(tensor) for name, tensor in manifest.tensors.items() if name.startswith(wanted))
+    return sum(tensor.num_bytes for name, tensor in manifest.tensors.items() if name.startswith(wanted))
 
 
 def _hugging_face_writer(
@@ -219,7 +221,6 @@ def _write_atomically(out: Path, write: Callable[[Path], object]) -> None:
     """Writes under a temporary name and renames; what was there before is kept until then."""
     partial, files = out.with_name(f".{out.name}.{secrets.token_hex(4)}.new"), LocalFiles()
     try:
-        out.parent.mkdir(parents=True, exist_ok=True)
         write(partial)
         put_in_place(files, partial, out)
     except OSError as error:

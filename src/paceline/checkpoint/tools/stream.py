@@ -9,7 +9,9 @@ Memory: some windows of 8 MiB, whatever the size of a tensor or of the checkpoin
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 
 from paceline.checkpoint.manifest import State
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.storage import LocalFiles, cannot_write, storage_of, url_of
+from paceline.checkpoint.storage import LocalFiles, cannot_write, is_remote, storage_of, url_of
 from paceline.checkpoint.tensors import Progress, Stream, file_chunks, host_bytes, ignore_progress
 from paceline.checkpoint.write import StreamedPiece, Target, commit, discard, write_rank
 from paceline.errors import CheckpointError
@@ -99,16 +101,31 @@ def write_checkpoint(
         raise CheckpointError(
             f"{url_of(first.final)} is there already\n  it would be replaced\n  name another folder, or add --force"
         )
+    check_parent(folder)
+    is_new = not is_remote(folder) and not folder.exists()
     try:
         for target, pieces in zip(targets, ranks, strict=True):
             found = plain.found if target.rank == 0 else {}
             values = {"dict": []} if own is None else own[target.rank]
             write_rank(target, pieces, replace(plain, own=values, found=found), progress)
         commit(first, plain)
-    except OSError as error:
+    except BaseException as error:
         discard(first)
-        raise cannot_write(first.final, error) from error
-    except BaseException:
-        discard(first)
+        if is_new:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # what was made for it goes, too
+        if isinstance(error, OSError):
+            raise cannot_write(first.final, error) from error
         raise
     return first.final
+
+
+def check_parent(path: Path) -> None:
+    """Raises CheckpointError where there is no folder for what is to be written: a typo must not make one."""
+    if not is_remote(path) and not path.absolute().parent.is_dir():
+        is_file = path.parent.exists()
+        rule = "a file is where a folder is needed" if is_file else "it goes into a folder that is there"
+        raise CheckpointError(
+            f"{path} cannot be written: {path.parent} is no folder\n  {rule}\n"
+            f"  make it first, or name another:  mkdir -p {shlex.quote(str(path.parent))}"
+        )

@@ -31,7 +31,7 @@ from paceline.comm.shared.progress import Fence
 from paceline.errors import CommunicationError
 from paceline.shards import round_up
 
-FOLDER = Path("/dev/shm")
+FOLDER = Path("/dev/shm")  # nosec B108  # files there are made with O_EXCL
 _PROCESSES = Path("/proc")
 _STEM = "paceline"
 LINE_BYTES = 64  # bytes of a cache line

@@ -15,7 +15,7 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-from paceline.cluster.entries import read_yaml
+from paceline.bounded_yaml import load_shipped
 from paceline.cluster.kernels import KernelRates
 from paceline.plan.workload import Framework
 from paceline.predict.formulas.measured_blocks import MeasuredBlocks, parse_blocks
@@ -113,7 +113,7 @@ def fitted_constants() -> ConstantSets:
 def parse_constants(text: str) -> ConstantSets:
     """Reads sets from YAML: generation, then framework, then values."""
     found = {}
-    for generation, frameworks in (read_yaml(text) or {}).items():
+    for generation, frameworks in (load_shipped(text) or {}).items():
         for framework, values in frameworks.items():
             known: dict[str, Any] = {name: float(values[name]) for name in CONSTANT_NAMES if name in values}
             found[generation, framework] = Constants(**known, rows=int(values.get("rows", 1)))

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 
+from paceline.bounded_yaml import load_shipped
 from paceline.cluster.devices import Cluster
-from paceline.cluster.entries import read_yaml
 from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.workload import ModelShape, SampleModel, Workload
@@ -173,7 +173,7 @@ def parse_domain(text: str) -> dict[Key, Domain]:
             precisions=tuple(values["precisions"]),
             sizes={name: (float(pair[0]), float(pair[1])) for name, pair in values.items() if name != "precisions"},
         )
-        for generation, frameworks in (read_yaml(text) or {}).items()
+        for generation, frameworks in (load_shipped(text) or {}).items()
         for framework, kinds in frameworks.items()
         for kind, values in kinds.items()
     }

@@ -19,6 +19,7 @@ from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
 from paceline.predict.replay.events import Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
 from paceline.predict.replay.repeat import memory_alone, play
+from paceline.untrusted import parse_json
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 _KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, EventMark, OnHost)}
@@ -89,11 +90,11 @@ class Program:
     def of_text(cls, text: str) -> Program:
         """Reads what ``to_text`` wrote. Raises UsageError for anything else."""
         try:
-            values: Any = json.loads(text)
+            values: Any = parse_json(text)
             events = tuple(_event(row) for row in values.pop("events"))
             order = tuple(Turn(*_frozen(turn)) for turn in values.pop("order"))
             return cls(**values, events=events, order=order)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise UsageError(f"this is not a program of a dry run: {error}") from error
 
 

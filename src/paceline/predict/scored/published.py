@@ -20,8 +20,7 @@ from functools import cache
 from importlib import resources
 from typing import Any, cast
 
-import yaml
-
+from paceline.bounded_yaml import load_yaml
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
@@ -370,4 +369,4 @@ def _key(name: str) -> str:
 @cache
 def _catalog() -> dict[str, dict[str, dict[str, Any]]]:
     text = resources.files("paceline.predict.scored").joinpath("known_models.yaml").read_text()
-    return cast(dict[str, dict[str, dict[str, Any]]], yaml.safe_load(text))
+    return cast(dict[str, dict[str, dict[str, Any]]], load_yaml(text))

@@ -1,0 +1,74 @@
+"""Do the pieces of a checkpoint make up its tensors? Every element is in exactly one piece, each in its file.
+
+Whoever reads a checkpoint asks this first, since what is missing would be read as zeros, and written on with good
+hashes. All pieces that are cut alike (the same spans of the same dim) are intervals of one part of the tensor: these
+must not overlap, nor may the spans of the parts; then the number of elements says whether something is missing.
+
+Cost: one sort of the pieces of each tensor; with files, one header each. No torch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection
+from pathlib import Path
+
+from paceline.checkpoint.header import Header, read_header
+from paceline.checkpoint.manifest import COMPRESSION, ITEM_BYTES, Manifest, SavedTensor, damaged
+from paceline.checkpoint.storage import FileStore, file_in
+from paceline.errors import CheckpointError
+from paceline.shards import Region
+
+
+def check_coverage(path: Path, manifest: Manifest) -> None:
+    """Raises CheckpointError where an element of a tensor is missing, or saved twice."""
+    for name, tensor in manifest.tensors.items():
+        for problem in coverage_problems(name, tensor):
+            raise damaged(f"{path} is damaged: {name}: {problem}")
+
+
+def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
+    """Returns what is missing of a tensor, or there twice."""
+    size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces if piece.region.size]
+    found, problems = sum(region.size for region in regions), []
+    if found != size and not name.startswith(COMPRESSION):  # what compression owes may be nothing here and there
+        problems.append(f"{found:,} of {size:,} elements are saved")
+    parts: dict[tuple[int | None, tuple[tuple[int, int], ...]], list[Region]] = {}
+    for region in regions:
+        parts.setdefault((region.dim, region.spans), []).append(region)
+    for part in parts.values():
+        if len({region.order for region in part}) > 1:
+            problems.append("its pieces lie in different orders of dims")
+        shared = _overlaps([(region.begin, region.end) for region in part])
+        problems += [f"elements {first:,} to {last:,} are saved twice" for first, last in shared]
+    if len({dim for dim, _ in parts}) > 1:
+        return [*problems, "its pieces are cut along different dims"]
+    rows = _overlaps([span for _, spans in parts for span in spans])
+    return problems + [f"rows {first:,} to {last:,} of the dim that is cut are saved twice" for first, last in rows]
+
+
+def _overlaps(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    ordered = sorted(each for each in intervals if each[0] < each[1])
+    return [(right[0], min(left[1], right[1])) for left, right in itertools.pairwise(ordered) if right[0] < left[1]]
+
+
+def piece_problems(path: Path, manifest: Manifest, storage: FileStore, skip: Collection[str] = ()) -> list[str]:
+    """Returns which pieces are not in their files at their full size. ``skip``: files that are damaged anyway."""
+    problems: list[str] = []
+    headers: dict[str, Header] = {}
+    for file in sorted({piece.file for tensor in manifest.tensors.values() for piece in tensor.pieces} - set(skip)):
+        try:
+            headers[file] = read_header(storage, file_in(path, file))
+        except CheckpointError as error:
+            problems.append(str(error).splitlines()[0])
+    for name, tensor in manifest.tensors.items():
+        for piece in (piece for piece in tensor.pieces if piece.file in headers):
+            place, wanted = headers[piece.file].tensors.get(name), piece.region.size * ITEM_BYTES[tensor.dtype]
+            if place is None:
+                problems.append(f"{piece.file} has no {name}")
+            elif place.dtype != tensor.dtype:
+                problems.append(f"{piece.file} has {name} as {place.dtype}, not {tensor.dtype}")
+            elif place.num_bytes != wanted:
+                problems.append(f"{piece.file} has {place.num_bytes:,} bytes of {name}, not {wanted:,}")
+    return problems
