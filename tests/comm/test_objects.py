@@ -7,7 +7,7 @@ import json
 import math
 import os
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -150,6 +150,14 @@ def test_tensors_arrive_bit_for_bit(dtype: torch.dtype, shape: tuple[int, ...]) 
         found.contiguous().view(-1).view(torch.uint8).tolist()
         == value.t().contiguous().view(-1).view(torch.uint8).tolist()
     )
+
+
+def test_what_is_more_than_a_plain_kind_arrives_as_that_kind() -> None:
+    class Version(str):
+        pass
+
+    found = from_bytes(to_bytes([Version("2.13"), Counter("aab")]))
+    assert (found, type(found[0]), type(found[1])) == (["2.13", {"a": 2, "b": 1}], str, dict)
 
 
 def test_errors_arrive_with_all_they_say() -> None:

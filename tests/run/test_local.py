@@ -124,6 +124,7 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
             assert {number: signal.getsignal(number) for number in handlers} == handlers
             assert logging.root.manager.disable == disabled
             ours = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "PYTHONUNBUFFERED"}
+            ours |= {"NCCL_SOCKET_IFNAME", "PACELINE_SECRET_FILE"}
             ours |= set(settings.get("variables", ()))
             assert {name: os.environ.get(name) for name in ours} == {name: environment.get(name) for name in ours}
             gc.collect()

@@ -58,6 +58,9 @@ class _Writer:
         for kind, test, describe in _KINDS:
             if test(value):
                 return {kind: describe(self, value)}
+        for base in (str, int, float, list, tuple, dict, set, frozenset):
+            if isinstance(value, base):
+                return self.write(base(value))  # as its plain kind
         raise UsageError(
             f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to other ranks\n"
             "  plain data can: numbers, texts, containers, tensors, arrays, paths, dataclasses, named tuples, enums"

@@ -6,9 +6,9 @@ On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on G
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -22,6 +22,7 @@ from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, chec
 from paceline.comm.meeting import Meeting, threads_that_do_not_preempt, wait_until_all_joined
 from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
+from paceline.comm.shared.segment import FOLDER, no_folder
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError, UsageError
 
@@ -67,9 +68,21 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
     if backend == "shared_memory":
         return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
     if backend == "auto" and dist.get_backend(group) == "gloo":
-        with contextlib.suppress(CommunicationError):  # too little of it, on all ranks alike: Gloo does as well
-            return share_memory(comm, timeout_s=timeout_s)
+        return _share_memory(comm, timeout_s)
     return comm
+
+
+def _share_memory(comm: TorchCommunicator, timeout_s: float) -> Communicator:
+    """Returns a communicator through shared memory; one of Gloo where that cannot be, which rank 0 tells."""
+    try:
+        shared = share_memory(comm, timeout_s=timeout_s)
+        why = "" if shared is not comm or FOLDER.is_dir() else no_folder()
+    except CommunicationError as error:  # too little of it, on all ranks alike: Gloo does as well
+        shared, why = comm, str(error)
+    comm.why_gloo = why.partition("\n")[0]
+    if why and comm.rank == 0:
+        warnings.warn(f"ranks talk through Gloo, which is slower than shared memory: {why}", stacklevel=4)
+    return shared
 
 
 def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
@@ -189,6 +202,7 @@ class TorchCommunicator(GroupMember):
         super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)
         self._group = group
         self._timeout_s = timeout_s
+        self.why_gloo = ""  # where shared memory would have been faster
         sends_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
         self._exchanges = GlooExchanges(group, self.rank, self.size, timeout_s) if sends_pairwise else None
         self._pairs = _Pairs(group, self.ranks, self.rank, timeout_s) if dist.get_backend(group) == "nccl" else None

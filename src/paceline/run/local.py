@@ -222,6 +222,7 @@ def _settings(asked: LocalRanks) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(asked.threads or share),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
+        **({"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={near}")} if nodes is None else {}),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "PYTHONUNBUFFERED": "1",
         **allocator_variables(),
