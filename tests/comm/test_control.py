@@ -255,7 +255,7 @@ def test_a_message_that_was_changed_or_sent_twice_is_refused(server: tuple[Addre
         ["set", "a", "?"],
         ["get", "a"],
         ["add", "a", "b"],
-        ["wait"],
+        ["meet"],
     ],
 )
 def test_requests_that_are_none_are_refused_and_the_server_goes_on(client: Connect, request_: list[Any]) -> None:

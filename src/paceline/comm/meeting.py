@@ -20,6 +20,7 @@ from paceline.comm.control.wire import Address, listen, secret_of
 from paceline.errors import CommunicationError
 
 _C10D: Any = dist  # its stores are not annotated
+_WORLD = "default_pg"  # before all keys of the ranks, as torch names it
 _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -42,7 +43,7 @@ class Meeting:
             rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
             store = _own_store(world, self._timeout) if rank == 0 else None
             store = store or join_store(self._timeout.total_seconds())
-            self._store = c10d.PrefixStore("default_pg", store)
+            self._store = c10d.PrefixStore(_WORLD, store)
             self._store.set(f"paceline arrived {rank}", "")
             # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
             # take part, while ours are made by their members alone.
@@ -51,7 +52,7 @@ class Meeting:
 
     def wait_until_all_joined(self) -> None:
         with self._explained("joined"):
-            wait_until_all_joined(self._store, dist.get_world_size(), self._timeout)
+            wait_until_all_joined(self._store, "", dist.get_world_size(), self._timeout)
 
     @contextlib.contextmanager
     def _explained(self, stage: str) -> Iterator[None]:
@@ -122,14 +123,19 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-def wait_until_all_joined(store: Any, size: int, timeout: datetime.timedelta) -> None:
+def wait_until_all_joined(store: Any, group: str, size: int, timeout: datetime.timedelta) -> None:
     """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
 
     Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
     this one leaves. So each says in the store that it has joined, and waits until all have. Ranks may meet again in the
     store of a launcher, so meetings are numbered.
     """
-    rank = dist.get_rank()
+    rank, inner = dist.get_rank(), store
+    while isinstance(inner, _C10D.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, ControlStore):
+        inner.meet(f"{_WORLD}/{group}paceline joined", rank, size, timeout)
+        return
     store.set(f"paceline joined {rank}", "")
     joined = store.add("paceline joined", 1)
     meeting = (joined - 1) // size

@@ -328,7 +328,7 @@ def _make_group(name: str, members: list[int], timeout_s: float) -> dist.Process
         )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
-        wait_until_all_joined(c10d.PrefixStore(name, store), len(members), timeout)
+        wait_until_all_joined(c10d.PrefixStore(name, store), f"{name}/", len(members), timeout)
     return group
 
 

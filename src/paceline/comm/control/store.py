@@ -19,6 +19,7 @@ from paceline.errors import CommunicationError
 
 _REPLY_S = 30.0  # for what the server answers at once
 _RETRY_S = 0.05
+_FRESH_S = 0.1
 _SECRET_S = 5.0  # a launcher may just be making the job's secret
 _C10D: Any = dist  # whose stores torch does not declare
 
@@ -89,6 +90,7 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         super().__init__()
         self._client = client
         self._prefix = prefix
+        self._fetched: tuple[float, list[str], list[bytes]] = (0.0, [], [])  # by the last wait
 
     def close(self) -> None:
         """Closes the idle connections."""
@@ -101,8 +103,10 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        found = self._waiting("get", list(keys), self.timeout)
-        return [base64.b64decode(each) for each in found]
+        (since, known, values), self._fetched = self._fetched, (0.0, [], [])
+        if known == list(keys) and time.monotonic() - since < _FRESH_S:
+            return values
+        return self._get(list(keys), self.timeout)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         for key, value in zip(keys, values, strict=True):
@@ -119,7 +123,13 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         return base64.b64decode(found)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._waiting("wait", list(keys), timeout or self.timeout)
+        """Waits, and fetches the values on the way: torch's groups wait for a key and get it at once."""
+        values = self._get(list(keys), timeout or self.timeout)
+        self._fetched = (time.monotonic(), list(keys), values)
+
+    def meet(self, key: str, member: int, size: int, timeout: timedelta) -> None:
+        """Returns when ``size`` members have called it; one message. ``<key> <member>`` says who has."""
+        self._ask_in_time("meet", self._prefix + key, member, size, timeout=timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
         return bool(self._client.ask("check", [self._prefix + key for key in keys]))
@@ -140,13 +150,16 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
-    def _waiting(self, operation: str, keys: list[str], timeout: timedelta) -> Any:
+    def _get(self, keys: list[str], timeout: timedelta) -> list[bytes]:
+        found = self._ask_in_time("get", [self._prefix + key for key in keys], timeout=timeout)
+        return [base64.b64decode(each) for each in found]
+
+    def _ask_in_time(self, operation: str, *details: Any, timeout: timedelta) -> Any:
         seconds = timeout.total_seconds()
         try:
-            return self._client.ask(operation, [self._prefix + key for key in keys], seconds, within_s=seconds)
+            return self._client.ask(operation, *details, seconds, within_s=seconds)
         except TimeoutError:
-            shown = ", ".join(keys[:4])
-            raise _C10D.DistStoreError(f"wait timeout after {seconds:g} s, keys: {shown}") from None
+            raise _C10D.DistStoreError(f"wait timeout after {seconds:g} s: {operation} {details[0]}") from None
 
 
 def _text(value: str | bytes) -> str:
