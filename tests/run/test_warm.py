@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_runs import LiveRun, newest_ranks
 from gone_processes import wait_until_gone
 
 from paceline.run import warm_client
@@ -184,3 +185,16 @@ def test_a_client_without_a_server_becomes_the_rank(tmp_path: Path) -> None:
     command = [sys.executable, "-I", "-S", client, nobody, "deeds", "leave", "4"]
     environment = {**os.environ, "COLOUR": "red"}
     assert subprocess.run(command, env=environment, cwd=tmp_path, check=False, timeout=240).returncode == 4
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_when_the_server_is_killed(live: Callable[..., LiveRun]) -> None:
+    run = live("recovery.max_restarts=2")
+    before = run.ranks(step=20)
+    os.kill(server_of(before[0]), signal.SIGKILL)
+    run.wait_until(lambda: "another one is started" in run.error())
+    run.wait_until(lambda: newest_ranks(run.folder / "runs" / "tiny") != before)
+    assert "restarting 2 ranks from step" in run.error()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75
+    wait_until_gone(before)

@@ -24,6 +24,7 @@ import torch
 from paceline.errors import CommunicationError, PacelineError, UsageError
 
 _LENGTH_BYTES = 8
+_PLAIN: tuple[Any, ...] = (str, int, float, list, tuple, dict, set, frozenset)
 
 
 def to_bytes(value: object) -> bytes:
@@ -58,7 +59,7 @@ class _Writer:
         for kind, test, describe in _KINDS:
             if test(value):
                 return {kind: describe(self, value)}
-        for base in (str, int, float, list, tuple, dict, set, frozenset):
+        for base in _PLAIN:
             if isinstance(value, base):
                 return self.write(base(value))  # as its plain kind
         raise UsageError(

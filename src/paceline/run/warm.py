@@ -57,10 +57,7 @@ class WarmRanks:
 
     def arguments(self, command: Sequence[str]) -> list[str]:
         """Returns the arguments of the Python that stands for a rank which runs ``python -m <command>``."""
-        code = self._server.poll()
-        if code is not None:
-            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
-            say(f"the process that ranks are forked from {how}: another one is started")
+        if self._is_gone("another one is started"):
             self._end()
             self._server = self._start()
         client = Path(__file__).with_name("warm_client.py")
@@ -68,6 +65,7 @@ class WarmRanks:
 
     def close(self) -> None:
         """Ends the server, and with it its ranks."""
+        self._is_gone("its ranks went with it")
         self._end()
         shutil.rmtree(self.address.parent, ignore_errors=True)
 
@@ -77,6 +75,14 @@ class WarmRanks:
             listener.bind(str(self.address))
             listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
             return _start(listener.fileno(), self.address, self._modules, self._threads)
+
+    def _is_gone(self, consequence: str) -> bool:
+        """Says whether the server has ended by itself, and tells the user."""
+        code = self._server.poll()
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+            say(f"the process that ranks are forked from {how}: {consequence}")
+        return code is not None
 
     def _end(self) -> None:
         assert self._server.stdin is not None
