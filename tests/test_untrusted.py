@@ -162,6 +162,8 @@ OWN_READERS = {
     "bounded_yaml.py": "the reader of YAML",
     "untrusted.py": "the reader of JSON",
     "checkpoint/write.py": "a copy of what it has itself",
+    "comm/control/wire.py": "control messages, with bounds of their own",
+    "comm/plain.py": "what ranks of the same job send one another",
     "comm/ledger/file.py": "the ledger of a rank on this host",
     "health/ledger_text.py": "control data",
     "run/self_watch.py": "control data",

@@ -78,9 +78,7 @@ def measure(where: Placement, schedule: Schedule) -> list[Row]:
         Meeting.prepare(meeting, where.ranks)
         assignment = Assignment(network=network, where=where, schedule=schedule, meeting=meeting)
         places = [
-            RankHost(
-                enter=partial(enter, network.host(where.host(rank))), meet_at=network.address(0), interface=INTERFACE
-            )
+            RankHost(enter=partial(enter, network.host(where.host(rank))), interface=INTERFACE)
             for rank in range(where.ranks)
         ]
         by_rank = run_processes(measure_on_rank, where.ranks, args=(assignment,), places=places, timeout_s=_TIMEOUT_S)

@@ -6,6 +6,7 @@ import datetime
 import os
 import socket
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from gloo_pool import GlooPool
 from rank_functions import groups_in_any_order
 
 from paceline.comm.base import Communicator
+from paceline.comm.meeting import _own_store
 from paceline.comm.shared.segment import FOLDER
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.torch_dist import Backend, TorchCommunicator, _Pairs, connect, disconnect
@@ -485,7 +487,7 @@ def test_a_port_in_use_is_named(launcher: pytest.MonkeyPatch) -> None:
 
 def test_others_that_never_come_are_told_after_the_timeout(launcher: pytest.MonkeyPatch) -> None:
     set_environment(launcher, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=0)
-    with pytest.raises(CommunicationError, match="rank 0 of 2 waited in vain for the others"):
+    with pytest.raises(CommunicationError, match="rank 0 of 2 waited in vain for rank 1"):
         connect(device="cpu", timeout_s=0.5)
 
 
@@ -518,3 +520,33 @@ def assert_same(ours: list[Results], theirs: list[Results]) -> None:
         for name, tensor in mine.items():
             assert tensor.dtype == other[name].dtype, f"{name} on rank {rank}"
             assert torch.equal(tensor, other[name]), f"{name} on rank {rank}: {tensor} is not {other[name]}"
+
+
+def fall_back(_: Communicator) -> tuple[str, str, list[str]]:
+    """Asks for the best way to talk where there is no room to share memory."""
+
+    def refuse(*_: object, **__: object) -> Communicator:
+        raise CommunicationError("shared memory needs 9.0 MiB, and /dev/shm has 1.0 MiB free\n  make it larger")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        patch.setattr("paceline.comm.torch_dist.share_memory", refuse)
+        made = connect("auto", device="cpu")
+    assert isinstance(made, TorchCommunicator)
+    return made.backend, made.why_gloo, [str(each.message).partition("\n")[0] for each in told]
+
+
+def test_gloo_instead_of_shared_memory_is_told_with_its_reason(gloo_pool: GlooPool) -> None:
+    why = "shared memory needs 9.0 MiB, and /dev/shm has 1.0 MiB free"
+    warning = f"ranks talk through Gloo, which is slower than shared memory: {why}"
+    assert gloo_pool.run(fall_back) == [("gloo", why, [warning]), ("gloo", why, [])]
+
+
+def test_rank_0_listens_at_the_address_of_the_environment_alone(launcher: pytest.MonkeyPatch) -> None:
+    set_environment(launcher, RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=0)
+    store = _own_store(2, datetime.timedelta(seconds=5))
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    assert [row[1] for row in rows if row[1].endswith(f":{store.port:04X}") and row[3] == "0A"] == [
+        f"0100007F:{store.port:04X}"
+    ]

@@ -38,7 +38,7 @@ def test_every_check_says_what_it_found_and_what_that_means() -> None:
     checks = [
         *(machine.python, machine.processors, machine.memory, machine.open_files, machine.disk),
         *(machine.shared_memory, machine.compiler, machine.packages, devices.torch_build, devices.gpus),
-        *(network.interfaces, network.host_name, network.chosen_interfaces, network.ports),
+        *(network.interfaces, network.host_name, network.chosen_interfaces, network.ports, network.listening),
     ]
     findings = examine(checks, HERE)
     assert len(findings) >= len(checks)

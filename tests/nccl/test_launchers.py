@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 from fork_server import plain_popen
+from free_ports import free_port
 from gone_processes import wait_until_gone
 from nccl_cases import NCCL, mean_losses
 from nccl_pool import own_host
 
 from paceline.health.exit_codes import DONE, FAILED, HUNG
 from paceline.records.records import RunRecord, StepRecord, read_records
-from paceline.run.processes import free_port
 from paceline.run.watch import STACK_SIGNAL
 
 STEPS = 6

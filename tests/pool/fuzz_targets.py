@@ -30,6 +30,8 @@ from paceline.checkpoint.optimizer import load_optimizer
 from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.tools.outgoing import ExportOptions, export
 from paceline.cluster.entries import parse_catalog
+from paceline.comm.control.wire import from_text
+from paceline.comm.plain import from_bytes, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.load import load_config
@@ -346,5 +348,7 @@ TARGETS: tuple[Target, ...] = (
         lambda text: parse_csv(_text(text)),
         parser_inputs([b"# microbatches=2\nF0.0,F0.1,B0.0\n,F1.0,B1.0\n"]),
     ),
+    parser("control messages", from_text, parser_inputs([b'["set","key","dmFsdWU="]', b'["wait",["a","b"],30.0]'])),
+    parser("values between ranks", from_bytes, parser_inputs([to_bytes({"step": 3, "loss": torch.ones(2)})])),
     parser("programs", lambda text: Program.of_text(_text(text)), parser_inputs([_PROGRAM], _as_bytes)),
 )

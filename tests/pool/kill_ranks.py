@@ -22,12 +22,13 @@ from typing import Literal
 
 import torch
 from deadly_files import DeadlyFiles
+from free_ports import free_port
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.comm.torch_dist import connect
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError, CommunicationError
-from paceline.run.processes import free_port, loopback_interface
+from paceline.run.processes import loopback_interface
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.saving import Saver
 

@@ -51,10 +51,10 @@ def wait_for_nobody(comm: Communicator) -> NoReturn:
         comm.barrier()
 
 
-def where_am_i(comm: Communicator) -> tuple[int, str, str]:
+def where_am_i(comm: Communicator) -> tuple[int, str]:
     """Says how many ranks there are, and where this one was put."""
     comm.barrier()  # a rank that leaves while another still joins ends that one's joining
-    return comm.size, str(Path.cwd()), os.environ["MASTER_ADDR"]
+    return comm.size, str(Path.cwd())
 
 
 def groups_in_any_order(comm: Communicator) -> list[tuple[int, tuple[int, ...], list[float]]]:

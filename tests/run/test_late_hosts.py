@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
+from paceline.comm.control.server import private_server
+from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.wire import read_secret
 from paceline.comm.side_channel import SideChannel
 from paceline.health.lateness import Lateness, LatenessPolicy, PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
@@ -22,10 +25,12 @@ LATE, LATE_S = 2, 3.0
 
 
 @pytest.fixture
-def channels() -> Iterator[dict[str, SideChannel]]:
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-    yield {host: SideChannel("127.0.0.1", store.port, "test") for host in HOSTS}
-    del store
+def channels(tmp_path: Path) -> Iterator[dict[str, SideChannel]]:
+    with private_server(tmp_path) as (address, secret):
+        clients = {host: ControlClient(address, lambda: read_secret(secret)) for host in HOSTS}
+        yield {host: SideChannel(ControlStore(client), "test") for host, client in clients.items()}
+        for client in clients.values():
+            client.close()
 
 
 def test_clocks_are_compared_through_the_store(channels: dict[str, SideChannel]) -> None:

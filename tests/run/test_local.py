@@ -7,7 +7,6 @@ import gc
 import logging
 import os
 import signal
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,7 @@ from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import first_cause
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run.failure import RunStoppedError
-from paceline.run.local import LocalRanks, _Attempt, check_port, launch_local
+from paceline.run.local import LocalRanks, _Attempt, launch_local
 from paceline.run.notes import noted_processes, read_failures
 
 # torch leaves the files of redirected output to the garbage collector.
@@ -125,6 +124,7 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
             assert {number: signal.getsignal(number) for number in handlers} == handlers
             assert logging.root.manager.disable == disabled
             ours = {"OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "CUBLAS_WORKSPACE_CONFIG", "PYTHONUNBUFFERED"}
+            ours |= {"NCCL_SOCKET_IFNAME", "PACELINE_SECRET_FILE"}
             ours |= set(settings.get("variables", ()))
             assert {name: os.environ.get(name) for name in ours} == {name: environment.get(name) for name in ours}
             gc.collect()
@@ -243,17 +243,3 @@ def test_failures_of_an_earlier_attempt_are_forgotten(launch: Launch, folder: Pa
         launch("raise")
     launch("show:RANK")
     assert list(folder.glob("logs/*.json")) == []
-
-
-def test_a_port_in_use_is_named(launch: Launch, folder: Path) -> None:
-    check_port(0)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(LaunchError, match=rf"^port {port} is in use\n.*\n.*--port"):
-            check_port(port)
-        (folder / f"pid-{2**22 + 1}").touch()
-        with pytest.raises(LaunchError, match=f"^port {port} is in use\n"):  # taken after it was looked at
-            launch("wait", "wait", port=port)
-    check_port(port)

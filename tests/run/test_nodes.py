@@ -12,13 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from gone_processes import is_running
 
 from paceline.errors import UsageError
 from paceline.records.records import EventRecord, Record, RunRecord, read_records
 from paceline.run.folder import claim_folder, is_in_use
 from paceline.run.nodes import address_towards, interface_of, parse_nodes
-from paceline.run.processes import free_port
 
 CONFIG = """
 name: tiny

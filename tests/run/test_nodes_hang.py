@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 from gone_processes import wait_until_gone
 
 from paceline.config.sections import RecoveryConfig
@@ -18,7 +19,6 @@ from paceline.health.verdict import HangVerdict
 from paceline.records.records import EndRecord, EventRecord, RunRecord, read_records
 from paceline.run.hosts import telling_restarts
 from paceline.run.notes import HANGS, StepNote, forget, hung_attempts, is_over, note_hang
-from paceline.run.processes import free_port
 
 CONFIG = """
 name: tiny

@@ -15,7 +15,7 @@ import rank_functions
 import torch
 
 from paceline.errors import CommunicationError, LaunchError, RankFailedError, UsageError
-from paceline.run.processes import RankHost, _first_cause, free_port, loopback_interface, run_processes
+from paceline.run.processes import RankHost, _first_cause, loopback_interface, run_processes
 
 
 @pytest.fixture(autouse=True)
@@ -78,11 +78,6 @@ def test_the_first_cause_is_not_a_lost_connection() -> None:
     assert (failure.rank, failure.__cause__, failure.traceback_text) == (1, cause, "the traceback")
 
 
-def test_a_free_port_can_be_bound() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", free_port()))
-
-
 def test_the_loopback_interface_exists() -> None:
     assert loopback_interface() in {name for _, name in socket.if_nameindex()}
 
@@ -91,9 +86,6 @@ def test_a_rank_enters_its_place_before_it_joins_the_others(tmp_path: Path) -> N
     folders = [tmp_path / "one", tmp_path / "two"]
     for folder in folders:
         folder.mkdir()
-    places = [
-        RankHost(enter=partial(os.chdir, folder), meet_at="127.0.0.1", interface=loopback_interface())
-        for folder in folders
-    ]
+    places = [RankHost(enter=partial(os.chdir, folder), interface=loopback_interface()) for folder in folders]
     found = run_processes(rank_functions.where_am_i, 2, places=places)
-    assert found == [(2, str(folder), "127.0.0.1") for folder in folders]
+    assert found == [(2, str(folder)) for folder in folders]

@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from command_runs import LiveRun, newest_ranks
 from gone_processes import wait_until_gone
 
+from paceline.run import warm_client
 from paceline.run.warm import WarmRanks, warm_ranks
 
 pytestmark = [
@@ -169,3 +171,46 @@ def test_libraries_are_told_how_many_threads_there_will_be_before_they_are_loade
 def test_nothing_is_started_that_is_not_wanted() -> None:
     with warm_ranks(["deeds"], is_wanted=False) as found:
         assert found is None
+
+
+def server_of(rank: int) -> int:
+    return int(Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_server_that_is_killed_is_started_again(
+    warm: WarmRanks, client: Client, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = client("wait")
+    rank, child = map(int, wait_for(tmp_path / "pids").split())
+    os.kill(server_of(rank), signal.SIGKILL)
+    assert process.wait(240) == -signal.SIGKILL  # as its rank, which has lost its parent
+    for pid in (rank, child):
+        os.kill(pid, signal.SIGKILL)  # this one does not watch its parent, as ranks of a run do
+    warm._server.wait(240)  # its socket closes before it has ended
+    arguments = warm.arguments(["deeds", "leave", "0"])
+    assert capsys.readouterr().err == (
+        "paceline: the process that ranks are forked from was killed by SIGKILL: another one is started\n"
+    )
+    assert str(warm.address) in arguments
+    assert client("leave", "3").wait(240) == 3
+
+
+def test_a_client_without_a_server_becomes_the_rank(tmp_path: Path) -> None:
+    (tmp_path / "deeds.py").write_text(RANK + "\nmain()\n")
+    client, nobody = warm_client.__file__, str(tmp_path / "nobody")
+    command = [sys.executable, "-I", "-S", client, nobody, "deeds", "leave", "4"]
+    environment = {**os.environ, "COLOUR": "red"}
+    assert subprocess.run(command, env=environment, cwd=tmp_path, check=False, timeout=240).returncode == 4
+
+
+@pytest.mark.exhaustive
+def test_a_run_goes_on_when_the_server_is_killed(live: Callable[..., LiveRun]) -> None:
+    run = live("recovery.max_restarts=2")
+    before = run.ranks(step=20)
+    os.kill(server_of(before[0]), signal.SIGKILL)
+    run.wait_until(lambda: "another one is started" in run.error())
+    run.wait_until(lambda: newest_ranks(run.folder / "runs" / "tiny") != before)
+    assert "restarting 2 ranks from step" in run.error()
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 75
+    wait_until_gone(before)

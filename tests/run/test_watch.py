@@ -16,12 +16,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from free_ports import free_port
 
 from paceline.health.exit_codes import FAILED, HUNG
 from paceline.health.verdict import Limits
 from paceline.run.failure import RunFailedError
 from paceline.run.local import LocalRanks, launch_local
-from paceline.run.processes import free_port, loopback_interface
+from paceline.run.processes import loopback_interface
 from paceline.run.watch import WatchPolicy
 
 # torch leaves the files of redirected output to the garbage collector.

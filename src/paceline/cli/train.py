@@ -21,7 +21,6 @@ def train(
     overrides: Overrides = None,
     resume: str = typer.Option(None, help="Continue from a checkpoint: auto (the run's newest), or a path."),
     force: bool = typer.Option(False, "--force", help="Replace a run folder of the same name."),
-    port: int = typer.Option(0, min=0, max=65535, help="Port where the ranks meet; 0: a free one."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
     nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
@@ -53,9 +52,7 @@ def train(
         hosts = parse_nodes(nnodes, rdzv, node_ranks)
     elif nnodes is not None or rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
-    options = RunOptions(
-        force=force, resume=resume, port=port, is_quiet=as_json, checks_memory=not no_memory_check, hosts=hosts
-    )
+    options = RunOptions(force=force, resume=resume, is_quiet=as_json, checks_memory=not no_memory_check, hosts=hosts)
     result = run(config, overrides or [], options)
     if result is not None:
         show_result(result, as_json=as_json)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -10,6 +9,7 @@ import numpy as np
 import torch
 
 from paceline.comm.base import Communicator, Work, control_device
+from paceline.comm.plain import from_bytes, to_bytes
 from paceline.errors import PacelineError
 
 T = TypeVar("T")
@@ -77,10 +77,10 @@ def _empty(comm: Communicator, numel: int, dtype: torch.dtype = torch.uint8) -> 
 
 def _to_bytes(value: object, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a value as bytes, and how many these are."""
-    raw = np.frombuffer(pickle.dumps(value), dtype=np.uint8).copy()
+    raw = np.frombuffer(to_bytes(value), dtype=np.uint8).copy()
     device = control_device(comm)
     return torch.from_numpy(raw).to(device), torch.tensor([len(raw)], dtype=torch.int64, device=device)
 
 
 def _from_bytes(payload: torch.Tensor) -> Any:
-    return pickle.loads(payload.cpu().numpy().tobytes())  # nosec B301  # from this job's ranks
+    return from_bytes(payload.cpu().numpy().tobytes())

@@ -6,11 +6,10 @@ On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on G
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import datetime
 import os
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -20,7 +19,10 @@ import torch.distributed as dist
 from paceline.comm.base import Communicator, ReduceOp, Splits, Work
 from paceline.comm.gloo import GlooExchanges
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
+from paceline.comm.meeting import Meeting, threads_that_do_not_preempt, wait_until_all_joined
+from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
+from paceline.comm.shared.segment import FOLDER, no_folder
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError, UsageError
 
@@ -29,7 +31,6 @@ _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp
 _ALL_GATHER: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _REDUCE_SCATTER: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 _SMALL_BYTES = 4096
-_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 Backend = Literal["auto", "nccl", "gloo", "shared_memory"]
@@ -51,7 +52,7 @@ def connect(
         return SoloCommunicator(where)
     if dist.is_initialized():
         return _join(backend, where, timeout_s)
-    meeting = _Meeting(timeout_s)
+    meeting = Meeting(timeout_s)
     meeting.initialize("nccl" if backend in ("auto", "nccl") and where.type == "cuda" else "gloo")
     comm = _join(backend, where, timeout_s)
     meeting.wait_until_all_joined()
@@ -67,9 +68,21 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
     if backend == "shared_memory":
         return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
     if backend == "auto" and dist.get_backend(group) == "gloo":
-        with contextlib.suppress(CommunicationError):  # too little of it, on all ranks alike: Gloo does as well
-            return share_memory(comm, timeout_s=timeout_s)
+        return _share_memory(comm, timeout_s)
     return comm
+
+
+def _share_memory(comm: TorchCommunicator, timeout_s: float) -> Communicator:
+    """Returns a communicator through shared memory; one of Gloo where that cannot be, which rank 0 tells."""
+    try:
+        shared = share_memory(comm, timeout_s=timeout_s)
+        why = "" if shared is not comm or FOLDER.is_dir() else no_folder()
+    except CommunicationError as error:  # too little of it, on all ranks alike: Gloo does as well
+        shared, why = comm, str(error)
+    comm.why_gloo = why.partition("\n")[0]
+    if why and comm.rank == 0:
+        warnings.warn(f"ranks talk through Gloo, which is slower than shared memory: {why}", stacklevel=4)
+    return shared
 
 
 def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
@@ -103,12 +116,6 @@ def is_outside(group: object) -> bool:
     return group is not None and group is dist.GroupMember.NON_GROUP_MEMBER
 
 
-def disconnect() -> None:
-    """Leaves the process group, if there is one. Safe to call twice."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 def _device(device: str | torch.device | None, backend: str) -> torch.device:
     if device is None:
         device = "cuda" if backend in ("auto", "nccl") and torch.cuda.is_available() else "cpu"
@@ -127,106 +134,6 @@ def _device(device: str | torch.device | None, backend: str) -> torch.device:
     if backend == "nccl" and where.type != "cuda":
         raise CommunicationError("backend 'nccl' needs a CUDA device on every rank\n  use backend 'gloo' on CPUs")
     return where
-
-
-class _Meeting:
-    """How the ranks that a launcher started find one another: through a store, at the address in the environment."""
-
-    def __init__(self, timeout_s: float) -> None:
-        missing = [name for name in _ENVIRONMENT if name not in os.environ]
-        if missing:
-            raise CommunicationError(
-                f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
-                f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
-            )
-        self._timeout = datetime.timedelta(seconds=timeout_s)
-        self._store: Any = None
-
-    def initialize(self, backend: str) -> None:
-        with self._explained("arrived"), _threads_that_do_not_preempt():
-            c10d: Any = dist.distributed_c10d  # whose public names torch does not declare
-            store, rank, world = next(c10d.rendezvous("env://", timeout=self._timeout))
-            store.set_timeout(self._timeout)
-            self._store = c10d.PrefixStore("default_pg", store)
-            self._store.set(f"paceline arrived {rank}", "")
-            # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
-            # take part, while ours are made by their members alone.
-            dist.init_process_group(backend, store=self._store, rank=rank, world_size=world, timeout=self._timeout)
-        atexit.register(disconnect)
-
-    def wait_until_all_joined(self) -> None:
-        with self._explained("joined"):
-            _wait_until_all_joined(self._store, dist.get_world_size(), self._timeout)
-
-    @contextlib.contextmanager
-    def _explained(self, stage: str) -> Iterator[None]:
-        try:
-            yield
-        except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
-            address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-            rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-            raise CommunicationError(_explain_start(error, rank, world, address, self._missing(stage))) from error
-
-    def _missing(self, stage: str) -> str:
-        """Names the ranks that have not come so far, if the store can still be asked."""
-        ranks: list[int] = []
-        with contextlib.suppress(RuntimeError, ValueError):
-            if self._store is not None:
-                world = range(int(os.environ["WORLD_SIZE"]))
-                ranks = [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
-        if not ranks:
-            return "the others"
-        named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-        return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
-
-
-def _wait_until_all_joined(store: Any, size: int, timeout: datetime.timedelta) -> None:
-    """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
-
-    Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
-    this one leaves. So each says in the store that it has joined, and waits until all have. Ranks may meet again in the
-    store of a launcher, so meetings are numbered.
-    """
-    rank = dist.get_rank()
-    store.set(f"paceline joined {rank}", "")
-    joined = store.add("paceline joined", 1)
-    meeting = (joined - 1) // size
-    if joined == (meeting + 1) * size:
-        store.set(f"paceline all joined {meeting}", "")
-    store.wait([f"paceline all joined {meeting}"], timeout)
-    if rank == 0 and size > 1:
-        store.wait([f"paceline all told {meeting}"], timeout)
-    elif store.add("paceline told", 1) == (meeting + 1) * (size - 1):
-        store.set(f"paceline all told {meeting}", "")
-
-
-@contextlib.contextmanager
-def _threads_that_do_not_preempt() -> Iterator[None]:
-    """Threads that start here wait for a free core, or the scheduler's tick, when they are woken (SCHED_BATCH).
-
-    Gloo's event loop only tries the lock of a connection, and asks again at once while it is taken. Where it preempts
-    the very thread that holds the lock, which is usual with as many ranks as cores, it spins until the tick, up to 4 ms
-    later, and both ranks wait.
-    """
-    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
-        yield
-        return
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    try:
-        yield
-    finally:
-        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-def _explain_start(error: Exception, rank: str, world: str, address: str, missing: str) -> str:
-    text = str(error)
-    if "EADDRINUSE" in text or "already in use" in text.lower():
-        return (
-            f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
-        )
-    if "timed out" in text.lower() or "timeout" in text.lower():
-        return f"rank {rank} of {world} waited in vain for {missing} at {address}\n  {text.splitlines()[0]}"
-    return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"
 
 
 class _TorchWork:
@@ -295,6 +202,7 @@ class TorchCommunicator(GroupMember):
         super().__init__(dist.get_rank(group), tuple(dist.get_process_group_ranks(group)), device, backend=backend)
         self._group = group
         self._timeout_s = timeout_s
+        self.why_gloo = ""  # where shared memory would have been faster
         sends_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
         self._exchanges = GlooExchanges(group, self.rank, self.size, timeout_s) if sends_pairwise else None
         self._pairs = _Pairs(group, self.ranks, self.rank, timeout_s) if dist.get_backend(group) == "nccl" else None
@@ -408,7 +316,7 @@ def _make_group(name: str, members: list[int], timeout_s: float) -> dist.Process
     c10d: Any = dist.distributed_c10d
     store, timeout = c10d._get_default_store(), datetime.timedelta(seconds=timeout_s)
     group: dist.ProcessGroup
-    with _threads_that_do_not_preempt():
+    with threads_that_do_not_preempt():
         group, _ = c10d._new_process_group_helper(
             len(members),
             members.index(dist.get_rank()),
@@ -420,7 +328,7 @@ def _make_group(name: str, members: list[int], timeout_s: float) -> dist.Process
         )
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
-        _wait_until_all_joined(c10d.PrefixStore(name, store), len(members), timeout)
+        wait_until_all_joined(c10d.PrefixStore(name, store), f"{name}/", len(members), timeout)
     return group
 
 

@@ -48,7 +48,7 @@ def shake_hands(interface: str | None, timeout_s: float = _PATIENCE_S) -> Iterat
     Never takes longer than it may.
     """
     name = "handshake" + (f" over {interface}" if interface else "")
-    places = [RankHost(enter=_stay, meet_at="127.0.0.1", interface=interface)] * 2 if interface else None
+    places = [RankHost(enter=_stay, interface=interface)] * 2 if interface else None
     start = time.monotonic()
     try:
         greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)

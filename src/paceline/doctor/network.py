@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
+from paceline.comm.control.wire import SECRET, SECRET_FILE
 from paceline.config import config_settings, exported_settings
 from paceline.config.settings import GLOO_INTERFACE, NCCL_INTERFACE, BackendSetting, matching
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
@@ -195,7 +196,7 @@ def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
             probe.listen(1)
             free = probe.getsockname()[1]
     except OSError as error:
-        found, meaning = f"no port can be opened: {error.strerror}", "ranks meet at a port of the first one's host"
+        found, meaning = f"no port can be opened: {error.strerror}", "ranks of Gloo listen at one each"
         fix = "allow local connections, or look for a process that holds all ports: ss -s"
         yield finding("ports", found, meaning, problem=fix)
         return
@@ -205,9 +206,35 @@ def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
     yield finding(
         "ports",
         f"{free} was free" + (f"; {_TORCHRUN_PORT} is in use" if is_taken else f", and {_TORCHRUN_PORT} too"),
-        f"paceline train takes a free one; torchrun without --standalone takes {_TORCHRUN_PORT}",
+        f"Gloo takes free ones; torchrun without --standalone takes {_TORCHRUN_PORT}",
         note="give torchrun another --master-port, or end what listens there" if is_taken else "",
     )
+
+
+def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Says what a run listens on, and who is asked for proof: see ``docs/security.md``."""
+    present, settings = find_interfaces(), settings_of(surroundings)
+    gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
+    given = [name for name in (SECRET, SECRET_FILE) if name in surroundings.environment]
+    yield finding(
+        "listening, one host",
+        "the launcher: a unix socket in a folder of mode 0700; Gloo and NCCL: the loopback",
+        "no other host reaches what paceline train listens on, unless comm.interface or GLOO_SOCKET_IFNAME says so",
+        note=f"unset {GLOO_INTERFACE} for runs on one host" if _leaves_host(settings, present) else "",
+    )
+    secret = f"the job's secret is in {given[0]}" if given else "the job's secret is in the run's folder"
+    yield finding(
+        "listening, several hosts",
+        f"the first launcher: at the address of --rdzv; Gloo: {gloo or 'no interface'}; {secret}",
+        "control connections prove the secret; those of Gloo and NCCL, and torchrun's store, are open to whoever "
+        "reaches them: keep the network between the hosts to yourself",
+    )
+
+
+def _leaves_host(settings: Mapping[str, BackendSetting], present: list[Interface]) -> bool:
+    asked = settings.get(GLOO_INTERFACE)
+    names = [each.name for each in present if each.is_loopback]
+    return asked is not None and any(name not in names for name in asked.value.split(","))
 
 
 def settings_of(surroundings: DoctorInputs) -> dict[str, BackendSetting]:

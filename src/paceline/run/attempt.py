@@ -38,6 +38,7 @@ from paceline.run.records import (
     rate_against,
     records_path,
     run_record,
+    write_fallback,
     write_settings,
     write_trace,
 )
@@ -124,6 +125,7 @@ class RankRunner:
                 rate_against(trainer, first)
                 trainer.sink.write(first)
                 write_settings(config, trainer)
+                write_fallback(trainer)
                 self._train(config, trainer, checkpoint, started)
         except PreemptedError:
             comm.barrier()  # the first to leave ends the others, who may still be writing

@@ -9,9 +9,11 @@ takes for another failure, and the launchers tell the verdict.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from paceline.comm.control.wire import SECRET, SECRET_FILE, write_secret
 from paceline.config import Config, dump_yaml
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import RunFolderError, UsageError
@@ -27,6 +29,7 @@ from paceline.run.variables import rank_variables
 from paceline.run.warm import WarmRanks, warm_ranks_of
 
 _LOOK_S = 0.2
+_SECRET = ".secret"  # in the run's folder, which all hosts see
 
 
 def train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResult | None:
@@ -62,6 +65,8 @@ def _run_as_first(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | 
 
     is_continued = (folder / "config.yaml").is_file() and not options.force
     with claim_folder(folder, dump_yaml(config), force=options.force, resume=is_continued) as claimed:
+        if not _given_secret():
+            write_secret(folder / _SECRET)
         forget(folder, HANGS)
         forget_health(folder, range(_ranks_here(config, nodes) * nodes.most))
         with explain_end(claimed), live_progress(folder, is_shown=config.monitor.console and not options.is_quiet):
@@ -79,13 +84,21 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> 
             ranks=ranks,
             num_records=ranks * nodes.most,
             threads=config.parallel.threads,
-            variables=rank_variables(config, uses_nccl=uses_nccl(config)),
+            variables={
+                **rank_variables(config, uses_nccl=uses_nccl(config)),
+                **({} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}),
+            },
             warm=warm,
             nodes=nodes,
             run_id=config.name,
             restarts=config.recovery,
         )
         launch_local([*rank_command(folder, "auto"), "--self-watch"], folder, asked)
+
+
+def _given_secret() -> bool:
+    """Says whether the environment has the job's secret; else the first launcher leaves one in the run's folder."""
+    return bool({SECRET, SECRET_FILE} & os.environ.keys())
 
 
 def _ranks_here(config: Config, nodes: Nodes) -> int:

@@ -9,11 +9,9 @@ Signals are those of [Note: preemption] in ``signals.py``.
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +33,7 @@ from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run.failure import RunPreemptedError, RunStoppedError, explain_failures
-from paceline.run.nodes import LAST_CALL_S, Nodes, address_towards, interface_of
+from paceline.run.nodes import Nodes, address_towards, interface_of
 from paceline.run.notes import (
     FAILURES,
     forget,
@@ -50,6 +48,7 @@ from paceline.run.notes import (
 from paceline.run.processes import loopback_interface
 from paceline.run.rank_process import allocator_variables, end_groups
 from paceline.run.records import end_records, open_attempts
+from paceline.run.rendezvous import BACKEND, Rendezvous, rendezvous
 from paceline.run.scratch import scratch_folder
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, signals_ignored
 from paceline.run.watch import WatchPolicy, locate_deaths, note_mismatch, watching
@@ -57,8 +56,6 @@ from paceline.run.watch import WatchPolicy, locate_deaths, note_mismatch, watchi
 if TYPE_CHECKING:
     from paceline.run.warm import WarmRanks
 
-# How soon a host that is gone is missed.
-_RENDEZVOUS = {"keep_alive_interval": 1, "keep_alive_max_attempt": 3, "last_call_timeout": LAST_CALL_S}
 _LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
@@ -70,13 +67,12 @@ class LocalRanks:
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
     never. With ``nodes`` these are the ranks of one host of several, which watch themselves, and the agent starts them
-    again by itself, as often as ``restarts`` says; hosts of the same ``run_id`` belong together.
+    again by itself, as often as ``restarts`` says.
     """
 
     ranks: int
     num_records: int | None = None
     threads: int | None = None
-    port: int = 0
     variables: Mapping[str, str] = field(default_factory=dict)
     warm: WarmRanks | None = None
     watch: WatchPolicy | None = None
@@ -100,28 +96,22 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
     with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
         try:
             watched = watching(folder, attempt.ranks, asked.watch) if asked.nodes is None else contextlib.nullcontext()
-            with scratch_folder() as scratch, watched:
-                attempt.run(arguments, _agent_config(asked, scratch), scratch, signals)
+            with (
+                scratch_folder() as scratch,
+                watched,
+                rendezvous(scratch, asked.run_id, asked.nodes) as (met, told),
+                _environment(told),
+            ):
+                attempt.run(arguments, _agent_config(asked, scratch, met), scratch, signals)
         except SignalException as error:
             with signals_ignored():
                 end_groups(attempt.processes())
                 attempt.end_records("stopped", f"ended by {error.sigval.name}")
             raise RunStoppedError(error.sigval) from None
         except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
-            raise LaunchError(_explain_start(error, asked.port)) from error
+            raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
         finally:
             forget_processes(folder, os.getpid())
-
-
-def check_port(port: int) -> None:
-    """Raises LaunchError if the ranks cannot meet at a port; 0 stands for any free one."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("", port))
-            probe.listen(1)
-        except OSError as error:
-            raise LaunchError(_explain_port(error, port)) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +193,7 @@ def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | N
     return next((number for number in PREEMPTING if BY_SIGNAL + number in codes), None)
 
 
-def _agent_config(asked: LocalRanks, scratch: Path) -> LaunchConfig:
+def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchConfig:
     nodes = asked.nodes
     known = LaunchConfig.__dataclass_fields__
     handled = ",".join(each.name for each in ENDING if signal.getsignal(each) is not signal.SIG_IGN)
@@ -213,10 +203,9 @@ def _agent_config(asked: LocalRanks, scratch: Path) -> LaunchConfig:
         max_nodes=1 if nodes is None else nodes.most,
         nproc_per_node=asked.ranks,
         run_id=asked.run_id,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"localhost:{asked.port}" if nodes is None else nodes.endpoint,
-        # Alone it keeps the store; else it would join whoever has the port.
-        rdzv_configs={"is_host": True} if nodes is None else _RENDEZVOUS,
+        rdzv_backend=BACKEND,
+        rdzv_endpoint="localhost" if nodes is None else nodes.endpoint,
+        rdzv_configs={"made": met},
         # Without an address it looks this machine's name up, which laptops often cannot.
         local_addr="localhost" if nodes is None else address_towards(nodes.host, nodes.port),
         max_restarts=asked.restarts.max_restarts,
@@ -233,11 +222,10 @@ def _settings(asked: LocalRanks) -> dict[str, str]:
     return {
         "OMP_NUM_THREADS": str(asked.threads or share),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
+        **({"NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME", f"={near}")} if nodes is None else {}),
         "CUBLAS_WORKSPACE_CONFIG": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         "PYTHONUNBUFFERED": "1",
         **allocator_variables(),
-        # The agent's shared store is announced in the first round only: who joins later would wait for it in vain.
-        **({} if nodes is None else {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
         **asked.variables,
     }
 
@@ -256,22 +244,8 @@ def _end_of(log: Path) -> str:
     return ""
 
 
-def _explain_start(error: Exception, port: int) -> str:
-    cause = error.__cause__ or error
-    text = str(cause).splitlines()[0] if str(cause) else type(cause).__name__
-    if port and ("EADDRINUSE" in text or "in use" in text):
-        return _explain_port(OSError(errno.EADDRINUSE, text), port)
-    return f"the ranks could not be started: {text}"
-
-
-def _explain_port(error: OSError, port: int) -> str:
-    is_used = error.errno == errno.EADDRINUSE
-    what = f"port {port} is in use" if is_used else f"port {port} cannot be used: {error.strerror or error}"
-    return f"{what}\n  the ranks meet there\n  choose another with --port, or leave it out for a free one"
-
-
 @contextlib.contextmanager
-def _environment(settings: dict[str, str]) -> Iterator[None]:
+def _environment(settings: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

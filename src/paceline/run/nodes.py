@@ -2,10 +2,11 @@
 
     paceline train CONFIG --nnodes 1:4 --rdzv HOST:PORT          the same on every host
 
-The launchers meet at HOST:PORT (torch's c10d rendezvous; the launcher on HOST keeps the store). When a node goes or
-comes, all ranks are started again, as many as there are now, from the newest checkpoint. The global batch stays: it is
-cut among the ranks there are. A node that is gone is missed after about three seconds; the others then wait
-``LAST_CALL_S`` for more. The launcher on HOST must stay, as the store is in it.
+The launchers meet at HOST:PORT: the launcher on HOST listens there, and at no other address (``rendezvous.py``). All
+have one secret, which the first leaves in the run's folder, or the environment has. When a node goes or comes, all
+ranks are started again, as many as there are now, from the newest checkpoint. The global batch stays: it is cut among
+the ranks there are. A node that is gone is missed at once if its launcher has ended, and after three seconds if nothing
+is heard of it; the others then wait ``LAST_CALL_S`` for more. The launcher on HOST must stay: it has the server.
 
 The run's folder is shared. The first launcher has it; the others are guests.
 """

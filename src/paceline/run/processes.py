@@ -6,11 +6,9 @@ goes through ``run/local.py``, which supervises.
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import pickle
-import random
 import socket
 import time
 import traceback
@@ -19,20 +17,19 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from paceline.comm.control.server import private_server
+from paceline.comm.control.wire import SECRET_FILE
 from paceline.errors import CommunicationError, LaunchError, PacelineError, RankFailedError, UsageError
 from paceline.run.rank_process import allocator_variables, end_with_parent, keep_to_own_cores
+from paceline.run.scratch import scratch_folder
 from paceline.run.signals import interrupts_withheld
-
-# Below those that Linux and macOS hand out to whoever asks for any.
-_PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankHost:
-    """Where a rank runs: ``enter`` moves its new process there; the ranks meet at rank 0's address."""
+    """Where a rank runs: ``enter`` moves its new process there, and Gloo talks over ``interface``."""
 
     enter: Callable[[], None]
-    meet_at: str
     interface: str
 
 
@@ -55,29 +52,30 @@ def run_processes(
         raise UsageError(f"ranks = {ranks}: at least one process is needed")
     context = multiprocessing.get_context("spawn")
     task = _pack(function, args)
-    port = free_port()
     where = [pickle.dumps(None if places is None else places[rank]) for rank in range(ranks)]
     pipes = [context.Pipe(duplex=False) for _ in range(ranks)]
-    processes = [
-        context.Process(
-            target=_rank_main, args=(task, rank, ranks, port, threads, pipes[rank][1], where[rank]), daemon=True
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        with interrupts_withheld():
+    with scratch_folder() as folder, private_server(folder) as (address, secret):
+        meeting = {"MASTER_ADDR": str(address), "MASTER_PORT": "0", SECRET_FILE: str(secret)}
+        processes = [
+            context.Process(
+                target=_rank_main, args=(task, rank, ranks, meeting, threads, pipes[rank][1], where[rank]), daemon=True
+            )
+            for rank in range(ranks)
+        ]
+        try:
+            with interrupts_withheld():
+                for process in processes:
+                    process.start()
+            for _, sender in pipes:
+                sender.close()  # the child has its own end: ours must not keep the pipe open when it dies
+            return _collect([receiver for receiver, _ in pipes], processes, timeout_s)
+        finally:
             for process in processes:
-                process.start()
-        for _, sender in pipes:
-            sender.close()  # the child has its own end: ours must not keep the pipe open when it dies
-        return _collect([receiver for receiver, _ in pipes], processes, timeout_s)
-    finally:
-        for process in processes:
-            if process.is_alive():
-                process.kill()
-        for process in processes:
-            if process.pid is not None:  # started
-                process.join()
+                if process.is_alive():
+                    process.kill()
+            for process in processes:
+                if process.pid is not None:  # started
+                    process.join()
 
 
 def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
@@ -90,18 +88,6 @@ def _pack(function: Callable[..., Any], args: Sequence[Any]) -> bytes:
             "  a new process imports the function by its module and name, and reads the arguments from a pickle\n"
             "  define the function at the top level of a module, and pass it plain data"
         ) from error
-
-
-def free_port() -> int:
-    """Returns a TCP port of the loopback interface that nobody uses now.
-
-    It lies below those that systems hand out by themselves: nobody is given it before the ranks meet there.
-    """
-    for port in random.SystemRandom().sample(_PORTS, 100):
-        with socket.socket() as probe, contextlib.suppress(OSError):  # in use
-            probe.bind(("127.0.0.1", port))
-            return port
-    raise LaunchError(f"no port of {_PORTS.start} to {_PORTS.stop - 1} is free, of 100 tried\n  ranks meet at one")
 
 
 def loopback_interface() -> str:
@@ -144,7 +130,9 @@ def _first_cause(failures: list[tuple[int, BaseException, str]]) -> PacelineErro
     return failure
 
 
-def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, sender: Connection, where: bytes) -> None:
+def _rank_main(
+    task: bytes, rank: int, ranks: int, meeting: dict[str, str], threads: int, sender: Connection, where: bytes
+) -> None:
     end_with_parent(os.getppid())
     place: RankHost | None = pickle.loads(where)  # nosec B301  # from the parent
     if place is not None:
@@ -154,10 +142,9 @@ def _rank_main(task: bytes, rank: int, ranks: int, port: int, threads: int, send
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(ranks),
-        MASTER_ADDR="127.0.0.1" if place is None else place.meet_at,
-        MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME=loopback_interface() if place is None else place.interface,
         OMP_NUM_THREADS=str(threads),  # read when torch is loaded, by libraries that do not ask torch later
+        **meeting,
         **allocator_variables(),
     )
     import torch

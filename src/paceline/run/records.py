@@ -154,6 +154,16 @@ def write_settings(config: Config, trainer: Trainer) -> None:
         trainer.note("settings", settings)
 
 
+def write_fallback(trainer: Trainer) -> None:
+    """Writes why ranks of one host talk through Gloo, where shared memory would be faster."""
+    comm: Any = trainer.parts.engine.world
+    while hasattr(comm, "inner"):
+        comm = comm.inner
+    why = getattr(comm, "why_gloo", "")
+    if why:
+        trainer.note("fallback", {"backend": comm.backend, "instead_of": "shared_memory", "reason": why})
+
+
 def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
     """Writes every operation of this rank, one JSON object a line, if the config asks for it."""
     if not config.monitor.trace:

@@ -31,13 +31,12 @@ class RunOptions:
     """How a run is started.
 
     ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto`` stands for the
-    run's newest. ``port`` is where the ranks meet; 0: a free one. ``is_quiet``: progress is not shown.
+    run's newest. ``is_quiet``: progress is not shown.
     ``checks_memory``: a run that is estimated to need more memory than there is, is refused.
     """
 
     force: bool = False
     resume: str | None = None
-    port: int = 0
     is_quiet: bool = False
     checks_memory: bool = True
     hosts: Nodes | None = None

@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, NoReturn
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
+from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.comm.side_channel import SideChannel
+from paceline.comm.side_channel import TIMEOUT_S, SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness, RankLook
@@ -181,7 +182,7 @@ def watch_itself(
     run = broadcast_object(comm, f"{time.time_ns()}")
     channel = None
     if len(hosts) > 1:
-        channel = SideChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), run)
+        channel = SideChannel(join_store(TIMEOUT_S), run)
     watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own)
     threading.Thread(target=watch.follow, name="watch", daemon=True).start()
     return comm

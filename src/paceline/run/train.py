@@ -59,7 +59,7 @@ def train(
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
     """Carries out the plan of a run on this machine, and returns what came of it."""
     from paceline.run.decide import show_decisions
-    from paceline.run.local import LocalRanks, check_port, launch_local
+    from paceline.run.local import LocalRanks, launch_local
     from paceline.run.prediction import BackgroundPrediction, predict_run
     from paceline.run.rank_process import uses_nccl
     from paceline.run.supervise import supervise
@@ -68,7 +68,6 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
 
     config, plan = decision.config, decision.plan
     variables = rank_variables(config, uses_nccl=uses_nccl(config))
-    check_port(options.port)
     is_shown = config.monitor.console and not options.is_quiet
     if is_shown:
         show_decisions(config, decision.choice, decision.notes)
@@ -78,7 +77,6 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         ranks=1 if config.comm.backend == "virtual" else ranks,
         num_records=ranks,
         threads=config.parallel.threads,
-        port=options.port,
         variables=variables,
         warm=warm,
         watch=watch_policy(config),

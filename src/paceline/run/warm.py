@@ -1,7 +1,7 @@
 """Ranks from a process that has torch loaded: the launcher's side of ``warm_server.py``.
 
 Loading torch takes seconds, and ranks that do it all at once share the cores. The server does it once, while the
-launcher is still busy with the config, and again never: a restart forks.
+launcher is still busy with the config, and again only if it was killed: a restart forks.
 
 Some libraries of products start as many threads as OMP_NUM_THREADS says when they are loaded, whatever torch is told
 later: on cores that ranks have for themselves, threads too many take turns and cost several times what they compute.
@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster import detect
+from paceline.run.console import say
 from paceline.run.rank_process import allocator_variables
 from paceline.run.scratch import scratch_folder
 
@@ -45,16 +46,51 @@ _PATIENCE_S = 0.5
 _LONGEST_ADDRESS = 100  # of a socket; Linux takes 107 bytes
 
 
-@dataclass(frozen=True, slots=True)
 class WarmRanks:
-    """A running server that forks ranks; ``arguments`` returns the command with which the agent starts one."""
+    """A server that forks ranks. One that was killed, and its ranks with it, is started again when ranks are."""
 
-    address: Path
+    def __init__(self, address: Path, modules: Sequence[str], threads: int | None) -> None:
+        self.address = address
+        self._modules = modules
+        self._threads = threads
+        self._server = self._start()
 
     def arguments(self, command: Sequence[str]) -> list[str]:
         """Returns the arguments of the Python that stands for a rank which runs ``python -m <command>``."""
+        if self._is_gone("another one is started"):
+            self._end()
+            self._server = self._start()
         client = Path(__file__).with_name("warm_client.py")
         return ["-I", "-S", str(client), str(self.address), *command]
+
+    def close(self) -> None:
+        """Ends the server, and with it its ranks."""
+        self._is_gone("its ranks went with it")
+        self._end()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.address.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(str(self.address))
+            listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
+            return _start(listener.fileno(), self.address, self._modules, self._threads)
+
+    def _is_gone(self, consequence: str) -> bool:
+        """Says whether the server has ended by itself, and tells the user."""
+        code = self._server.poll()
+        if code is not None:
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+            say(f"the process that ranks are forked from {how}: {consequence}")
+        return code is not None
+
+    def _end(self) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.close()  # which it takes for the launcher's end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._server.wait(_PATIENCE_S)  # while it loads its modules it does not look, and has no ranks
+        if self._server.poll() is None:
+            self._server.kill()
+            self._server.wait()
 
 
 def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextManager[WarmRanks | None]:
@@ -77,22 +113,7 @@ def warm_ranks(
         if not is_wanted or sys.platform != "linux" or len(os.fsencode(address)) > _LONGEST_ADDRESS:
             yield None
             return
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-            listener.bind(str(address))
-            listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
-            server = _start(listener.fileno(), address, modules, threads)
-        stack.callback(_end, server)
-        yield WarmRanks(address)
-
-
-def _end(server: subprocess.Popen[bytes]) -> None:
-    assert server.stdin is not None
-    server.stdin.close()  # which it takes for the launcher's end
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        server.wait(_PATIENCE_S)  # while it loads its modules it does not look, and has no ranks
-    if server.poll() is None:
-        server.kill()
-        server.wait()
+        yield stack.enter_context(contextlib.closing(WarmRanks(address, modules, threads)))
 
 
 def _rank_modules(config: Config) -> list[str]:

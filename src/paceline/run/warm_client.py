@@ -3,7 +3,7 @@
     python -I -S warm_client.py ADDRESS MODULE [ARGUMENT ...]
 
 Only the standard library, and little of it: this process is there in 20 ms. Signals that end it end the rank at once,
-together with what the rank started; the others are handed on.
+together with what the rank started; the others are handed on. Without a server it becomes the rank itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def main() -> None:
     address, *command = sys.argv[1:]
     ended_by = 0
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-        link.connect(address)
+        try:
+            link.connect(address)
+        except OSError:  # the server was killed: the rank loads what it needs by itself
+            os.execv(sys.executable, [sys.executable, "-u", "-m", *command])
         # pathlib would take longer to load than the rest of this
         folder = os.getcwd()  # noqa: PTH109
         request = {"command": command, "folder": folder, "environment": dict(os.environ)}
@@ -53,7 +56,7 @@ def main() -> None:
         try:
             status, was_asked = STATUS.unpack(receive(link, STATUS.size))
         except EOFError:
-            status, was_asked = 1, True  # the server is gone, and its ranks go with it
+            status, was_asked = -signal.SIGKILL, True  # the server is gone, and its ranks go with it
     if ended_by and was_asked:
         _end_by(ended_by)
     if status < 0:

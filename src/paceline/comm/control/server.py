@@ -1,0 +1,259 @@
+"""The store of a run, in a thread of the launcher: keys and values, and which hosts take part.
+
+    with ControlServer(listener, secret, Hosts(most=2)):
+        ...
+
+Every connection proves the job's secret before anything of it is parsed (``wire.py``); connections that have not
+done so are few and end soon. A request is a list: an operation and its details. Nothing that is sent here is ever run
+or unpickled: keys are texts, values are bytes in base64.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any, Self, cast
+
+from paceline.comm.control.hosts import Hosts
+from paceline.comm.control.values import Values, check_name
+from paceline.comm.control.wire import (
+    HEAD,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Address,
+    RefusedError,
+    Seal,
+    Secret,
+    derive,
+    from_text,
+    listen_privately,
+    read_length,
+    read_secret,
+    to_text,
+    write_secret,
+)
+from paceline.errors import CommunicationError
+
+_HANDSHAKE_S = 10.0
+_MOST_STRANGERS = 256  # connections that have not proven the secret yet
+_LOOK_S = 0.02
+_PATIENCE_S = 2.0  # for other hosts to leave, once this one is done
+
+
+class ControlServer:
+    """Serves the processes of one job from a thread, until it is closed."""
+
+    def __init__(self, listener: socket.socket, secret: Secret, hosts: Hosts | None = None, own: str = "") -> None:
+        """``own`` is the host that this server is on: it waits for the others a little when it is closed."""
+        self.secret = secret
+        self.hosts = hosts or Hosts()
+        self.num_strangers = 0
+        self._listener = listener
+        self._own = own
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._done = asyncio.Event()
+        self._is_serving = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name="control", daemon=True)
+        self._operations: dict[str, Callable[..., Any]] = {
+            **Values().operations(),
+            "join": self._join,
+            "attend": self._attend,
+            "leave": lambda host: self.hosts.leave(check_name(host)),
+            "close": self._close_rounds,
+        }
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the thread and all connections, once other hosts have left or a moment is over. Safe to call twice."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while self.hosts.present - {self._own} and time.monotonic() < deadline and self._thread.is_alive():
+            time.sleep(_LOOK_S)
+        if self._thread.is_alive():
+            self._is_serving.wait()
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._done.set)
+            self._thread.join()
+        self._listener.close()
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._is_serving.set()
+        links: set[_Connection] = set()
+        is_path = self._listener.family == socket.AF_UNIX
+        start = self._loop.create_unix_server if is_path else self._loop.create_server
+        server = await start(lambda: _Connection(self, links), sock=self._listener)
+        await self._done.wait()
+        server.close()
+        for link in list(links):
+            link.end()
+
+    def answer(self, request: list[Any]) -> Any:
+        """Carries out a request: returns the answer, or what it is to be waited for."""
+        match request:
+            case [str() as name, *details] if name in self._operations:
+                return self._operations[name](*details)
+        raise ValueError("no such operation")
+
+    async def _join(self, host: str, timeout_s: float) -> list[Any]:
+        """Waits until a round has begun that this host is in; returns the round, its place in it, and the hosts."""
+        before, deadline = self.hosts.round, time.monotonic() + float(timeout_s)
+        self.hosts.join(check_name(host), time.monotonic())
+        while True:
+            if self.hosts.is_closed:
+                return []
+            self.hosts.update(now := time.monotonic())
+            members = self.hosts.members
+            if self.hosts.round > before and host in members:
+                return [self.hosts.round, members.index(host), len(members)]
+            if now > deadline:
+                raise TimeoutError
+            await asyncio.sleep(_LOOK_S)
+
+    def _attend(self, host: str) -> list[int]:
+        """Notes that a launcher lives; returns the round, and how many hosts wait to be taken in after it."""
+        self.hosts.hear(check_name(host), time.monotonic())
+        return [self.hosts.round, self.hosts.num_waiting]
+
+    def _close_rounds(self) -> None:
+        self.hosts.is_closed = True
+
+
+@contextlib.contextmanager
+def private_server(folder: Path) -> Iterator[tuple[Address, Path]]:
+    """Serves the processes of this host from ``folder``, of mode 0700; yields the address and the secret's file."""
+    secret = folder / "secret"
+    write_secret(secret)
+    listener, address = listen_privately(folder)
+    with ControlServer(listener, lambda: read_secret(secret)):
+        yield address, secret
+
+
+class _Connection(asyncio.Protocol):
+    """One client. Its requests are answered one after another."""
+
+    def __init__(self, server: ControlServer, links: set[_Connection]) -> None:
+        self._server = server
+        self._links = links
+        self._content = bytearray()
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._seals: tuple[Seal, Seal] | None = None  # of requests and replies, once the secret is proven
+        self._waiting: asyncio.Task[None] | None = None
+        self._host: list[str] = []
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._links.add(self)
+        self._server.num_strangers += 1
+        loop = asyncio.get_running_loop()
+        self._limit = loop.call_later(_HANDSHAKE_S, self._transport.abort)
+        if self._server.num_strangers > _MOST_STRANGERS:
+            self._transport.abort()
+        else:
+            self._transport.write(self._nonce)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self._links.discard(self)
+        self._end_handshake()
+        if self._waiting is not None:
+            self._waiting.cancel()
+        if self._host:
+            self._server.hosts.leave(self._host[0])  # the connection of a launcher ends with it
+
+    def data_received(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        self._content += data
+        try:
+            if self._seals is None and len(self._content) >= NONCE_BYTES + PROOF_BYTES:
+                self._prove(self._take(NONCE_BYTES), self._take(PROOF_BYTES))
+            while self._seals is not None and self._waiting is None and self._answer_next():
+                pass
+        except RefusedError as error:
+            if self._seals is not None:
+                self._reply(["refused", str(error)])
+            self._transport.close()
+
+    def end(self) -> None:
+        """Ends the connection at once, also in the middle of a request."""
+        self._transport.abort()
+
+    def _take(self, length: int) -> bytes:
+        taken = bytes(self._content[:length])
+        del self._content[:length]
+        return taken
+
+    def _prove(self, nonce: bytes, told: bytes) -> None:
+        """Checks that the client has the secret. Raises RefusedError if it has not, or if there is none."""
+        try:
+            proof, *seals = derive(self._server.secret(), self._nonce, nonce)
+        except CommunicationError as error:
+            raise RefusedError(str(error)) from error
+        if not hmac.compare_digest(proof, told):
+            raise RefusedError("a connection without the secret")
+        self._end_handshake()
+        self._seals = (seals[0], seals[1])
+
+    def _end_handshake(self) -> None:
+        if not self._limit.cancelled():
+            self._limit.cancel()
+            self._server.num_strangers -= 1
+
+    def _answer_next(self) -> bool:
+        """Answers the next request, or begins to; says whether there was a whole one."""
+        assert self._seals is not None
+        if len(self._content) < HEAD.size:
+            return False
+        length, mark = read_length(bytes(self._content[: HEAD.size]))
+        if len(self._content) < HEAD.size + length:
+            return False
+        self._take(HEAD.size)
+        request = from_text(self._seals[0].check(mark, self._take(length)))
+        if request[:1] == ["attend"]:
+            self._host = request[1:2]
+        answer = self._carry_out(lambda: self._server.answer(request))
+        if asyncio.iscoroutine(answer):
+            self._transport.pause_reading()
+            self._waiting = asyncio.get_running_loop().create_task(self._wait_for(answer))
+        else:
+            self._reply(answer)
+        return True
+
+    async def _wait_for(self, answer: Awaitable[Any]) -> None:
+        try:
+            reply = ["told", await answer]
+        except Exception as error:
+            reply = _explain(error)
+        self._reply(reply)
+        self._waiting = None
+        self._transport.resume_reading()
+        self.data_received(b"")
+
+    def _carry_out(self, ask: Callable[[], Any]) -> Any:
+        """Returns the reply to a request, or a coroutine that will have the answer."""
+        try:
+            answer = ask()
+        except Exception as error:
+            return _explain(error)
+        return answer if asyncio.iscoroutine(answer) else ["told", answer]
+
+    def _reply(self, answer: list[Any]) -> None:
+        assert self._seals is not None
+        self._transport.write(self._seals[1].close(to_text(answer)))
+
+
+def _explain(error: Exception) -> list[Any]:
+    """Returns the reply that says what is wrong with a request."""
+    return ["timeout"] if isinstance(error, TimeoutError) else ["refused", f"{type(error).__name__}: {error}"]

@@ -1,0 +1,166 @@
+"""The control store as torch's process groups use it, and as launchers and watches do.
+
+Connections are taken from those that are idle, or opened: a thread that waits for a key keeps no other waiting.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm.control.wire import Address, Link, RefusedError, Secret
+from paceline.errors import CommunicationError
+
+_REPLY_S = 30.0  # for what the server answers at once
+_RETRY_S = 0.05
+_FRESH_S = 0.1
+_SECRET_S = 5.0  # a launcher may just be making the job's secret
+_C10D: Any = dist  # whose stores torch does not declare
+
+
+class ControlClient:
+    """Requests of one process to the control server of its job. Safe to use from several threads."""
+
+    def __init__(self, address: Address, secret: Secret) -> None:
+        self.address = address
+        self._secret = secret
+        self._idle: list[Link] = []
+        self._owner = os.getpid()
+
+    def ask(self, operation: str, *details: Any, within_s: float = 0.0) -> Any:
+        """Returns the answer of the server, which may take ``within_s`` seconds and a little more.
+
+        Raises TimeoutError when what was waited for did not come, and CommunicationError when the server is gone or
+        refuses.
+        """
+        link: Link | None = None
+        try:
+            link = self._take()
+            answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
+        except BaseException as error:
+            if link is not None:
+                link.close()
+            if isinstance(error, OSError) and not isinstance(error, TimeoutError):
+                what = error.strerror or error
+                raise CommunicationError(f"the control server at {self.address} cannot be reached: {what}") from error
+            raise
+        self._idle.append(link)
+        return answer
+
+    def wait_for_server(self, within_s: float) -> None:
+        """Returns when the server is there and takes this job's secret. Raises CommunicationError when it does not."""
+        start = time.monotonic()
+        while True:
+            try:
+                self.ask("count")
+                return
+            except (CommunicationError, TimeoutError) as error:
+                patience_s = min(within_s, _SECRET_S) if isinstance(error, RefusedError) else within_s
+                if time.monotonic() - start > patience_s:
+                    raise
+            time.sleep(_RETRY_S)
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take(self) -> Link:
+        if self._owner != os.getpid():  # forked: its connections are its parent's
+            self._idle, self._owner = [], os.getpid()
+        try:
+            return self._idle.pop()
+        except IndexError:
+            return Link(self.address, self._secret(), _REPLY_S)
+
+
+class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
+    """A store for process groups, whose keys begin with ``prefix`` on the server.
+
+    Torch's groups hold no reference to this object, which answers them: keep one for as long as there are any.
+    """
+
+    def __init__(self, client: ControlClient, prefix: str = "") -> None:
+        super().__init__()
+        self._client = client
+        self._prefix = prefix
+        self._fetched: tuple[float, list[str], list[bytes]] = (0.0, [], [])  # by the last wait
+
+    def close(self) -> None:
+        """Closes the idle connections."""
+        self._client.close()
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._client.ask("set", self._prefix + key, _text(value))
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        (since, known, values), self._fetched = self._fetched, (0.0, [], [])
+        if known == list(keys) and time.monotonic() - since < _FRESH_S:
+            return values
+        return self._get(list(keys), self.timeout)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._client.ask("add", self._prefix + key, amount))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._client.ask("append", self._prefix + key, _text(value))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        found = self._client.ask("compare_set", self._prefix + key, _text(expected), _text(desired))
+        return base64.b64decode(found)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits, and fetches the values on the way: torch's groups wait for a key and get it at once."""
+        values = self._get(list(keys), timeout or self.timeout)
+        self._fetched = (time.monotonic(), list(keys), values)
+
+    def meet(self, key: str, member: int, size: int, timeout: timedelta) -> None:
+        """Returns when ``size`` members have called it; one message. ``<key> <member>`` says who has."""
+        self._ask_in_time("meet", self._prefix + key, member, size, timeout=timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._client.ask("check", [self._prefix + key for key in keys]))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._client.ask("delete", self._prefix + key))
+
+    def num_keys(self) -> int:
+        return int(self._client.ask("count"))
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> ControlStore:
+        return self  # it opens connections as it needs them
+
+    # The names by which torch's own code calls two of them.
+    deleteKey = delete_key  # noqa: N815
+    getNumKeys = num_keys  # noqa: N815
+
+    def _get(self, keys: list[str], timeout: timedelta) -> list[bytes]:
+        found = self._ask_in_time("get", [self._prefix + key for key in keys], timeout=timeout)
+        return [base64.b64decode(each) for each in found]
+
+    def _ask_in_time(self, operation: str, *details: Any, timeout: timedelta) -> Any:
+        seconds = timeout.total_seconds()
+        try:
+            return self._client.ask(operation, *details, seconds, within_s=seconds)
+        except TimeoutError:
+            raise _C10D.DistStoreError(f"wait timeout after {seconds:g} s: {operation} {details[0]}") from None
+
+
+def _text(value: str | bytes) -> str:
+    return base64.b64encode(value.encode() if isinstance(value, str) else bytes(value)).decode()

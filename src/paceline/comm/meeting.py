@@ -1,0 +1,177 @@
+"""How the ranks that a launcher started find one another: through a store, at the address in the environment.
+
+``paceline train`` gives them the address of its control server (``control/server.py``); torchrun, Slurm and their like
+that of one of torch's stores, which authenticates nobody.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import datetime
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch.distributed as dist
+
+from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.wire import Address, listen, secret_of
+from paceline.errors import CommunicationError
+
+_C10D: Any = dist  # its stores are not annotated
+_WORLD = "default_pg"  # before all keys of the ranks, as torch names it
+_ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Meeting:
+    """How the ranks that a launcher started find one another: through a store, at the address in the environment."""
+
+    def __init__(self, timeout_s: float) -> None:
+        missing = [name for name in _ENVIRONMENT if name not in os.environ]
+        if missing:
+            raise CommunicationError(
+                f"the launcher's environment is incomplete: {', '.join(missing)} not set\n"
+                f"  ranks find one another through {', '.join(_ENVIRONMENT)}\n  start with paceline train or torchrun"
+            )
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._store: Any = None
+
+    def initialize(self, backend: str) -> None:
+        with self._explained("arrived"), threads_that_do_not_preempt():
+            c10d: Any = dist.distributed_c10d  # whose public names torch does not declare
+            rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            store = _own_store(world, self._timeout) if rank == 0 else None
+            store = store or join_store(self._timeout.total_seconds())
+            self._store = c10d.PrefixStore(_WORLD, store)
+            self._store.set(f"paceline arrived {rank}", "")
+            # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
+            # take part, while ours are made by their members alone.
+            dist.init_process_group(backend, store=self._store, rank=rank, world_size=world, timeout=self._timeout)
+        atexit.register(_leave, store if isinstance(store, ControlStore) else None)
+
+    def wait_until_all_joined(self) -> None:
+        with self._explained("joined"):
+            wait_until_all_joined(self._store, "", dist.get_world_size(), self._timeout)
+
+    @contextlib.contextmanager
+    def _explained(self, stage: str) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
+            address = os.environ["MASTER_ADDR"]
+            address = address if Address.parse(address) else f"{address}:{os.environ['MASTER_PORT']}"
+            rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
+            raise CommunicationError(_explain_start(error, rank, world, address, self._missing(stage))) from error
+
+    def _missing(self, stage: str) -> str:
+        """Names the ranks that have not come so far, if the store can still be asked."""
+        ranks: list[int] = []
+        with contextlib.suppress(RuntimeError, ValueError):
+            if self._store is not None:
+                world = range(int(os.environ["WORLD_SIZE"]))
+                ranks = [rank for rank in world if not self._store.check([f"paceline {stage} {rank}"])]
+        if not ranks:
+            return "the others"
+        named = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+        return f"rank {named}" if len(ranks) == 1 else f"ranks {named}"
+
+
+def join_store(timeout_s: float) -> Any:
+    """Returns a new connection to the store at which the ranks meet.
+
+    It is the control server of our launcher, which gives its address in MASTER_ADDR and the number of the meeting in
+    MASTER_PORT, or torch's store of another launcher's making.
+    """
+    place, number = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, timeout = Address.parse(place), datetime.timedelta(seconds=timeout_s)
+    if address is None:
+        store = _C10D.TCPStore(place, number, None, False, timeout, wait_for_workers=False)
+    else:
+        store = ControlStore(ControlClient(address, lambda: secret_of(os.environ)), prefix=f"ranks/{number}/")
+    store.set_timeout(timeout)
+    return store
+
+
+def _own_store(world: int, timeout: datetime.timedelta) -> Any:
+    """Makes torch's store on rank 0, where a foreign launcher leaves that to it; None where the launcher has one.
+
+    It listens at the address in MASTER_ADDR; torch's own would listen at all addresses of this host.
+    """
+    place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if Address.parse(place) is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+        return None
+    options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
+    try:
+        with listen(Address(place, port)) as listener:
+            port = listener.getsockname()[1]
+            return _C10D.TCPStore(place, port, world, True, master_listen_fd=os.dup(listener.fileno()), **options)
+    except OSError:  # an address that is translated on the way here, or the store of an earlier meeting
+        return _C10D.TCPStore(place, port, world, True, **options)
+
+
+def _leave(store: ControlStore | None) -> None:
+    """Leaves the group at the end of the process, until when a store of ours is kept: see ``ControlStore``."""
+    disconnect()
+    if store is not None:
+        store.close()
+
+
+def disconnect() -> None:
+    """Leaves the process group, if there is one. Safe to call twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def wait_until_all_joined(store: Any, group: str, size: int, timeout: datetime.timedelta) -> None:
+    """Returns when all ranks of a group have called it; on rank 0 of the world, which may hold the store, last.
+
+    Torch makes a group on a rank as soon as this rank is connected. The others may still be connecting, and fail if
+    this one leaves. So each says in the store that it has joined, and waits until all have. Ranks may meet again in the
+    store of a launcher, so meetings are numbered.
+    """
+    rank, inner = dist.get_rank(), store
+    while isinstance(inner, _C10D.PrefixStore):
+        inner = inner.underlying_store
+    if isinstance(inner, ControlStore):
+        inner.meet(f"{_WORLD}/{group}paceline joined", rank, size, timeout)
+        return
+    store.set(f"paceline joined {rank}", "")
+    joined = store.add("paceline joined", 1)
+    meeting = (joined - 1) // size
+    if joined == (meeting + 1) * size:
+        store.set(f"paceline all joined {meeting}", "")
+    store.wait([f"paceline all joined {meeting}"], timeout)
+    if rank == 0 and size > 1:
+        store.wait([f"paceline all told {meeting}"], timeout)
+    elif store.add("paceline told", 1) == (meeting + 1) * (size - 1):
+        store.set(f"paceline all told {meeting}", "")
+
+
+@contextlib.contextmanager
+def threads_that_do_not_preempt() -> Iterator[None]:
+    """Threads that start here wait for a free core, or the scheduler's tick, when they are woken (SCHED_BATCH).
+
+    Gloo's event loop only tries the lock of a connection, and asks again at once while it is taken. Where it preempts
+    the very thread that holds the lock, which is usual with as many ranks as cores, it spins until the tick, up to 4 ms
+    later, and both ranks wait.
+    """
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        yield
+        return
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
+def _explain_start(error: Exception, rank: str, world: str, address: str, missing: str) -> str:
+    text = str(error)
+    if "EADDRINUSE" in text or "already in use" in text.lower():
+        return (
+            f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
+        )
+    if "timed out" in text.lower() or "timeout" in text.lower():
+        return f"rank {rank} of {world} waited in vain for {missing} at {address}\n  {text.splitlines()[0]}"
+    return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"

@@ -1,0 +1,164 @@
+"""How launchers meet, as torch's agents ask for it: through the control server of one of them.
+
+On one host the server is the launcher's own, on a unix socket that only its user reaches. With several hosts it listens
+at the address that the user named, on the host that has it, and every connection proves the job's secret. torch's own
+rendezvous listens at all addresses, asks nobody who he is, and unpickles what it is sent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+
+from paceline.comm.control.hosts import Hosts
+from paceline.comm.control.server import ControlServer, private_server
+from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
+from paceline.errors import CommunicationError
+from paceline.run.nodes import LAST_CALL_S, Nodes
+
+BACKEND = "paceline"
+_SERVER_S = 60.0  # for the launcher that has the server to start
+_JOIN_S = 600.0
+_BEAT_S = 0.5
+# The address is another host's, or another launcher on this one has it already.
+_ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
+
+
+@contextlib.contextmanager
+def rendezvous(folder: Path, run_id: str, nodes: Nodes | None) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
+    """Has the launchers meet, in ``folder`` where there is but one; yields what the ranks are told, too.
+
+    Raises RendezvousConnectionError where the server cannot be reached.
+    """
+    with contextlib.ExitStack() as stack:
+        if nodes is None:
+            address, secret_file = stack.enter_context(private_server(folder))
+            stack.enter_context(made := Rendezvous(address, lambda: read_secret(secret_file), run_id))
+            yield made, {SECRET_FILE: str(secret_file)}
+            return
+        address, own, secret = Address(nodes.host, nodes.port), _own_name(), lambda: secret_of(os.environ)
+        try:
+            listener = listen(address)
+        except OSError as error:
+            if error.errno not in _ELSEWHERE:
+                raise
+        else:
+            hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
+            stack.enter_context(ControlServer(listener, secret, hosts, own))
+        stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
+        yield made, {}
+
+
+def made_before(parameters: RendezvousParameters) -> RendezvousHandler:
+    """Returns the rendezvous that the agent's configuration carries."""
+    made: Rendezvous = parameters.config["made"]
+    return made
+
+
+rendezvous_handler_registry.register(BACKEND, made_before)
+
+
+class Rendezvous(RendezvousHandler):
+    """This launcher's part in the meetings of all. ``attends_as``: its name among several, who must know it lives."""
+
+    def __init__(self, address: Address, secret: Secret, run_id: str, attends_as: str = "") -> None:
+        self._client = ControlClient(address, secret)
+        self._beats = ControlClient(address, secret)  # whose one connection ends with this launcher
+        self._run_id = run_id
+        self._name = attends_as or "alone"
+        self._round = 0
+        self._seen = (0, 0)  # a round, and how many hosts waited then
+        self._problem: Exception | None = None
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True) if attends_as else None
+        self._stores: list[ControlStore] = []  # see ControlStore
+
+    def __enter__(self) -> Rendezvous:
+        _explained(self._client.wait_for_server, _SERVER_S)
+        if self._thread is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+        with contextlib.suppress(CommunicationError, TimeoutError):
+            self._client.ask("leave", self._name)
+        self._beats.close()
+        self._client.close()
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
+        if not found:
+            raise RendezvousClosedError("the run has ended on another host")
+        self._round, rank, size = found
+        self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
+        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(str(self._client.address), self._round))
+
+    def num_nodes_waiting(self) -> int:
+        if self._problem is not None:
+            raise RendezvousConnectionError(str(self._problem)) from self._problem
+        seen_in, num_waiting = self._seen
+        return num_waiting if seen_in == self._round else 0
+
+    def set_closed(self) -> None:
+        with contextlib.suppress(CommunicationError, TimeoutError):  # then it is closed
+            self._client.ask("close")
+
+    def shutdown(self) -> bool:
+        self.set_closed()
+        return True
+
+    def is_closed(self) -> bool:
+        return False  # a launcher learns of it when it joins again
+
+    def get_backend(self) -> str:
+        return BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def _attend(self) -> None:
+        """Tells the server that this launcher lives, and learns how many hosts wait to be taken in."""
+        while not self._is_over.wait(_BEAT_S):
+            try:
+                seen_in, num_waiting = self._beats.ask("attend", self._name)
+                self._seen = (seen_in, num_waiting)
+            except (CommunicationError, TimeoutError) as error:
+                self._problem = error
+                return
+
+
+def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:
+    """Asks the server; what goes wrong is raised as torch's agent expects it."""
+    try:
+        return ask(*details, **options)
+    except (CommunicationError, TimeoutError) as error:
+        raise RendezvousConnectionError(str(error) or "the other hosts did not come") from error
+
+
+def _own_name() -> str:
+    return f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
