@@ -36,7 +36,7 @@ LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load", "load_all",
 ALLOWED = {
     ("bounded_yaml", "yaml.load"): (
         2,
-        "with the bounded loader, and the safe one in C for what ships: both make plain values",
+        "the bounded loader, and the safe one in C: both make plain values",
     ),
     ("checkpoint.tools.incoming", "torch.load"): (1, "with --allow-pickle, with weights_only"),
     ("checkpoint.tools.distributed", "torch.load"): (1, "with --allow-pickle, with weights_only"),
