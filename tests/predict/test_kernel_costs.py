@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.operations import Family, Operation
 from paceline.predict.formulas.constants import Constants
@@ -129,3 +133,12 @@ def test_statistics_of_a_batch_cost_nothing_of_their_own_on_a_cpu() -> None:
     ]
     assert times[0] == (0.0, 0.0)
     assert min(times[1]) > 0
+
+
+def test_a_batch_norm_reads_twice_on_a_gpu_that_was_not_measured() -> None:
+    def seconds(name: str, cluster: str) -> float:
+        device = replace(load_cluster(cluster).device, memory_rates={})
+        return KernelCosts(device, Constants(), is_compiled=False)(_run(name, [0], [1], family="norm"))[0]
+
+    assert seconds("native_batch_norm", "1x h200") == pytest.approx(1.5 * seconds("native_layer_norm", "1x h200"))
+    assert seconds("native_batch_norm", "1x cpu-host") == seconds("native_layer_norm", "1x cpu-host")

@@ -98,6 +98,10 @@ class Operation:
         return "convolution" in self.name
 
     @property
+    def is_batch_norm(self) -> bool:
+        return "batch_norm" in self.name
+
+    @property
     def has_few_channels(self) -> bool:
         """Whether a convolution reads channels that do not fill the rows of a tensor unit, which are 8 numbers long."""
         if not self.is_convolution or self.dtype == "fp32":

@@ -63,7 +63,8 @@ class KernelCosts:
         if kernel.family in ("attention", "attention_backward"):
             least = memory_seconds(device, rates, kernel.num_bytes)
             return max(attention_seconds(device, rates, kernel.flops, kernel.sizes[2], kernel.dtype), least)
-        return memory_seconds(device, rates, kernel.num_bytes)
+        again = sum(size for _, size in kernel.reads) if kernel.is_batch_norm and not device.is_cpu else 0
+        return memory_seconds(device, rates, kernel.num_bytes + again)
 
 
 def fuse_blocks(events: Sequence[Event]) -> list[Event]:
@@ -233,7 +234,7 @@ def _fused(
             for source, own in made_of.get(tensor, {tensor: size}).items():
                 if source not in written:
                     reads[source] = max(own, reads.get(source, 0))
-        if "batch_norm" in run.operation.name:
+        if run.operation.is_batch_norm:
             averaged |= reads
         for tensor, size in run.operation.writes:
             written.add(tensor)
