@@ -54,6 +54,30 @@ def test_small_products_of_a_processor_take_a_time_that_does_not_shrink_with_the
         assert work_seconds(device, product) == product.flops / each.flops
 
 
+def test_convolutions_of_an_image_reach_little_of_a_gpu_that_was_measured() -> None:
+    """The first layer of a ResNet-50 on 256 images takes about what it would for 32 channels instead of three."""
+    device, places = Catalog().device("h200"), 256 * 112**2
+    few, full = (
+        Operation(name="convolution", family="matmul", dtype="bf16", sizes=(places, channels * 49, 64))
+        for channels in (3, 32)
+    )
+    assert 1e-3 < work_seconds(device, few) < 2e-3
+    assert work_seconds(device, few) == pytest.approx(work_seconds(device, full), rel=0.5)
+    gradient = replace(few, name="convolution_backward", sizes=(64, places, 147))
+    assert work_seconds(device, gradient) == work_seconds(device, few)
+    odd = replace(gradient, sizes=(64, 49 * 3, 64))  # an odd number of places is no matter
+    assert work_seconds(device, odd) == work_seconds(device, replace(odd, name="mm"))
+    cpu = _device()
+    assert work_seconds(cpu, few) == work_seconds(cpu, replace(few, name="mm"))
+
+
+def test_the_gradient_of_a_pooling_goes_through_memory_slowly_on_a_gpu() -> None:
+    gradient = Operation(name="max_pool2d_with_indices_backward", family="reduction", reads=((0, 10**9),))
+    gpu, cpu = Catalog().device("h200"), Catalog().device("cpu-host")
+    assert work_seconds(gpu, gradient) > 3 * work_seconds(gpu, replace(gradient, name="sum"))
+    assert work_seconds(cpu, gradient) == work_seconds(cpu, replace(gradient, name="sum"))
+
+
 def test_the_backward_of_attention_has_a_rate_of_its_own() -> None:
     sizes = (2, 4, 128, 32)
     shapes = (

@@ -138,6 +138,30 @@ def test_a_gpu_saves_no_more_than_a_cpu() -> None:
     assert per_sample(on_gpu) <= per_sample(on_cpu)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "bf16_master", "fp32"])
+def test_a_gpu_shares_keys_and_values_in_16_bits(precision: str) -> None:
+    model = {"kind": "gpt", "size": "gpt-1.1b", "layers": 2}
+    few, full = (
+        describe_model(
+            config_from_dict(
+                {
+                    "model": {**model, "kv_heads": heads},
+                    "data": {**TOKENS, "context": 512},
+                    "train": {"precision": precision},
+                    "parallel": {"device": "cuda"},
+                }
+            ),
+            "cuda",
+        )
+        for heads in (8, 16)
+    )
+    assert few is not None
+    assert full is not None
+    tokens, layers, width = 512, 2, 2048
+    saved = 0 if precision == "fp32" else tokens * layers * 2 * (width // 2) * 2
+    assert per_sample(full) - per_sample(few) == saved
+
+
 def test_a_fused_loss_keeps_no_logits() -> None:
     config = config_from_dict(
         {

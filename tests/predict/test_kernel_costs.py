@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from paceline.cluster.devices import load_cluster
 from paceline.cluster.operations import Family, Operation
+from paceline.predict.formulas.constants import Constants
 from paceline.predict.replay.events import Event, Issue, Run
-from paceline.predict.replay.kernel_costs import _kept, fuse_blocks
+from paceline.predict.replay.kernel_costs import KernelCosts, _kept, fuse_blocks
 
 SIZE = 100
 
@@ -95,3 +101,44 @@ def test_what_autocast_converts_for_each_layer_is_converted_once() -> None:
     ]
     assert _names(fuse_blocks(events)) == ["fused", "query", "key", "back", "back"]
     assert bytes_not_kept(events) == SIZE
+
+
+def test_a_batch_norm_reads_its_batch_for_statistics_and_once_more_to_use_them() -> None:
+    events = [
+        _run("convolution", [0, 1], [2], family="matmul"),
+        _run("native_batch_norm", [2], [3], family="norm"),
+        _run("relu", [3], [4]),
+        _run("convolution", [4, 5], [6], family="matmul"),
+        _run("convolution_backward", [7, 5], [8], family="matmul", phase="backward"),
+        _run("threshold_backward", [8, 4], [9], phase="backward"),
+        _run("native_batch_norm_backward", [9, 2], [10], family="norm_backward", phase="backward"),
+        _run("convolution_backward", [10, 1], [11], family="matmul", phase="backward"),
+    ]
+    found = [event.operation for event in fuse_blocks(events) if isinstance(event, Run)]
+    norm, backward = ([each for each in found if each.name in ("statistics", "fused")][at : at + 2] for at in (0, 2))
+    assert [(set(dict(each.reads)), set(dict(each.writes))) for each in norm] == [({2}, set()), ({2}, {4})]
+    assert [(set(dict(each.reads)), set(dict(each.writes))) for each in backward] == [
+        ({8, 4, 2}, set()),
+        ({8, 4, 2}, {10}),
+    ]
+    assert [each.family for each in (norm[0], backward[0])] == ["norm", "reduction"]
+    assert [each.name for each in found].count("statistics") == 2
+
+
+def test_statistics_of_a_batch_cost_nothing_of_their_own_on_a_cpu() -> None:
+    run = _run("statistics", [0], [], family="reduction")
+    times = [
+        KernelCosts(load_cluster(name).device, Constants(), is_compiled=True)(run)
+        for name in ("1x cpu-host", "1x h200")
+    ]
+    assert times[0] == (0.0, 0.0)
+    assert min(times[1]) > 0
+
+
+def test_a_batch_norm_reads_twice_on_a_gpu_that_was_not_measured() -> None:
+    def seconds(name: str, cluster: str) -> float:
+        device = replace(load_cluster(cluster).device, memory_rates={})
+        return KernelCosts(device, Constants(), is_compiled=False)(_run(name, [0], [1], family="norm"))[0]
+
+    assert seconds("native_batch_norm", "1x h200") == pytest.approx(1.5 * seconds("native_layer_norm", "1x h200"))
+    assert seconds("native_batch_norm", "1x cpu-host") == seconds("native_layer_norm", "1x cpu-host")

@@ -48,6 +48,11 @@ MEMORY_FAMILIES: tuple[MemoryFamily, ...] = get_args(MemoryFamily)
 FUSED: frozenset[str] = frozenset(
     ("pointwise", "curve", "curve_backward", "norm", "norm_backward", "convert", "strided", "reduction", "random")
 )
+# What two kinds of kernels reach on a GPU: of the ceiling, the convolution of an image's few channels, which its units
+# go through as if they were 32; of a reduction's rate, the gradient of a pooling, where each number looks for itself in
+# all windows around it. Fitted to one step of a ResNet-50 in bf16 on an H200, which has no record in bench/results.
+_FEW_CHANNELS = 0.054
+_POOLING_BACKWARD = 0.28
 _FLOOR = 0.9
 _BACKWARD_FLOPS = 2.5  # of attention, over its forward
 
@@ -88,18 +93,37 @@ class Operation:
             return forward * (_BACKWARD_FLOPS if self.family == "attention_backward" else 1.0)
         return 0.0
 
+    @property
+    def is_convolution(self) -> bool:
+        return "convolution" in self.name
+
+    @property
+    def is_batch_norm(self) -> bool:
+        return "batch_norm" in self.name
+
+    @property
+    def has_few_channels(self) -> bool:
+        """Whether a convolution reads channels that do not fill the rows of a tensor unit, which are 8 numbers long."""
+        if not self.is_convolution or self.dtype == "fp32":
+            return False
+        return self.sizes[2 if self.name.endswith("backward") else 1] % 8 != 0
+
 
 def work_seconds(device: Device, operation: Operation) -> float:
     """Returns what a kernel takes once it runs."""
     if operation.family == "matmul":
         measured = matmul_rate(device, operation.sizes, operation.dtype, operation.layout)
         rate = measured or device.ceiling(operation.dtype)
-        least = operation.num_bytes / (device.memory_bandwidth * device.memory_share) if not device.is_cpu else 0.0
-        return max(operation.flops / rate, least)
+        if device.is_cpu:
+            return operation.flops / rate
+        if operation.has_few_channels:
+            rate = _FEW_CHANNELS * device.ceiling(operation.dtype)
+        return max(operation.flops / rate, operation.num_bytes / (device.memory_bandwidth * device.memory_share))
     if operation.family in ("attention", "attention_backward"):
         found = attention_rate(device, operation.sizes, operation.family)
         return operation.flops / (found or 0.4 * device.ceiling(operation.dtype))
-    return operation.num_bytes / memory_rate(device, operation.family, operation.num_bytes)
+    share = _POOLING_BACKWARD if operation.name == "max_pool2d_with_indices_backward" and not device.is_cpu else 1.0
+    return operation.num_bytes / (share * memory_rate(device, operation.family, operation.num_bytes))
 
 
 def memory_rate(device: Device, family: str, num_bytes: float) -> float:

@@ -3,7 +3,8 @@
 Elements that a block of a GPT leaves for backward, per token, for width W, MLP width M and h heads:
 
     two norms          2 W inputs, 2 W outputs, a few statistics     (+ 2 W where RMSNorm is not one kernel: on a CPU)
-    attention          3 W query, key, value + W output + h          (+ W where the output must be made contiguous)
+    attention          3 W query, key, value + W output + h          (+ W where the output must be made contiguous;
+                       fewer keys and values than heads: repeated to W each, but for 16 bits on a GPU)
     MLP                4 M (SwiGLU) or 2 M (GELU)
 
 so 8 W + 4 M, times the bytes of an element. Under autocast the residual stream stays in the model's dtype, and every
@@ -183,9 +184,12 @@ def _gpt_block_operations(shape: GPTShape, tokens: int) -> float:
 
 def _gpt_matrices(shape: GPTShape) -> int:
     """Counts the weights of a block's matrices: query and output, keys and values, and the MLP."""
-    kv_width = shape.width // shape.heads * shape.kv_heads
     mlp = (3 if shape.mlp == "swiglu" else 2) * shape.width * shape.mlp_width
-    return 2 * shape.width**2 + 2 * shape.width * kv_width + mlp
+    return 2 * shape.width**2 + 2 * shape.width * _kv_width(shape) + mlp
+
+
+def _kv_width(shape: GPTShape) -> int:
+    return shape.width // shape.heads * shape.kv_heads
 
 
 def _gpt_inner_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
@@ -197,14 +201,16 @@ def _gpt_inner_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
         attention = (3 * width + 3 * shape.heads * tokens) * itemsize + width * widths.compute
     else:
         copies = 2 if shape.positions == "rotary" else 1
-        attention = (3 + copies) * width * widths.compute + 4 * shape.heads
+        # Kernels in 16 bits on a GPU share keys and values among heads; elsewhere they are repeated for each head.
+        is_shared = widths.device == "cuda" and widths.compute == 2
+        keys = _kv_width(shape) if is_shared else width
+        attention = ((1 + copies) * width + 2 * keys) * widths.compute + 4 * shape.heads
     return attention + (4 if shape.mlp == "swiglu" else 2) * shape.mlp_width * widths.compute
 
 
 def _gpt_product_features(shape: GPTShape) -> int:
-    kv_width = shape.width // shape.heads * shape.kv_heads
     mlp = (2 if shape.mlp == "swiglu" else 1) * shape.mlp_width + shape.width
-    return 2 * shape.width + 2 * kv_width + shape.width + mlp
+    return 2 * shape.width + 2 * _kv_width(shape) + shape.width + mlp
 
 
 def _norm_bytes(shape: GPTShape, widths: Widths, *, readers: int) -> tuple[float, float]:

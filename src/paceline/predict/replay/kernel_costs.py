@@ -5,12 +5,13 @@
 
 A program of compiled blocks is fused first: neighbours within a block that only go through memory become one kernel,
 which reads what was there before and writes what is read afterwards. What only such kernels of the backward would read
-is not kept: they read what it was made of, and make it again. Products and attention stay as they are.
+is not kept: they read what it was made of, and make it again. Products and attention stay as they are. A batch norm
+goes through its batch twice, forward and backward: no kernel holds a whole batch, and its statistics are of all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.cluster.devices import Device
@@ -22,7 +23,7 @@ from paceline.predict.replay.events import LOSS, Event, Hold, Issue, Run, Wait
 # In a graph the host launches nothing, and each kernel still has a start and an end in which the device is not full.
 # Fitted to one run, of a GPT with 10 million parameters on an H200, which has no record in bench/results.
 _GRAPHED_S = 3.5e-6
-_CONVOLUTIONS = ("convolution", "_convolution", "cudnn_convolution")
+_STATISTICS = "statistics"
 
 
 class KernelCosts:
@@ -38,6 +39,8 @@ class KernelCosts:
     def __call__(self, run: Run) -> tuple[float, float]:
         """Returns seconds of the device, and of the host that launches the kernel."""
         kernel = run.operation
+        if kernel.name == _STATISTICS and self._device.is_cpu:  # compiled batch norms were not measured there
+            return 0.0, 0.0
         in_block = bool(run.block) and self._is_compiled
         shape = (kernel.sizes, kernel.batch, kernel.layout, kernel.is_causal, kernel.num_bytes, kernel.tensors)
         key = (kernel.name, kernel.dtype, in_block, *shape)
@@ -53,14 +56,15 @@ class KernelCosts:
             return work_seconds(self._device, kernel)
         rates, device = self._constants, self._device
         if kernel.family == "matmul":
-            if kernel.name.startswith(_CONVOLUTIONS):
+            if kernel.is_convolution:
                 return kernel.flops / (ceiling(device, kernel.dtype) * rates.convolution)
             rows, inner, columns = kernel.sizes
             return matmul_seconds(device, rates, rows, columns, inner, kernel.dtype, kernel.batch)
         if kernel.family in ("attention", "attention_backward"):
             least = memory_seconds(device, rates, kernel.num_bytes)
             return max(attention_seconds(device, rates, kernel.flops, kernel.sizes[2], kernel.dtype), least)
-        return memory_seconds(device, rates, kernel.num_bytes)
+        again = sum(size for _, size in kernel.reads) if kernel.is_batch_norm and not device.is_cpu else 0
+        return memory_seconds(device, rates, kernel.num_bytes + again)
 
 
 def fuse_blocks(events: Sequence[Event]) -> list[Event]:
@@ -84,7 +88,7 @@ def fuse_blocks(events: Sequence[Event]) -> list[Event]:
         if place not in groups:
             found.append(event)
         elif groups[place] == place:  # a group is known by its first kernel
-            found.append(_fused(members[place], place, readers, again, made_of))
+            found.extend(_fused(members[place], place, readers, again, made_of))
     return found
 
 
@@ -216,9 +220,13 @@ def _groups(events: Sequence[Event]) -> dict[int, int]:
 
 def _fused(
     members: list[Run], group: int, readers: dict[int, set[int]], again: set[int], made_of: dict[int, dict[int, int]]
-) -> Run:
-    """Makes one kernel of a group; ``made_of`` learns what the groups in ``again`` read in the place of its results."""
+) -> Iterator[Run]:
+    """Makes one kernel of a group; ``made_of`` learns what the groups in ``again`` read in the place of its results.
+
+    Beside a batch norm it makes two: the first reads the whole batch for statistics, which the second one needs.
+    """
     reads: dict[int, int] = {}
+    averaged: dict[int, int] = {}
     writes: dict[int, int] = {}
     written: set[int] = set()
     for run in members:
@@ -226,6 +234,8 @@ def _fused(
             for source, own in made_of.get(tensor, {tensor: size}).items():
                 if source not in written:
                     reads[source] = max(own, reads.get(source, 0))
+        if run.operation.is_batch_norm:
+            averaged |= reads
         for tensor, size in run.operation.writes:
             written.add(tensor)
             others = readers.get(tensor, set()) - {group}
@@ -235,5 +245,8 @@ def _fused(
                 writes[tensor] = size
     first = members[0].operation
     merged = replace(first, name="fused", family="pointwise" if len(members) > 1 else first.family, tensors=1)
+    if averaged:  # a mean and a variance at the rate of a norm; the two sums of its gradient are a reduction
+        statistics = replace(merged, name=_STATISTICS, family="reduction" if group in again else "norm")
+        yield Run(replace(statistics, reads=tuple(averaged.items()), writes=()), members[0].block)
     operation = replace(merged, reads=tuple(reads.items()), writes=tuple(writes.items()))
-    return Run(operation, members[0].block)
+    yield Run(operation, members[0].block)
