@@ -234,6 +234,7 @@ class SelfWatch:
         now = time.monotonic()
         self._leads_now = self._leads(now)
         if not self._leads_now:
+            self._watch.observe(now)  # it may lead soon, and then knows since when ranks stand still
             return None
         is_told = self._published_s is not None and self._watch.stands_still(now)
         found = None if is_told else self._watch.look()
@@ -260,7 +261,7 @@ class SelfWatch:
         told = channel.read("verdict")
         if told:
             return HangVerdict.from_json(json.loads(told))
-        if found is not None and found.kind == "mismatch":
+        if found is not None and found.kind in ("mismatch", "stopped"):
             channel.publish("verdict", json.dumps(found.to_json()))
             return found
         if found is None:
