@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-State = Literal["running", "finished", "dead"]
+State = Literal["running", "finished", "failed", "dead"]
 
 PHASES = ("setup", "data", "forward", "backward", "optimizer", "evaluation", "checkpoint")
 SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT = PHASES

@@ -3,7 +3,7 @@
     mismatch   at the same number of a group, ranks issued different operations: told at once
     stopped    a rank's process was stopped from outside: by a signal, a debugger, or its cgroup
     dead       a rank's process is gone while others run
-    left       a rank has finished, and others wait for it
+    left       a rank has finished or failed, and others wait for it
     missing    a rank has not come to an operation in which others wait: it computes, sleeps, loops, reads data
     deadlock   every rank waits for another one
     silent     all have issued the same, and nothing moves: the network, a device, or a rank alone
@@ -32,12 +32,14 @@ _SLOW_PHASES = (SETUP, EVALUATION, CHECKPOINT)
 class Limits:
     """How long all ranks may stand still: in a step, and in set-up, the first step, evaluation and checkpoints.
 
-    ``stopped_s`` is how long a rank's process may be stopped, whatever it was doing; None: as long as a step.
+    ``stopped_s`` is how long a rank's process may be stopped, whatever it was doing; None: as long as a step. With
+    ``needs_waiting`` ranks may compute for as long as they like while none of them waits for another.
     """
 
     step_s: float = 60.0
     setup_s: float = 600.0
     stopped_s: float | None = None
+    needs_waiting: bool = False
 
     def of(self, view: LedgerView) -> float:
         """Returns the limit for what a rank is doing."""
@@ -97,7 +99,7 @@ def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> HangVerd
 
     Ranks that are not among ``ledgers`` are not known of, and nobody is blamed for them.
     """
-    states = tuple(_state(view, now) for view in sorted(ledgers, key=lambda view: view.rank))
+    states = tuple(state_of(view, now) for view in sorted(ledgers, key=lambda view: view.rank))
     verdict = find_mismatch(ledgers)
     running = [view for view in ledgers if view.state == "running"]
     longest_s = limits.step_s if limits.stopped_s is None else limits.stopped_s
@@ -111,6 +113,8 @@ def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> HangVerd
         elif all(now - view.changed_s >= limits.of(view) for view in running):
             halted = [view for view in ledgers if view.halted]
             verdict = _stopped(halted, ledgers, now) if halted else find_hang(ledgers, now)
+            if limits.needs_waiting and verdict.kind == "silent" and verdict.sequence is None:
+                return None
     return None if verdict is None else replace(verdict, states=states)
 
 
@@ -192,7 +196,7 @@ def _missing(
     lines = _lines([views[rank] for rank in victims], pending)
     verb = "are" if len(absent) > 1 else "is"
     states = {view.state for view in guilty}
-    kind: Kind = "dead" if "dead" in states else "left" if states == {"finished"} else "missing"
+    kind: Kind = "dead" if "dead" in states else "left" if states <= {"finished", "failed"} else "missing"
     sentence = f"{_tell(absent)} {verb} missing from {_describe_place(entry)}: {doing}; {waits}{lines}"
     return _verdict_at(entry, kind, ranks, sentence)
 
@@ -218,7 +222,7 @@ def _last_seen(view: LedgerView) -> str:
     """Says where a rank was when it wrote something last: a stopped process cannot be asked."""
     if not view.has_joined:
         return "before it joined the others"
-    if view.state == "finished":
+    if view.state in ("finished", "failed"):
         return "after its last step"
     where = f"in phase {view.phase} (step {view.step})"
     entry = view.waits_in
@@ -311,7 +315,8 @@ def _what_differs(
     return "ranks called different operations: one skipped some, or has another order"
 
 
-def _state(view: LedgerView, now: float) -> RankState:
+def state_of(view: LedgerView, now: float) -> RankState:
+    """Says what one rank does."""
     entry = view.waits_in
     if view.halted:
         does = f"is {view.halted} {_last_seen(view)}"
@@ -346,6 +351,8 @@ def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
 
 
 def _end(view: LedgerView) -> str:
+    if view.state == "failed":
+        return "has failed with an error of its own"
     return "has finished" if view.state == "finished" else f"is dead (process {view.pid})"
 
 

@@ -1,6 +1,6 @@
 """A watch inside the ranks, for those that somebody else started (torchrun, Slurm) and for loops of one's own.
 
-    comm = paceline.watch(paceline.connect(), "runs/mine", hang_s=60)
+    comm = paceline.connect()          # see own_loop.py
 
 Every rank has a thread that watches the ledgers of its host. One of a host's threads leads: that of the lowest rank
 whose thread still runs, as a rank that never lets go of its interpreter has none. Hosts tell one another what their
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.ledger.file import HEARTBEAT, ledger_path
+from paceline.comm.ledger.file import HEARTBEAT, LedgerReader
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import SideChannel
@@ -33,8 +33,9 @@ from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness, RankLook
 from paceline.health.ledger_text import looks_from_text, looks_to_text, views_from_text, views_to_text
+from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
-from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.health.verdict import HangVerdict, Limits, RankState, judge, state_of
 from paceline.run.notes import note_hang
 from paceline.run.rank_process import end_children, tell_agent
 from paceline.run.records import note_straggler
@@ -147,23 +148,6 @@ _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 
 
-def watch(
-    comm: Communicator, folder: str | Path, *, hang_s: float = 300.0, hang_setup_s: float | None = None
-) -> LedgerCommunicator:
-    """Ends the ranks with a verdict when none of them makes progress for ``hang_s`` seconds; all ranks call it.
-
-    Returns the communicator to go on with, around ``comm``. ``folder`` is that of the run, where the verdict will be;
-    ``hang_setup_s`` is the limit before the first step is counted, which ``comm.ledger.count_step()`` does: a loop
-    that never calls it has this one limit, as long as ``hang_s`` if it is not given.
-    """
-    where = Path(folder).absolute()
-    rank = comm.ranks[comm.rank]
-    ledger_path(where, rank).unlink(missing_ok=True)
-    (where / "logs").mkdir(parents=True, exist_ok=True)
-    limits = Limits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
-    return watch_itself(comm, where, WatchPolicy(limits=limits))
-
-
 def watch_itself(
     comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
 ) -> LedgerCommunicator:
@@ -172,8 +156,18 @@ def watch_itself(
     Without a policy they only keep the ledger. ``host`` is this host's name.
     """
     comm = keep_ledger(comm, folder)
-    if policy is None or comm.size == 1:
-        return comm
+    if policy is not None and comm.size > 1:
+        start_watch(comm, folder, policy, host=host)
+    return comm
+
+
+def start_watch(
+    comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, host: str | None = None, told: Path | None = None
+) -> SelfWatch:
+    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it.
+
+    The verdict goes into the folder ``told``, if that is another one.
+    """
     own = host or socket.gethostname()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
@@ -182,9 +176,10 @@ def watch_itself(
     channel = None
     if len(hosts) > 1:
         channel = SideChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), run)
-    watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own)
+    watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own, told)
+    watch.views(time.monotonic())  # all ledgers are there by now, and steps may be fast
     threading.Thread(target=watch.follow, name="watch", daemon=True).start()
-    return comm
+    return watch
 
 
 @dataclass(slots=True)
@@ -200,6 +195,7 @@ class SelfWatch:
     policy: WatchPolicy
     channel: SideChannel | None
     host: str
+    told: Path | None = None  # where the verdict goes; None: into ``folder``
     _watch: Watch = field(init=False)
     _late_hosts: LateHosts | None = None
     _beats: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -241,6 +237,30 @@ class SelfWatch:
         if self._watch.straggler is not None:
             self._tell_late(self._watch.straggler)
         return found if self.channel is None else self._with_others(self.channel, found, now)
+
+    def readers(self) -> list[LedgerReader]:
+        """Returns the ledgers of the other ranks of this host, as far as they were found."""
+        return [reader for reader in self._watch.readers() if reader.pid != os.getpid()]
+
+    def views(self, now: float) -> list[LedgerView]:
+        """Returns what the ranks of this host say and do."""
+        self._watch.observe(now)
+        return self._watch.views(now)
+
+    def states(self) -> list[RankState]:
+        """Returns what the ranks of this host do, for the details of a verdict."""
+        now = time.monotonic()
+        return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]
+
+    def tell(self, verdict: HangVerdict) -> None:
+        """Writes a verdict where it is looked for, and to standard error; in an own loop, the first one counts."""
+        where = self.folder if self.told is None else self.told
+        if self.told is not None and (where / "verdict.txt").exists():
+            return
+        where.mkdir(parents=True, exist_ok=True)
+        tell_verdict(where, verdict, () if self.told is not None else self.hosts[self.host])
+        sys.stderr.write(f"paceline: {verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}\n")
+        sys.stderr.flush()
 
     def _tell_late(self, found: Straggler) -> None:
         note_straggler(self.folder, self.hosts[self.host][0], found)
@@ -305,13 +325,12 @@ class SelfWatch:
 
     def _leave(self, verdict: HangVerdict) -> NoReturn:
         """Ends the ranks of this host, and this one with the code that says why."""
-        tell_verdict(self.folder, verdict, self.hosts[self.host])
+        with contextlib.suppress(OSError):  # of a disk that is full
+            self.tell(verdict)
         note_hang(self.folder, verdict)
         if self.channel is not None:
             self._wait_for_others(self.channel)
         end_ranks(self.folder, verdict, self._watch.processes())
-        sys.stderr.write(f"paceline: {verdict.sentence}\n")
-        sys.stderr.flush()
         tell_agent(verdict.sentence, verdict.to_text(), time.time())
         end_children()
         os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock

@@ -232,6 +232,9 @@ class Watch:
         self._find_ledgers(time.monotonic())
         return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
 
+    def readers(self) -> list[LedgerReader]:
+        return [rank.reader for rank in list(self._ranks.values())]
+
     def processes(self) -> dict[int, int]:
         """Returns the process of each rank that is known of."""
         early = {number: process.pid for number, process in self._early.items()}
@@ -241,7 +244,7 @@ class Watch:
         """Returns the limits, longer where steps have shown to be long."""
         asked = self._policy.limits
         step_s = max(asked.step_s, _PATIENT * self._longest_s)
-        return replace(asked, step_s=step_s, stopped_s=asked.step_s)
+        return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
 
     def _looks(self, views: list[LedgerView]) -> list[RankLook]:
         """Returns what is needed to compare ranks; none before all have been seen, or once one is done."""
