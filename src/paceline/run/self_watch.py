@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, NoReturn
 
 from paceline.comm.ledger.communicator import LedgerCommunicator
@@ -142,8 +143,62 @@ class LateHosts:
         return kept
 
 
+class PatientChannel(SideChannel):
+    """A side channel whose store may not answer at all: then an operation raises CommunicationError after a while.
+
+    A thread of its own asks, since a connection to a host that cannot be reached any more may block for minutes.
+    """
+
+    def __init__(self, address: str, port: int, name: str, *, patience_s: float = 1.5) -> None:
+        super().__init__(address, port, name)
+        self._patience_s = patience_s
+        self._questions: SimpleQueue[Callable[[], str]] = SimpleQueue()
+        self._answers: SimpleQueue[str | CommunicationError] = SimpleQueue()
+        self._is_answered = True
+        threading.Thread(target=self._serve, name="store", daemon=True).start()
+
+    def publish(self, key: str, text: str) -> None:
+        def leave() -> str:
+            SideChannel.publish(self, key, text)
+            return ""
+
+        self._ask(leave)
+
+    def read(self, key: str) -> str:
+        return self._ask(lambda: SideChannel.read(self, key))
+
+    def _ask(self, question: Callable[[], str]) -> str:
+        if not self._is_answered:
+            self._take(0.0)  # the answer to an earlier question
+        self._questions.put(question)
+        answer = self._take(self._patience_s)
+        if isinstance(answer, CommunicationError):
+            raise answer
+        return answer
+
+    def _take(self, patience_s: float) -> str | CommunicationError:
+        try:
+            answer = self._answers.get(timeout=patience_s)
+        except Empty:
+            self._is_answered = False
+            raise CommunicationError("the store does not answer") from None
+        self._is_answered = True
+        return answer
+
+    def _serve(self) -> None:
+        while True:
+            question = self._questions.get()
+            try:
+                answer: str | CommunicationError = question()
+            except CommunicationError as error:
+                answer = error
+            self._answers.put(answer)
+
+
 _BEAT_S = 3.0  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
+_ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this
+_UNHEARD = "its host is gone, stopped or cannot be reached"
 _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 
@@ -175,7 +230,7 @@ def start_watch(
     run = broadcast_object(comm, f"{time.time_ns()}")
     channel = None
     if len(hosts) > 1:
-        channel = SideChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), run)
+        channel = PatientChannel(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), run)
     watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own, told)
     watch.views(time.monotonic())  # all ledgers are there by now, and steps may be fast
     threading.Thread(target=watch.follow, name="watch", daemon=True).start()
@@ -201,6 +256,7 @@ class SelfWatch:
     _beats: dict[int, tuple[int, float]] = field(default_factory=dict)
     _leads_now: bool = False
     _published_s: float | None = None
+    _heard: dict[str, tuple[str, float]] = field(default_factory=dict)  # what hosts answered last, and when
 
     def __post_init__(self) -> None:
         self._watch = Watch(self.folder, self.hosts[self.host], self.policy)
@@ -217,7 +273,8 @@ class SelfWatch:
         while not self.ledger.reader().pulse().is_finished:
             time.sleep(self.policy.every_s)
             self.ledger.cells[HEARTBEAT] += 1
-            with contextlib.suppress(CommunicationError):  # the store went with its owner: the launcher will tell
+            # The store went with its owner: the launcher will tell. Files: the next look may open them.
+            with contextlib.suppress(CommunicationError, OSError):
                 verdict = self.look()
                 if verdict is not None:
                     self._leave(verdict)
@@ -236,7 +293,12 @@ class SelfWatch:
         found = None if is_told else self._watch.look()
         if self._watch.straggler is not None:
             self._tell_late(self._watch.straggler)
-        return found if self.channel is None else self._with_others(self.channel, found, now)
+        if self.channel is None:
+            return found
+        try:
+            return self._with_others(self.channel, found, now)
+        except CommunicationError:
+            return self._cut_off() if found is not None or is_told else None
 
     def readers(self) -> list[LedgerReader]:
         """Returns the ledgers of the other ranks of this host, as far as they were found."""
@@ -289,39 +351,74 @@ class SelfWatch:
                 channel.publish(f"host/{self.host}", "")
                 self._published_s = None
             if self._published_s is None:
+                if channel.read("asked"):
+                    channel.publish(f"lives/{self.host}", repr(now))
+                self._ask_others(channel, now)
                 return None
         elif self._published_s is None:
             self._published_s = now
             channel.publish(f"host/{self.host}", views_to_text(self._watch.last_views, now))
+        self._ask_others(channel, now)
         texts = {host: channel.read(f"host/{host}") for host in self.hosts}
         silent = [host for host, text in texts.items() if not text]
         verdict = None
         if not silent:
             views = [view for text in texts.values() for view in views_from_text(text, now)]
             verdict = judge(views, now, _NO_LIMIT)
-        elif self._published_s is not None and now - self._published_s > self.policy.limits.step_s + 2 * _BEAT_S:
-            verdict = self._mute_hosts(silent)
+        else:
+            limit_s = self.policy.limits.step_s
+            patience_s = max(_ANSWER_S, min(_LONGEST_ANSWER_S, limit_s / 4))
+            mute = [host for host in silent if now - self._heard[host][1] > patience_s]
+            if mute or (self._published_s is not None and now - self._published_s > limit_s + 2 * _BEAT_S):
+                verdict = self._mute_hosts(mute or silent, do_answer=not mute)
         if verdict is not None:
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
 
     def _wait_for_others(self, channel: SideChannel) -> None:
         """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
-        deadline = time.monotonic() + _BEAT_S
+        deadline = time.monotonic() + _ANSWER_S
         with contextlib.suppress(CommunicationError):
             channel.publish(f"has/{self.host}", "it")
             while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self.hosts):
                 time.sleep(_ASK_S)
 
-    def _mute_hosts(self, hosts: list[str]) -> HangVerdict:
+    def _ask_others(self, channel: SideChannel, now: float) -> None:
+        """Asks other hosts whether they live, once this one has stood still for half of the limit."""
+        if self._watch.still_s(now) < self.policy.limits.step_s / 2:
+            if self._heard:
+                channel.publish("asked", "")
+            self._heard = {}
+            return
+        channel.publish("asked", "do you live?")
+        for host in self.hosts:
+            text = channel.read(f"lives/{host}") if host != self.host else ""
+            before, since_s = self._heard.get(host, (text, now))
+            self._heard[host] = (text, now if text != before else since_s)
+
+    def _mute_hosts(self, hosts: list[str], *, do_answer: bool) -> HangVerdict:
+        if do_answer:
+            return self._without(hosts, f"the ranks of {self._name(hosts)} move, and do not come")
+        why = f"nothing is heard of {self._name(hosts)}: {_UNHEARD}, or no rank there lets its Python run"
+        return self._without(hosts, why)
+
+    def _cut_off(self) -> HangVerdict:
+        """Says that the store, which is on the first host, does not answer this one."""
+        first = next(iter(self.hosts))
+        hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
+        return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
+
+    def _name(self, hosts: list[str]) -> str:
+        ranks = {host: ", ".join(map(str, self.hosts[host])) for host in hosts}
+        return ", ".join(f"{host} (rank{'' if each.isdecimal() else 's'} {each})" for host, each in ranks.items())
+
+    def _without(self, hosts: list[str], why: str) -> HangVerdict:
+        """Blames the ranks of other hosts, with what those of this one wait in."""
+        states = tuple(self.states())
+        own = "; ".join(f"rank {state.rank} {state.does}" for state in states)
         ranks = sorted(rank for host in hosts for rank in self.hosts[host])
-        told = ", ".join(f"{host} (ranks {', '.join(map(str, self.hosts[host]))})" for host in hosts)
-        mine = ", ".join(map(str, self.hosts[self.host]))
-        sentence = (
-            f"ranks {mine} on {self.host} stand still, and nothing is heard of {told}: these ranks go on without "
-            "them, or their host is gone"
-        )
-        return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence)
+        sentence = f"the ranks of {self.host} stand still, and {why}; {own}"
+        return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence, states=states)
 
     def _leave(self, verdict: HangVerdict) -> NoReturn:
         """Ends the ranks of this host, and this one with the code that says why."""

@@ -227,6 +227,10 @@ class Watch:
         """Says whether no rank has made progress since the last look."""
         return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
 
+    def still_s(self, now: float) -> float:
+        """Returns for how long no rank has made progress."""
+        return min((now - rank.changed_s for rank in self._ranks.values()), default=0.0)
+
     def heartbeats(self) -> dict[int, int]:
         """Returns how often each rank's own watch has looked, where ranks have one."""
         self._find_ledgers(time.monotonic())
@@ -334,7 +338,9 @@ def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> 
     watch = Watch(folder, numbers, policy)
 
     def look(is_left: threading.Event) -> bool:
-        verdict = watch.look()
+        verdict = None
+        with contextlib.suppress(OSError):  # no file can be opened now: the next look may
+            verdict = watch.look()
         if watch.straggler is not None:
             note_straggler(folder, min(numbers), watch.straggler)
         if verdict is None or is_left.is_set():
@@ -386,7 +392,8 @@ def _tell_and_fail(folder: Path, verdict: HangVerdict, ranks: Collection[int]) -
     """Tells a verdict, which is then the failure of each rank."""
     tell_verdict(folder, verdict, ranks)
     for rank in ranks:
-        write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
+        with contextlib.suppress(OSError):  # the ranks must be ended all the same
+            write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
 
 
 def locate_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
