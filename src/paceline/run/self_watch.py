@@ -195,9 +195,10 @@ class PatientChannel(SideChannel):
             self._answers.put(answer)
 
 
-_BEAT_S = 3.0  # a thread that has not run for so long does not lead
+_BEAT_S = 2.5  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
 _ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this
+_TAKES_OVER_S = 1.2  # until the next rank of a host leads, and has answered
 _UNHEARD = "its host is gone, stopped or cannot be reached"
 _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
@@ -368,7 +369,8 @@ class SelfWatch:
         else:
             limit_s = self.policy.limits.step_s
             patience_s = max(_ANSWER_S, min(_LONGEST_ANSWER_S, limit_s / 4))
-            mute = [host for host in silent if now - self._heard[host][1] > patience_s]
+            is_late = self._watch.still_s(now) > _BEAT_S + _TAKES_OVER_S  # else another rank there may answer soon
+            mute = [host for host in silent if is_late and now - self._heard[host][1] > patience_s]
             if mute or (self._published_s is not None and now - self._published_s > limit_s + 2 * _BEAT_S):
                 verdict = self._mute_hosts(mute or silent, do_answer=not mute)
         if verdict is not None:
@@ -427,7 +429,7 @@ class SelfWatch:
         note_hang(self.folder, verdict)
         if self.channel is not None:
             self._wait_for_others(self.channel)
-        end_ranks(self.folder, verdict, self._watch.processes())
+        end_ranks(self.folder, verdict, self._watch.processes(), is_told=True)
         tell_agent(verdict.sentence, verdict.to_text(), time.time())
         end_children()
         os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock

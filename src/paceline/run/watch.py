@@ -352,15 +352,17 @@ def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> 
         yield
 
 
-def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int]) -> None:
-    """Writes a verdict to the run's folder, logs and failures, and kills the ranks.
+def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int], *, is_told: bool = False) -> None:
+    """Writes a verdict to the run's folder and logs, if it is not told yet, and to failures; kills the ranks.
 
     They are stopped first: none is to fail in its own words because another one is gone.
     """
     own = {os.getpid(), os.getpgrp()}
     groups = {pid for pid in processes.values() if pid not in own}
     _signal(groups, signal.SIGSTOP)
-    _tell_and_fail(folder, verdict, processes)
+    if not is_told:
+        tell_verdict(folder, verdict, processes)
+    _fail(folder, verdict, processes)
     _signal(groups, signal.SIGKILL)
 
 
@@ -384,13 +386,14 @@ def note_mismatch(folder: Path, ranks: Iterable[int]) -> HangVerdict | None:
     views = [reader.view(changed_s=now) for reader in readers.values() if reader is not None]
     verdict = judge(views, now, Limits(step_s=math.inf, setup_s=math.inf))  # however long they stood
     if verdict is not None:
-        _tell_and_fail(folder, verdict, [view.rank for view in views])
+        ranks = [view.rank for view in views]
+        tell_verdict(folder, verdict, ranks)
+        _fail(folder, verdict, ranks)
     return verdict
 
 
-def _tell_and_fail(folder: Path, verdict: HangVerdict, ranks: Collection[int]) -> None:
-    """Tells a verdict, which is then the failure of each rank."""
-    tell_verdict(folder, verdict, ranks)
+def _fail(folder: Path, verdict: HangVerdict, ranks: Collection[int]) -> None:
+    """Makes a verdict the failure of each rank."""
     for rank in ranks:
         with contextlib.suppress(OSError):  # the ranks must be ended all the same
             write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
