@@ -34,10 +34,7 @@ WORDS = (
 LOADERS = {"load", "loads", "Unpickler", "unsafe_load", "full_load", "load_all", "read_pickle", "load_object"}
 # The calls that load, by module and function: how many there are, and why they may.
 ALLOWED = {
-    ("bounded_yaml", "yaml.load"): (
-        2,
-        "the bounded loader, and the safe one in C: both make plain values",
-    ),
+    ("bounded_yaml", "yaml.load"): (2, "the bounded loader, and the safe one in C: both make plain values"),
     ("checkpoint.tools.incoming", "torch.load"): (1, "with --allow-pickle, with weights_only"),
     ("checkpoint.tools.distributed", "torch.load"): (1, "with --allow-pickle, with weights_only"),
     ("checkpoint.tools.dcp_metadata", "pickle.Unpickler"): (1, "with --allow-pickle, by a closed list of names"),

@@ -13,7 +13,8 @@ import pytest
 import paceline
 
 HOMES = {
-    "connect": "paceline.comm.torch_dist",
+    "connect": "paceline.run.own_loop",
+    "watch": "paceline.run.own_loop",
     "disconnect": "paceline.comm.torch_dist",
     "Communicator": "paceline.comm.base",
     "parallelize": "paceline.engines.apply",
@@ -29,7 +30,6 @@ HOMES = {
     "train": "paceline.run.train",
     "plan": "paceline.rehearse.planning",
     "predict": "paceline.rehearse.prediction",
-    "watch": "paceline.run.self_watch",
     "errors": "paceline",
     "DistributedConfig": "paceline.classic.trainer",
     "DistributedTrainer": "paceline.classic.trainer",
@@ -84,7 +84,7 @@ def test_a_name_is_loaded_on_first_use_and_kept() -> None:
 
 
 def test_an_unknown_name_is_told_with_those_that_exist() -> None:
-    with pytest.raises(AttributeError, match="has no attribute 'conect'; it offers __version__, connect, disconnect"):
+    with pytest.raises(AttributeError, match="has no attribute 'conect'; it offers __version__, connect, watch"):
         paceline.conect  # noqa: B018
     with pytest.raises(ImportError, match="conect"):
         exec("from paceline import conect")

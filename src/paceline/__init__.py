@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from paceline.classic.trainer import DistributedConfig as DistributedConfig
     from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
     from paceline.comm.base import Communicator as Communicator
-    from paceline.comm.torch_dist import connect as connect
     from paceline.comm.torch_dist import disconnect as disconnect
     from paceline.comm.virtual.communicator import run_virtual as run_virtual
     from paceline.config.load import load_config as load_config
@@ -37,12 +36,14 @@ if TYPE_CHECKING:
     from paceline.plan.layout import Offload as Offload
     from paceline.rehearse.planning import plan as plan
     from paceline.rehearse.prediction import predict as predict
-    from paceline.run.self_watch import watch as watch
+    from paceline.run.own_loop import connect as connect
+    from paceline.run.own_loop import watch as watch
     from paceline.run.train import train as train
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
-    "paceline.comm.torch_dist": ("connect", "disconnect"),
+    "paceline.run.own_loop": ("connect", "watch"),
+    "paceline.comm.torch_dist": ("disconnect",),
     "paceline.comm.base": ("Communicator",),
     "paceline.engines.apply": ("parallelize",),
     "paceline.plan.layout": ("Layout", "Offload", "Compression"),
@@ -54,7 +55,6 @@ _NAMES = {
     "paceline.run.train": ("train",),
     "paceline.rehearse.planning": ("plan",),
     "paceline.rehearse.prediction": ("predict",),
-    "paceline.run.self_watch": ("watch",),
     "paceline": ("errors",),
     "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer"),
     "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),

@@ -163,6 +163,7 @@ def test_a_slow_rank_is_named() -> None:
         ("kill", policies(), ("restarted",)),
         ("kill", policies(max_restarts=0), ("stopped",)),
         ("hang", policies(on_hang="stop"), ("stopped",)),
+        ("stop", policies(on_hang="stop"), ("stopped",)),
         ("oom", policies(), ("stopped",)),
         ("oom", policies(on_oom="halve"), ("restarted",)),
         ("disk-full", policies(), ("stopped",)),

@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from paceline.comm.base import Communicator
 from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
 from paceline.comm.ledger.file import NUM_RECORDS, TABLE_BYTES, LedgerReader
 from paceline.comm.ledger.ledger import Ledger
+from paceline.comm.ledger.loop_counters import LoopCounters
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerView
+from paceline.health.pairing import Update
 from paceline.health.verdict import Limits, judge
 
 
@@ -208,3 +211,47 @@ def test_a_ledger_has_no_holes_that_a_full_disk_could_not_fill(tmp_path: Path) -
     path = tmp_path / "rank-0.ledger"
     Ledger(rank=0, world=1, path=path)
     assert path.stat().st_blocks * 512 >= path.stat().st_size
+
+
+def test_in_a_loop_of_ones_own_each_of_several_lines_is_told() -> None:
+    """Two files of the user's call the same place of an engine, whose file is one of ours."""
+    ledger = Ledger(rank=0, world=1, is_own_loop=True)
+    scope: dict[str, Any] = {
+        "comm": LedgerCommunicator(SoloCommunicator(torch.device("cpu")), ledger),
+        "ones": torch.ones(1),
+    }
+    exec(compile("def land():\n    comm.all_reduce(ones).wait()\n", str(ENGINE_FILE), "exec"), scope)
+    for name in ("first", "second"):
+        exec(compile("land()", f"/home/me/{name}.py", "exec"), scope)
+    assert [entry.site for entry in ledger.reader().view().entries] == [
+        "/home/me/first.py:1 in <module> through paceline/engines/made_up.py:2 in land",
+        "/home/me/second.py:1 in <module> through paceline/engines/made_up.py:2 in land",
+    ]
+
+
+def test_the_counters_of_a_loop_are_found() -> None:
+    counters, seen = LoopCounters(), []
+    fixed, samples = 7, 0
+    for step in range(40):
+        samples += 4 + step % 2
+        seen.append(counters.read(sys._getframe()))
+    assert set(counters.names.values()) == {"step", "samples"}
+    (number,) = (number for number, name in counters.names.items() if name == "step")
+    assert seen[0] == {}
+    assert [each[number] for each in seen[5:]] == list(range(5, 40))
+    assert fixed not in seen[-1].values()
+
+
+def test_updates_are_read_back_by_the_number_of_collectives() -> None:
+    ledger = Ledger(rank=0, world=2)
+    reader = ledger.reader()
+    assert reader.update_at(3) is None
+    for number in range(1, 100):
+        ledger.note_update(Update(collectives=3 * number, updates=number, counters={5: number, 9: 2**40}))
+    assert reader.update_at(297) == Update(collectives=297, updates=99, counters={5: 99, 9: 2**40})
+    assert reader.update_at(294) == Update(collectives=294, updates=98, counters={5: 98, 9: 2**40})
+    assert reader.update_at(296) is None
+    assert reader.update_at(300) is None  # not yet
+    assert reader.update_at(3) is None  # no more
+    ledger.note_update(Update(collectives=297, updates=100, idle=1, is_fresh=False))
+    assert reader.update_at(297) == Update(collectives=297, updates=99, counters={5: 99, 9: 2**40})

@@ -255,3 +255,28 @@ def test_the_operation_that_a_rank_waits_in_is_sent_however_old_it_is() -> None:
     (read,) = views_from_text(views_to_text([view], 0.0), 0.0)
     assert read.waits_in == view.waits_in
     assert len(read.entries) < len(view.entries)
+
+
+def test_a_stopped_rank_is_told_with_the_line_that_it_wrote_down_last() -> None:
+    """In the operation that all are in, where it would seem to be the network's fault."""
+    views = [waits(0, SUM, SUM), waits(1, SUM, SUM, halted="stopped (SIGSTOP)", halted_s=4.0, pid=77)]
+    found = hung(*views)
+    assert found.sentence == (
+        "rank 1 is stopped (SIGSTOP) at train.py:11 in step, in all_reduce(sum, float32 [4]), operation 1 of group "
+        "[0, 1, 2], in phase backward (step 3), for 6.0 s (process 77); rank 0 waits for it at train.py:11 in step"
+    )
+    assert (found.kind, found.ranks) == ("stopped", (1,))
+    views[0] = replace(views[0], changed_s=8.0)  # which may go on for a while
+    assert judge(views, 8.9, LIMITS) is None
+    assert hung_at(views, 9.0).ranks == (1,)
+    (copy,) = views_from_text(views_to_text(views[1:], 10.0), 10.0)
+    assert copy == views[1]
+
+
+def test_one_host_has_no_network_to_look_at() -> None:
+    found = hung(waits(0, SUM, host="a"), waits(1, SUM, host="a"))
+    assert "network" not in found.sentence
+    found = hung(waits(0, SUM, host="a"), waits(1, SUM, host="a", blocked="its memory is swapped out"))
+    assert (found.kind, found.ranks) == ("silent", (1,))
+    assert "its memory is swapped out" in found.sentence
+    assert "network" in hung(waits(0, SUM, host="a"), waits(1, SUM, host="b")).sentence

@@ -86,9 +86,11 @@ def main() -> None:
     if len(sys.argv) > 4:
         policy = WatchPolicy(limits=Limits(step_s=2.0, setup_s=100.0))
         watch_itself(comm, folder, policy, host=sys.argv[4])
-    for number in range(ROUNDS):
+    for number in count() if fault == "endless" else range(ROUNDS):
         one_round(comm, comm.ledger, fault, number == BAD_ROUND and rank == GUILTY)
         comm.ledger.count_step()
+        if number == BAD_ROUND:
+            (folder / f"came-{rank}").touch()
     comm.ledger.finish()
     disconnect()
 

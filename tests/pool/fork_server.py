@@ -37,7 +37,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-FORKED = ("paceline", "paceline.run.warm_server", "torch.distributed.run", "faulty_rank", "kill_saves")  # of python -m
+FORKED = (
+    "paceline",
+    "paceline.run.warm_server",
+    "torch.distributed.run",
+    "faulty_rank",
+    "kill_saves",
+    "own_loop",
+)  # of python -m
 FORKED_CODE = ("import gloo_pool;", "from multiprocessing.spawn import spawn_main;")  # of python -c
 FLAGS = ("-u", "-s", "-E", "-B")
 LENGTH, NUMBER = struct.Struct("!I"), struct.Struct("!i")

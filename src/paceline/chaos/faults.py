@@ -40,6 +40,7 @@ class Trait:
 TRAITS: Final[Mapping[str, Trait]] = {
     "kill": Trait(phases=_ANYWHERE),  # by SIGKILL
     "hang": Trait(phases=_ANYWHERE),  # for good
+    "stop": Trait(phases=_ANYWHERE),  # by SIGSTOP
     "exception": Trait(phases=_ANYWHERE),
     "oom": Trait(phases=("forward", "backward")),
     "preempt": Trait(phases=("optimizer", "data", "forward", "backward")),  # by SIGUSR1

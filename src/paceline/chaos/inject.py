@@ -115,6 +115,8 @@ class Injector:
             die()
         if fault.kind == "hang":
             hang()
+        if fault.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if fault.kind == "preempt":
             os.kill(os.getpid(), signal.SIGUSR1)
         if fault.kind == "exception":

@@ -69,7 +69,7 @@ def expected_handling(fault: Fault, config: Config) -> tuple[How, ...]:
         return ("stopped",)
     if kind == "slow":
         return ("went on",)
-    if kind == "hang":
+    if kind in ("hang", "stop"):
         return starts_again if policies.on_hang == "restart" else ("stopped",)
     if kind == "oom":
         rest: tuple[How, ...] = ("stopped",) if policies.on_oom == "stop" else starts_again

@@ -22,6 +22,7 @@ from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, raised_on_all
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
+from paceline.health.ledger_view import CHECKPOINT
 
 
 def warn_of(passed: PassedOver) -> None:
@@ -60,6 +61,7 @@ def save(
     Called by all ranks. ``extra`` is what else is to be remembered: plain values, those of rank 0. Raises
     CheckpointError on all ranks if one cannot write; older checkpoints are intact then.
     """
+    _enter(engine)
     writer = CheckpointWriter(Path(folder), engine.world, Retention(last=keep))
     shards = list(engine.shards())
     tensors, found = ([], {}) if optimizer is None else optimizer_shards(optimizer, shards)
@@ -76,6 +78,7 @@ def load(
     Called by all ranks, which read what rank 0 chooses. Newer ones that it passes over are warned of, with the reason.
     Raises CheckpointError on all of them if one cannot.
     """
+    _enter(engine)
     chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify, warn_of))
     with raised_on_all(engine.world, f"{chosen} does not fit this model or optimizer\n  "):
         checkpoint = open_checkpoint(chosen)
@@ -83,3 +86,9 @@ def load(
         if optimizer is not None:
             load_optimizer(checkpoint, optimizer, list(engine.shards()))
         return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
+
+
+def _enter(engine: Holder) -> None:
+    """Tells the ledger that the rank saves or loads, until the next pass begins."""
+    if engine.world.ledger is not None:
+        engine.world.ledger.enter(CHECKPOINT)

@@ -55,7 +55,7 @@ def chaos(
         load_config_with_sources(config, changes),
         config,
         changes,
-        may_hang=faults is None or "hang" in faults,
+        may_hang=faults is None or "hang" in faults or "stop" in faults,
         ranks=CPU_RANKS,
         environment=os.environ,
         say=lambda text: echo(f"chaos: {text}", err=True),

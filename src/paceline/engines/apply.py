@@ -97,11 +97,15 @@ def parallelize(
         _check_compressor(layout)
     if policy.float8 and isinstance(model, nn.Module):
         check_float8(model, model_blocks(model), policy.name)
-    if not layout.is_split:
-        return _share(model, comm, layout, policy, compressor)
-    _check_model(model, may_be_meta=comm.device.type == "meta")
-    engine = combine(model, comm, layout, lambda part, data: _share(part, data, layout, policy, None))
-    object.__setattr__(model, _MARK, True)
+    engine: Engine
+    if layout.is_split:
+        _check_model(model, may_be_meta=comm.device.type == "meta")
+        engine = combine(model, comm, layout, lambda part, data: _share(part, data, layout, policy, None))
+        object.__setattr__(model, _MARK, True)
+    else:
+        engine = _share(model, comm, layout, policy, compressor)
+    if comm.ledger is not None:
+        comm.ledger.trained.update(map(id, engine.parameters()))
     return engine
 
 

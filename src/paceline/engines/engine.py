@@ -25,6 +25,7 @@ from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piec
 from paceline.engines.float8 import Float8Layers
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
+from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
 from paceline.shards import Region, Shard, memory_order, whole_region
@@ -328,7 +329,19 @@ class ModuleEngine(Engine):
         """Runs the module under its precision."""
         args, kwargs = self.precision.cast_inputs((args, kwargs))
         with self.precision.context(self.comm.device):
+            return self._run_module(*args, **kwargs)
+
+    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module; in a loop of the user's own, the ledger is told of the phase before and after it."""
+        ledger = self.comm.ledger
+        if ledger is None or not ledger.is_own_loop:
             return self.module(*args, **kwargs)
+        is_training = torch.is_grad_enabled()
+        ledger.enter(FORWARD if is_training else EVALUATION)
+        output = self.module(*args, **kwargs)
+        if is_training:
+            ledger.enter(BACKWARD)
+        return output
 
     # What a pipeline asks of the engine of a stage.
 

@@ -147,7 +147,7 @@ class FullySharded(ShardedEngine):
         if self._is_syncing and self.module.training and torch.is_grad_enabled():
             self.share_buffers()
         with self.precision.context(self.comm.device):
-            return self.module(*args, **kwargs)
+            return self._run_module(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None

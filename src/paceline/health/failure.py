@@ -68,6 +68,9 @@ _DISK = {
     errno.EFBIG: "files may not grow that large here (see ulimit -f)",
     errno.EROFS: "the disk is read-only: set monitor.folder=... elsewhere",
 }
+_NO_FILES = dict.fromkeys(
+    (errno.EMFILE, errno.ENFILE), "no more files can be opened: some are left open (see ulimit -n)"
+)
 _FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write there is gone: give it back")
 
 
@@ -103,12 +106,14 @@ def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False)
     """Describes a rank's error: its message, its kind, and the part of its traceback that helps."""
     text = str(error) if isinstance(error, PacelineError) else f"{type(error).__name__}: {error}"
     hints = {**_DISK, **_FORBIDDEN} if isinstance(error, CheckpointError) else _DISK
-    disk = next((hints[number] for number in map(_error_number, _chain(error)) if number in hints), "")
+    numbers = list(map(_error_number, _chain(error)))
+    disk = next((hints[number] for number in numbers if number in hints), "")
+    hint = disk or next((_NO_FILES[number] for number in numbers if number in _NO_FILES), "")
     return Failure(
         rank=rank,
         # The children of CommunicationError name their own cause: a mismatch, a verdict.
         cause="lost" if _is_lost(error) else "stuck" if type(error) is CommunicationError else "raised",
-        message=text.removeprefix(f"rank {rank}: ") + (f"\n  {disk}" if disk else ""),
+        message=text.removeprefix(f"rank {rank}: ") + (f"\n  {hint}" if hint else ""),
         traceback="" if disk and not _has_user_code(error) else user_traceback(error),
         time=time.time(),
         is_refusal=is_refusal,

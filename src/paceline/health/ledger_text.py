@@ -16,13 +16,19 @@ _COLLECTIVE = LedgerCall(kind="a collective")
 
 def views_to_text(views: Sequence[LedgerView], now: float) -> str:
     """Turns views into text, each with its last operations and the seconds since it last changed."""
-    return json.dumps([_to_json(replace(view, changed_s=now - view.changed_s)) for view in views])
+    return json.dumps([_to_json(_shifted(view, now)) for view in views])
 
 
 def views_from_text(text: str, now: float) -> list[LedgerView]:
     """Reads what ``views_to_text`` wrote; ``now`` is on the reader's clock."""
     found = [_from_json(values) for values in json.loads(text)]
-    return [replace(view, changed_s=now - view.changed_s) for view in found]
+    return [_shifted(view, now) for view in found]
+
+
+def _shifted(view: LedgerView, now: float) -> LedgerView:
+    """Turns the times of a view into the seconds since, and back."""
+    halted_s = now - view.halted_s if view.halted else 0.0
+    return replace(view, changed_s=now - view.changed_s, halted_s=halted_s)
 
 
 def looks_to_text(looks: Sequence[RankLook]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-State = Literal["running", "finished", "dead"]
+State = Literal["running", "finished", "failed", "dead"]
 
 PHASES = ("setup", "data", "forward", "backward", "optimizer", "evaluation", "checkpoint")
 SETUP, DATA, FORWARD, BACKWARD, OPTIMIZER, EVALUATION, CHECKPOINT = PHASES
@@ -88,7 +88,9 @@ class LedgerView:
 
     ``entries`` are its last operations, oldest first; ``issued`` says how many collectives it has issued in each
     group; ``waiting`` is the number of the entry in which it stands now; ``changed_s`` is when anything last changed
-    here, and ``stands_at`` the line where it is, if somebody asked.
+    here, and ``stands_at`` the line where it is, if somebody asked. ``halted`` says what stopped its process from
+    outside, such as "stopped (SIGSTOP)", since ``halted_s``; ``blocked`` what the system does for it all the time.
+    ``has_joined`` is False before its first entry can be written.
     """
 
     rank: int
@@ -102,6 +104,10 @@ class LedgerView:
     stands_at: str = ""
     host: str = ""
     pid: int = 0
+    halted: str = ""
+    halted_s: float = 0.0
+    blocked: str = ""
+    has_joined: bool = True
 
     @property
     def waits_in(self) -> LedgerEntry | None:

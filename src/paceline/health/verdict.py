@@ -1,14 +1,15 @@
 """Why ranks do not go on, in one sentence: a pure function of what their ledgers say.
 
     mismatch   at the same number of a group, ranks issued different operations: told at once
+    stopped    a rank's process was stopped from outside: by a signal, a debugger, or its cgroup
     dead       a rank's process is gone while others run
-    left       a rank has finished, and others wait for it
+    left       a rank has finished or failed, and others wait for it
     missing    a rank has not come to an operation in which others wait: it computes, sleeps, loops, reads data
     deadlock   every rank waits for another one
     silent     all have issued the same, and nothing moves: the network, a device, or a rank alone
 
-A rank that waits is a victim, so the blame follows the waits to those that wait for nobody. ``judge`` costs some
-microseconds an entry.
+A process that is stopped cannot move, whatever it was doing, so that this is looked at first. Else a rank that waits is
+a victim, and the blame follows the waits to those that wait for nobody. ``judge`` costs some microseconds an entry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 from paceline.health.ledger_view import CHECKPOINT, DATA, EVALUATION, SETUP, GroupName, LedgerEntry, LedgerView
 
-Kind = Literal["mismatch", "dead", "left", "missing", "deadlock", "silent"]
+Kind = Literal["mismatch", "stopped", "dead", "left", "missing", "deadlock", "silent"]
 
 _Place = tuple[GroupName, int]  # a collective: its group, and its number there
 _MOST_NAMED = 8
@@ -29,10 +30,16 @@ _SLOW_PHASES = (SETUP, EVALUATION, CHECKPOINT)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """How long all ranks may stand still: in a step, and in set-up, the first step, evaluation and checkpoints."""
+    """How long all ranks may stand still: in a step, and in set-up, the first step, evaluation and checkpoints.
+
+    ``stopped_s`` is how long a rank's process may be stopped, whatever it was doing; None: as long as a step. With
+    ``needs_waiting`` ranks may compute for as long as they like while none of them waits for another.
+    """
 
     step_s: float = 60.0
     setup_s: float = 600.0
+    stopped_s: float | None = None
+    needs_waiting: bool = False
 
     def of(self, view: LedgerView) -> float:
         """Returns the limit for what a rank is doing."""
@@ -92,15 +99,22 @@ def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> HangVerd
 
     Ranks that are not among ``ledgers`` are not known of, and nobody is blamed for them.
     """
-    states = tuple(_state(view, now) for view in sorted(ledgers, key=lambda view: view.rank))
+    states = tuple(state_of(view, now) for view in sorted(ledgers, key=lambda view: view.rank))
     verdict = find_mismatch(ledgers)
     running = [view for view in ledgers if view.state == "running"]
-    if verdict is None and running:
+    longest_s = limits.step_s if limits.stopped_s is None else limits.stopped_s
+    stopped = [view for view in ledgers if view.halted and now - view.halted_s >= longest_s]
+    if verdict is None and stopped:
+        verdict = _stopped(stopped, ledgers, now)
+    elif verdict is None and running:
         dead = [view for view in ledgers if view.state == "dead"]
         if dead:
             verdict = _dead(dead, running)
         elif all(now - view.changed_s >= limits.of(view) for view in running):
-            verdict = find_hang(ledgers, now)
+            halted = [view for view in ledgers if view.halted]
+            verdict = _stopped(halted, ledgers, now) if halted else find_hang(ledgers, now)
+            if limits.needs_waiting and verdict.kind == "silent" and verdict.sequence is None:
+                return None
     return None if verdict is None else replace(verdict, states=states)
 
 
@@ -182,9 +196,39 @@ def _missing(
     lines = _lines([views[rank] for rank in victims], pending)
     verb = "are" if len(absent) > 1 else "is"
     states = {view.state for view in guilty}
-    kind: Kind = "dead" if "dead" in states else "left" if states == {"finished"} else "missing"
+    kind: Kind = "dead" if "dead" in states else "left" if states <= {"finished", "failed"} else "missing"
     sentence = f"{_tell(absent)} {verb} missing from {_describe_place(entry)}: {doing}; {waits}{lines}"
     return _verdict_at(entry, kind, ranks, sentence)
+
+
+def _stopped(stopped: list[LedgerView], ledgers: Sequence[LedgerView], now: float) -> HangVerdict:
+    stopped = sorted(stopped, key=lambda view: view.rank)
+    ranks = [view.rank for view in stopped]
+    views = {view.rank: view for view in ledgers}
+    doing = "; ".join(
+        f"rank {view.rank} is {view.halted} {_last_seen(view)}, for {now - view.halted_s:.1f} s (process {view.pid})"
+        for view in stopped
+    )
+    pending = {rank: entry for rank, entry in _pending(views).items() if rank not in ranks}
+    waits = ""
+    if pending:
+        who = "it" if len(ranks) == 1 else "them"
+        verb = "wait" if len(pending) > 1 else "waits"
+        waits = f"; {_tell(pending)} {verb} for {who}{_lines([views[rank] for rank in pending], pending)}"
+    return HangVerdict(kind="stopped", ranks=tuple(ranks), sentence=f"{doing}{waits}")
+
+
+def _last_seen(view: LedgerView) -> str:
+    """Says where a rank was when it wrote something last: a stopped process cannot be asked."""
+    if not view.has_joined:
+        return "before it joined the others"
+    if view.state in ("finished", "failed"):
+        return "after its last step"
+    where = f"in phase {view.phase} (step {view.step})"
+    entry = view.waits_in
+    if entry is not None:
+        return f"at {entry.line}, in {_describe_place(entry)}, {where}"
+    return f"{where}, after {view.entries[-1].call} at {view.entries[-1].line}" if view.entries else where
 
 
 def _dead(dead: list[LedgerView], running: list[LedgerView]) -> HangVerdict:
@@ -213,8 +257,15 @@ def _silent(views: Mapping[int, LedgerView], now: float) -> HangVerdict:
     entries = {view.rank: entry for view in running if (entry := view.waits_in) is not None}
     if len(entries) == len(running):
         first = next(iter(entries.values()))
+        blocked = [view for view in running if view.blocked]
+        if blocked:
+            doing = "; ".join(_doing(view, now, is_named=True) for view in blocked)
+            return _verdict_at(first, "silent", (view.rank for view in blocked), doing)
+        hosts = {view.host for view in running}
+        is_one_host = len(hosts) == 1 and hosts != {""}
+        where = "all run on one host, and none is stopped" if is_one_host else "look at the network between them"
         sentence = (
-            f"all ranks are in {_describe_place(first)}, and it does not end: look at the network between them"
+            f"all ranks are in {_describe_place(first)}, and it does not end: {where}"
             f" (paceline doctor){_lines(running, entries)}"
         )
         return _verdict_at(first, "silent", (), sentence)
@@ -264,9 +315,12 @@ def _what_differs(
     return "ranks called different operations: one skipped some, or has another order"
 
 
-def _state(view: LedgerView, now: float) -> RankState:
+def state_of(view: LedgerView, now: float) -> RankState:
+    """Says what one rank does."""
     entry = view.waits_in
-    if view.state != "running":
+    if view.halted:
+        does = f"is {view.halted} {_last_seen(view)}"
+    elif view.state != "running":
         does = _end(view)
     elif entry is not None:
         does = f"waits in {_describe_place(entry)}, called at {entry.line}"
@@ -292,10 +346,13 @@ def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
     what = "waits for data" if view.phase == DATA else f"is in phase {view.phase}"
     stands = f"stands at {view.stands_at} and " if view.stands_at else ""
     inside = f", in {_describe_place(entry)}" if entry is not None else ""
+    inside += f", {view.blocked}" if view.blocked else ""
     return f"{name} {stands}{what}{inside} (step {view.step}, for {max(0.0, now - view.changed_s):.1f} s)"
 
 
 def _end(view: LedgerView) -> str:
+    if view.state == "failed":
+        return "has failed with an error of its own"
     return "has finished" if view.state == "finished" else f"is dead (process {view.pid})"
 
 

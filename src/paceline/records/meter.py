@@ -106,6 +106,8 @@ class StepMeter:
         self._drained_at = self._issued_at = time.time()
         self._flops_per_sample: float | None = None
         self._peak_flops: float | None = None
+        if ledger is not None:
+            ledger.is_own_loop = False  # phases and steps are noted here
         self._cells: MutableSequence[int] = [0] * NUM_CELLS if ledger is None else cast("Any", ledger.cells)
 
     def rate_against(self, flops_per_sample: float | None, peak_flops: float | None) -> None:

@@ -1,6 +1,6 @@
 """A watch inside the ranks, for those that somebody else started (torchrun, Slurm) and for loops of one's own.
 
-    comm = paceline.watch(paceline.connect(), "runs/mine", hang_s=60)
+    comm = paceline.connect()          # see own_loop.py
 
 Every rank has a thread that watches the ledgers of its host. One of a host's threads leads: that of the lowest rank
 whose thread still runs, as a rank that never lets go of its interpreter has none. Hosts tell one another what their
@@ -22,10 +22,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.ledger.file import HEARTBEAT, ledger_path
+from paceline.comm.ledger.file import HEARTBEAT, LedgerReader
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
@@ -34,8 +35,9 @@ from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness, RankLook
 from paceline.health.ledger_text import looks_from_text, looks_to_text, views_from_text, views_to_text
+from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
-from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.health.verdict import HangVerdict, Limits, RankState, judge, state_of
 from paceline.run.notes import note_hang
 from paceline.run.rank_process import end_children, tell_agent
 from paceline.run.records import note_straggler
@@ -142,27 +144,65 @@ class LateHosts:
         return kept
 
 
-_BEAT_S = 3.0  # a thread that has not run for so long does not lead
+class PatientChannel(SideChannel):
+    """A side channel whose store may not answer at all: then an operation raises CommunicationError after a while.
+
+    A thread of its own asks, since a connection to a host that cannot be reached any more may block for minutes.
+    """
+
+    def __init__(self, store: Any, name: str, *, patience_s: float = 1.5) -> None:
+        super().__init__(store, name)
+        self._patience_s = patience_s
+        self._questions: SimpleQueue[Callable[[], str]] = SimpleQueue()
+        self._answers: SimpleQueue[str | CommunicationError] = SimpleQueue()
+        self._is_answered = True
+        threading.Thread(target=self._serve, name="store", daemon=True).start()
+
+    def publish(self, key: str, text: str) -> None:
+        def leave() -> str:
+            SideChannel.publish(self, key, text)
+            return ""
+
+        self._ask(leave)
+
+    def read(self, key: str) -> str:
+        return self._ask(lambda: SideChannel.read(self, key))
+
+    def _ask(self, question: Callable[[], str]) -> str:
+        if not self._is_answered:
+            self._take(0.0)  # the answer to an earlier question
+        self._questions.put(question)
+        answer = self._take(self._patience_s)
+        if isinstance(answer, CommunicationError):
+            raise answer
+        return answer
+
+    def _take(self, patience_s: float) -> str | CommunicationError:
+        try:
+            answer = self._answers.get(timeout=patience_s)
+        except Empty:
+            self._is_answered = False
+            raise CommunicationError("the store does not answer") from None
+        self._is_answered = True
+        return answer
+
+    def _serve(self) -> None:
+        while True:
+            question = self._questions.get()
+            try:
+                answer: str | CommunicationError = question()
+            except CommunicationError as error:
+                answer = error
+            self._answers.put(answer)
+
+
+_BEAT_S = 2.5  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
+_ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this
+_TAKES_OVER_S = 1.2  # until the next rank of a host leads, and has answered
+_UNHEARD = "its host is gone, stopped or cannot be reached"
 _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
-
-
-def watch(
-    comm: Communicator, folder: str | Path, *, hang_s: float = 300.0, hang_setup_s: float | None = None
-) -> LedgerCommunicator:
-    """Ends the ranks with a verdict when none of them makes progress for ``hang_s`` seconds; all ranks call it.
-
-    Returns the communicator to go on with, around ``comm``. ``folder`` is that of the run, where the verdict will be;
-    ``hang_setup_s`` is the limit before the first step is counted, which ``comm.ledger.count_step()`` does: a loop
-    that never calls it has this one limit, as long as ``hang_s`` if it is not given.
-    """
-    where = Path(folder).absolute()
-    rank = comm.ranks[comm.rank]
-    ledger_path(where, rank).unlink(missing_ok=True)
-    (where / "logs").mkdir(parents=True, exist_ok=True)
-    limits = Limits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
-    return watch_itself(comm, where, WatchPolicy(limits=limits))
 
 
 def watch_itself(
@@ -173,8 +213,18 @@ def watch_itself(
     Without a policy they only keep the ledger. ``host`` is this host's name.
     """
     comm = keep_ledger(comm, folder)
-    if policy is None or comm.size == 1:
-        return comm
+    if policy is not None and comm.size > 1:
+        start_watch(comm, folder, policy, host=host)
+    return comm
+
+
+def start_watch(
+    comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, host: str | None = None, told: Path | None = None
+) -> SelfWatch:
+    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it.
+
+    The verdict goes into the folder ``told``, if that is another one.
+    """
     own = host or socket.gethostname()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
@@ -182,10 +232,11 @@ def watch_itself(
     run = broadcast_object(comm, f"{time.time_ns()}")
     channel = None
     if len(hosts) > 1:
-        channel = SideChannel(join_store(TIMEOUT_S), run)
-    watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own)
+        channel = PatientChannel(join_store(TIMEOUT_S), run)
+    watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own, told)
+    watch.views(time.monotonic())  # all ledgers are there by now, and steps may be fast
     threading.Thread(target=watch.follow, name="watch", daemon=True).start()
-    return comm
+    return watch
 
 
 @dataclass(slots=True)
@@ -201,11 +252,13 @@ class SelfWatch:
     policy: WatchPolicy
     channel: SideChannel | None
     host: str
+    told: Path | None = None  # where the verdict goes; None: into ``folder``
     _watch: Watch = field(init=False)
     _late_hosts: LateHosts | None = None
     _beats: dict[int, tuple[int, float]] = field(default_factory=dict)
     _leads_now: bool = False
     _published_s: float | None = None
+    _heard: dict[str, tuple[str, float]] = field(default_factory=dict)  # what hosts answered last, and when
 
     def __post_init__(self) -> None:
         self._watch = Watch(self.folder, self.hosts[self.host], self.policy)
@@ -222,7 +275,8 @@ class SelfWatch:
         while not self.ledger.reader().pulse().is_finished:
             time.sleep(self.policy.every_s)
             self.ledger.cells[HEARTBEAT] += 1
-            with contextlib.suppress(CommunicationError):  # the store went with its owner: the launcher will tell
+            # The store went with its owner: the launcher will tell. Files: the next look may open them.
+            with contextlib.suppress(CommunicationError, OSError):
                 verdict = self.look()
                 if verdict is not None:
                     self._leave(verdict)
@@ -235,12 +289,42 @@ class SelfWatch:
         now = time.monotonic()
         self._leads_now = self._leads(now)
         if not self._leads_now:
+            self._watch.observe(now)  # it may lead soon, and then knows since when ranks stand still
             return None
         is_told = self._published_s is not None and self._watch.stands_still(now)
         found = None if is_told else self._watch.look()
         if self._watch.straggler is not None:
             self._tell_late(self._watch.straggler)
-        return found if self.channel is None else self._with_others(self.channel, found, now)
+        if self.channel is None:
+            return found
+        try:
+            return self._with_others(self.channel, found, now)
+        except CommunicationError:
+            return self._cut_off() if found is not None or is_told else None
+
+    def readers(self) -> list[LedgerReader]:
+        """Returns the ledgers of the other ranks of this host, as far as they were found."""
+        return [reader for reader in self._watch.readers() if reader.pid != os.getpid()]
+
+    def views(self, now: float) -> list[LedgerView]:
+        """Returns what the ranks of this host say and do."""
+        self._watch.observe(now)
+        return self._watch.views(now)
+
+    def states(self) -> list[RankState]:
+        """Returns what the ranks of this host do, for the details of a verdict."""
+        now = time.monotonic()
+        return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]
+
+    def tell(self, verdict: HangVerdict) -> None:
+        """Writes a verdict where it is looked for, and to standard error; in an own loop, the first one counts."""
+        where = self.folder if self.told is None else self.told
+        if self.told is not None and (where / "verdict.txt").exists():
+            return
+        where.mkdir(parents=True, exist_ok=True)
+        tell_verdict(where, verdict, () if self.told is not None else self.hosts[self.host])
+        sys.stderr.write(f"paceline: {verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}\n")
+        sys.stderr.flush()
 
     def _tell_late(self, found: Straggler) -> None:
         note_straggler(self.folder, self.hosts[self.host][0], found)
@@ -261,7 +345,7 @@ class SelfWatch:
         told = channel.read("verdict")
         if told:
             return HangVerdict.from_json(json.loads(told))
-        if found is not None and found.kind == "mismatch":
+        if found is not None and found.kind in ("mismatch", "stopped"):
             channel.publish("verdict", json.dumps(found.to_json()))
             return found
         if found is None:
@@ -269,49 +353,84 @@ class SelfWatch:
                 channel.publish(f"host/{self.host}", "")
                 self._published_s = None
             if self._published_s is None:
+                if channel.read("asked"):
+                    channel.publish(f"lives/{self.host}", repr(now))
+                self._ask_others(channel, now)
                 return None
         elif self._published_s is None:
             self._published_s = now
             channel.publish(f"host/{self.host}", views_to_text(self._watch.last_views, now))
+        self._ask_others(channel, now)
         texts = {host: channel.read(f"host/{host}") for host in self.hosts}
         silent = [host for host, text in texts.items() if not text]
         verdict = None
         if not silent:
             views = [view for text in texts.values() for view in views_from_text(text, now)]
             verdict = judge(views, now, _NO_LIMIT)
-        elif self._published_s is not None and now - self._published_s > self.policy.limits.step_s + 2 * _BEAT_S:
-            verdict = self._mute_hosts(silent)
+        else:
+            limit_s = self.policy.limits.step_s
+            patience_s = max(_ANSWER_S, min(_LONGEST_ANSWER_S, limit_s / 4))
+            is_late = self._watch.still_s(now) > _BEAT_S + _TAKES_OVER_S  # else another rank there may answer soon
+            mute = [host for host in silent if is_late and now - self._heard[host][1] > patience_s]
+            if mute or (self._published_s is not None and now - self._published_s > limit_s + 2 * _BEAT_S):
+                verdict = self._mute_hosts(mute or silent, do_answer=not mute)
         if verdict is not None:
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
 
     def _wait_for_others(self, channel: SideChannel) -> None:
         """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
-        deadline = time.monotonic() + _BEAT_S
+        deadline = time.monotonic() + _ANSWER_S
         with contextlib.suppress(CommunicationError):
             channel.publish(f"has/{self.host}", "it")
             while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self.hosts):
                 time.sleep(_ASK_S)
 
-    def _mute_hosts(self, hosts: list[str]) -> HangVerdict:
+    def _ask_others(self, channel: SideChannel, now: float) -> None:
+        """Asks other hosts whether they live, once this one has stood still for half of the limit."""
+        if self._watch.still_s(now) < self.policy.limits.step_s / 2:
+            if self._heard:
+                channel.publish("asked", "")
+            self._heard = {}
+            return
+        channel.publish("asked", "do you live?")
+        for host in self.hosts:
+            text = channel.read(f"lives/{host}") if host != self.host else ""
+            before, since_s = self._heard.get(host, (text, now))
+            self._heard[host] = (text, now if text != before else since_s)
+
+    def _mute_hosts(self, hosts: list[str], *, do_answer: bool) -> HangVerdict:
+        if do_answer:
+            return self._without(hosts, f"the ranks of {self._name(hosts)} move, and do not come")
+        why = f"nothing is heard of {self._name(hosts)}: {_UNHEARD}, or no rank there lets its Python run"
+        return self._without(hosts, why)
+
+    def _cut_off(self) -> HangVerdict:
+        """Says that the store, which is on the first host, does not answer this one."""
+        first = next(iter(self.hosts))
+        hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
+        return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
+
+    def _name(self, hosts: list[str]) -> str:
+        ranks = {host: ", ".join(map(str, self.hosts[host])) for host in hosts}
+        return ", ".join(f"{host} (rank{'' if each.isdecimal() else 's'} {each})" for host, each in ranks.items())
+
+    def _without(self, hosts: list[str], why: str) -> HangVerdict:
+        """Blames the ranks of other hosts, with what those of this one wait in."""
+        states = tuple(self.states())
+        own = "; ".join(f"rank {state.rank} {state.does}" for state in states)
         ranks = sorted(rank for host in hosts for rank in self.hosts[host])
-        told = ", ".join(f"{host} (ranks {', '.join(map(str, self.hosts[host]))})" for host in hosts)
-        mine = ", ".join(map(str, self.hosts[self.host]))
-        sentence = (
-            f"ranks {mine} on {self.host} stand still, and nothing is heard of {told}: these ranks go on without "
-            "them, or their host is gone"
-        )
-        return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence)
+        sentence = f"the ranks of {self.host} stand still, and {why}; {own}"
+        return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence, states=states)
 
     def _leave(self, verdict: HangVerdict) -> NoReturn:
         """Ends the ranks of this host, and this one with the code that says why."""
-        tell_verdict(self.folder, verdict, self.hosts[self.host])
+        with contextlib.suppress(OSError):  # of a disk that is full
+            self.tell(verdict)
         note_hang(self.folder, verdict)
         if self.channel is not None:
             self._wait_for_others(self.channel)
-        end_ranks(self.folder, verdict, self._watch.processes())
-        sys.stderr.write(f"paceline: {verdict.sentence}\n")
-        sys.stderr.flush()
+        end_ranks(self.folder, verdict, self._watch.processes(), is_told=True)
         tell_agent(verdict.sentence, verdict.to_text(), time.time())
         end_children()
         os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock

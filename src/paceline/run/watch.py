@@ -10,25 +10,20 @@ A look costs microseconds a rank; the operations themselves are read every two s
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import json
 import math
 import os
-import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 
-from paceline.comm.ledger.call_sites import ENGINE, LIBRARY, USER, kind_of_file, short_name
 from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
 from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger
@@ -37,124 +32,14 @@ from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangVerdict, Limits, judge
-from paceline.run.notes import read_failures, replace_file, write_failure
+from paceline.run.notes import noted_processes, read_failures, replace_file, write_failure
+from paceline.run.process_state import look_at_process
 from paceline.run.records import note_straggler
+from paceline.run.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator
     from paceline.config import Config
-
-
-# Where another process stands: it writes its stacks into a file when it is asked by a signal.
-#
-# The handler is faulthandler's: it runs at once, also while the process sits in a C function, and needs no Python to
-# run. The signal is SIGURG, which does nothing to a process that knows nothing of this.
-
-
-STACK_SIGNAL = signal.SIGURG
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
-_FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
-_LOOK_S = 0.02
-
-
-@dataclass(frozen=True, slots=True)
-class Frame:
-    """A line of a stack."""
-
-    filename: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{short_name(self.filename)}:{self.line} in {self.function}"
-
-
-def stack_path(folder: Path, pid: int) -> Path:
-    """Returns where a process of a run writes its stacks, with those of all ranks that live in it."""
-    return folder / "health" / f"process-{pid}.stack"
-
-
-@cache
-def dump_stacks_into(path: Path) -> None:
-    """Lets this process write its stacks into ``path`` whenever it gets the signal; so do processes forked from it.
-
-    Asked again for the same path, as by virtual ranks, it does nothing.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # Open as long as the handler may write.
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o666)
-    faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True, chain=False)
-
-
-def ask_for_stacks(asked: Iterable[tuple[int, Path]], *, patience_s: float = 2.0) -> dict[int, str]:
-    """Asks processes for their stacks and returns what each wrote, by process; those that write nothing are left out.
-
-    Costs the time until the last has written, or ``patience_s``.
-    """
-    waiting: dict[int, tuple[Path, int]] = {}
-    for pid, path in asked:
-        before = _size(path)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, STACK_SIGNAL)
-            waiting[pid] = (path, before)
-    found: dict[int, str] = {}
-    deadline = time.monotonic() + patience_s
-    sizes = dict.fromkeys(waiting, -1)
-    while waiting and time.monotonic() < deadline:
-        time.sleep(_LOOK_S)
-        for pid, (path, before) in list(waiting.items()):
-            size = _size(path)
-            if size > before and size == sizes[pid]:  # written, and no more to come
-                found[pid] = _read(path, before)
-                del waiting[pid]
-            sizes[pid] = size
-    for pid, (path, before) in waiting.items():
-        if _size(path) > before:
-            found[pid] = _read(path, before)
-    return found
-
-
-def parse_stacks(text: str) -> dict[int, list[Frame]]:
-    """Reads what faulthandler wrote: the frames of each thread, innermost first, by the thread's number."""
-    found: dict[int, list[Frame]] = {}
-    frames: list[Frame] = []
-    for line in text.splitlines():
-        thread, frame = _THREAD.match(line), _FRAME.match(line)
-        if thread is not None:
-            frames = found.setdefault(int(thread.group(1), 16), [])
-        elif frame is not None:
-            frames.append(Frame(frame.group(1), int(frame.group(2)), frame.group(3)))
-    return found
-
-
-def telling_line(frames: Iterable[Frame]) -> str:
-    """Returns the line that says most of frames, innermost first: the user's, a library's that we called, ours, any."""
-    known = [(kind_of_file(frame.filename), frame) for frame in frames]
-    first = next((place for place, (kind, _) in enumerate(known) if kind == ENGINE), len(known))
-    users = [frame for kind, frame in known if kind == USER]
-    libraries = [frame for kind, frame in known[:first] if kind == LIBRARY]  # those beyond call us: a command line
-    ours = [frame for _, frame in known[first:]]
-    chosen = next(iter([*users, *libraries, *ours, *(frame for _, frame in known)]), None)
-    return "" if chosen is None else str(chosen)
-
-
-def line_of_thread(text: str, thread: int) -> str:
-    """Returns the telling line of one thread of a process; of its last, which is the first it started, if unknown."""
-    stacks = parse_stacks(text)
-    if not stacks:
-        return ""
-    mask = sys.maxsize * 2 + 1
-    return telling_line(stacks.get(thread & mask, list(stacks.values())[-1]))
-
-
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
-
-
-def _read(path: Path, start: int) -> str:
-    with path.open("rb") as file:
-        file.seek(start)
-        return file.read().decode("utf-8", "replace")
 
 
 _STILL_S = 0.5  # a rank that has not moved for so long may be in a mismatch
@@ -162,6 +47,8 @@ _LOOK_AT_ALL_S = 2.0
 _DEAD_S = 10.0  # the agent tells of dead ranks itself, and sooner, even on a host that is overrun
 _STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _PATIENT = 3.0  # times the longest standstill that ended by itself
+_MOSTLY = 0.5  # of the looks
+_MANY_PAGES = 50  # read from a disk in a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,28 +81,75 @@ def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
     return LedgerCommunicator(comm, ledger)
 
 
+class _ProcessSeen:
+    """What a rank's process does while the rank stands still."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.halted = ""
+        self.halted_s = 0.0
+        self._gone_s: float | None = None
+        self._still_s = 0.0  # since when it is looked at
+        self._num_looks = self._num_blocked = self._page_faults = 0
+        self._faults_a_s = 0.0
+
+    def moves(self) -> None:
+        """Notes that the rank has made progress."""
+        self.halted, self._gone_s, self._num_looks = "", None, 0
+
+    def look(self, now: float) -> None:
+        """Looks at the process, of which nothing else is heard."""
+        found = look_at_process(self.pid) if self._gone_s is None else None
+        if found is None:
+            self.halted, self._gone_s = "", now if self._gone_s is None else self._gone_s
+            return
+        if not self._num_looks:
+            self._still_s, self._num_blocked, self._page_faults = now, 0, found.page_faults
+        self._num_looks += 1
+        self._num_blocked += found.is_blocked
+        if found.halted != self.halted:
+            self.halted, self.halted_s = found.halted, now
+        self._faults_a_s = (found.page_faults - self._page_faults) / max(1.0, now - self._still_s)
+
+    def is_dead(self, now: float) -> bool:
+        return self._gone_s is not None and now - self._gone_s >= _DEAD_S
+
+    @property
+    def blocked(self) -> str:
+        """What the system does for it most of the time; empty where it does nothing special."""
+        if not self._num_looks or self._gone_s is not None:
+            return ""
+        if self._faults_a_s >= _MANY_PAGES:
+            return f"its memory is swapped out ({self._faults_a_s:.0f} pages a second come from the disk)"
+        if self._num_blocked >= _MOSTLY * self._num_looks:
+            return "in a wait that no signal ends (state D): a disk, a file server or a device does not answer"
+        return ""
+
+
 class _RankSeen:
     def __init__(self, reader: LedgerReader, now: float) -> None:
         self.reader = reader
         self.pulse = reader.pulse()
+        self.process = _ProcessSeen(reader.pid)
         self.changed_s = now
-        self.gone_s: float | None = None
 
     def look(self, now: float) -> float:
         """Notes whether anything changed; returns how long it had not, if so."""
         pulse = self.reader.pulse()
         if pulse == self.pulse:
+            if now - self.changed_s >= _STILL_S:
+                self.process.look(now)
             return 0.0
         still_s, self.pulse, self.changed_s = now - self.changed_s, pulse, now
+        self.process.moves()
         return still_s
 
-    def state(self, now: float) -> State:
-        """Says whether its process runs; a rank that left its ledger open is dead after a while."""
-        if self.pulse.is_finished or psutil.pid_exists(self.reader.pid):
-            self.gone_s = None
-            return "running"
-        self.gone_s = now if self.gone_s is None else self.gone_s
-        return "dead" if now - self.gone_s >= _DEAD_S else "running"
+    def view(self, now: float, host: str) -> LedgerView:
+        """Returns what it says and does; a rank that left its ledger open and its process is dead after a while."""
+        process = self.process
+        state: State = "dead" if not self.pulse.is_finished and process.is_dead(now) else "running"
+        view = self.reader.view(state=state, changed_s=self.changed_s, host=host)
+        return replace(view, halted=process.halted, halted_s=process.halted_s, blocked=process.blocked)
 
 
 class Watch:
@@ -226,6 +160,7 @@ class Watch:
         self._numbers = tuple(ranks)
         self._policy = policy
         self._ranks: dict[int, _RankSeen] = {}
+        self._early: dict[int, _ProcessSeen] = {}  # ranks that have no ledger yet
         self._looked_at_all_s = self._compared_s = 0.0
         self.lateness: Lateness | None = Lateness(policy.late)  # None: somebody else compares, by ``rank_looks``
         self.straggler: Straggler | None = None  # found by the last look
@@ -237,13 +172,8 @@ class Watch:
     def look(self) -> HangVerdict | None:
         """Looks once. A verdict is found only where two looks agree: a record may have been half written."""
         now = time.monotonic()
-        self._find_ledgers(now)
-        for rank in self._ranks.values():
-            was_in_step = rank.pulse.phase in _STEP_PHASES and rank.pulse.step > 0
-            still_s = rank.look(now)
-            if was_in_step:
-                self._longest_s = max(self._longest_s, still_s)
-        is_still = any(now - rank.changed_s >= _STILL_S for rank in self._ranks.values())
+        self.observe(now)
+        is_still = any(now - rank.changed_s >= _STILL_S for rank in self._ranks.values()) or bool(self._early)
         self.straggler = None
         is_due = now - self._compared_s >= self._policy.compare_s
         if not is_still and not is_due and now - self._looked_at_all_s < _LOOK_AT_ALL_S:
@@ -261,11 +191,33 @@ class Watch:
             return None
         return self._with_lines(found, now)
 
+    def observe(self, now: float) -> None:
+        """Notes which ranks have moved, and what the processes of the others do."""
+        self._find_ledgers(now)
+        for rank in self._ranks.values():
+            was_in_step = rank.pulse.phase in _STEP_PHASES and rank.pulse.step > 0
+            still_s = rank.look(now)
+            if was_in_step:
+                self._longest_s = max(self._longest_s, still_s)
+        for process in self._early.values():
+            process.look(now)
+
     def views(self, now: float) -> list[LedgerView]:
-        return [
-            rank.reader.view(state=rank.state(now), changed_s=rank.changed_s, host=self._host)
-            for rank in self._ranks.values()
+        """Returns what all ranks say and do; of those without a ledger, the ones that are stopped."""
+        early = [
+            LedgerView(
+                rank=number,
+                pid=process.pid,
+                host=self._host,
+                halted=process.halted,
+                halted_s=process.halted_s,
+                changed_s=process.halted_s,
+                has_joined=False,
+            )
+            for number, process in self._early.items()
+            if process.halted
         ]
+        return [*(rank.view(now, self._host) for rank in self._ranks.values()), *early]
 
     def rank_looks(self) -> list[RankLook]:
         """Returns what is needed to compare ranks, with all operations that their ledgers keep; none before all run."""
@@ -275,40 +227,57 @@ class Watch:
         """Says whether no rank has made progress since the last look."""
         return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
 
+    def still_s(self, now: float) -> float:
+        """Returns for how long no rank has made progress."""
+        return min((now - rank.changed_s for rank in self._ranks.values()), default=0.0)
+
     def heartbeats(self) -> dict[int, int]:
         """Returns how often each rank's own watch has looked, where ranks have one."""
         self._find_ledgers(time.monotonic())
         return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
 
+    def readers(self) -> list[LedgerReader]:
+        return [rank.reader for rank in list(self._ranks.values())]
+
     def processes(self) -> dict[int, int]:
-        return {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
+        """Returns the process of each rank that is known of."""
+        early = {number: process.pid for number, process in self._early.items()}
+        return early | {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
 
     def _limits(self) -> Limits:
         """Returns the limits, longer where steps have shown to be long."""
         asked = self._policy.limits
-        return Limits(step_s=max(asked.step_s, _PATIENT * self._longest_s), setup_s=asked.setup_s)
+        step_s = max(asked.step_s, _PATIENT * self._longest_s)
+        return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
 
     def _looks(self, views: list[LedgerView]) -> list[RankLook]:
         """Returns what is needed to compare ranks; none before all have been seen, or once one is done."""
-        if len(views) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
+        if len(self._ranks) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
             return []
         return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
 
     def _find_ledgers(self, now: float) -> None:
+        if len(self._ranks) == len(self._numbers):
+            return
+        noted = noted_processes(self._folder)
         for number in self._numbers:
             if number not in self._ranks:
                 reader = LedgerReader.open(ledger_path(self._folder, number))
                 if reader is not None:
                     self._ranks[number] = _RankSeen(reader, now)
+                    self._early.pop(number, None)
+                elif number in noted and number not in self._early:
+                    self._early[number] = _ProcessSeen(noted[number])
 
     def _with_lines(self, found: HangVerdict, now: float) -> HangVerdict:
         """Asks the ranks where they stand, and judges again."""
-        processes = {rank.reader.pid for rank in self._ranks.values()}  # virtual ranks share one
+        # Virtual ranks share a process; one that is stopped cannot answer.
+        processes = {rank.reader.pid for rank in self._ranks.values() if not rank.process.halted}
         texts = ask_for_stacks((pid, stack_path(self._folder, pid)) for pid in sorted(processes))
         views = []
         for view in self.views(now):
-            text = texts.get(view.pid, "")
-            line = line_of_thread(text, self._ranks[view.rank].reader.thread)
+            rank = self._ranks.get(view.rank)
+            line = "" if rank is None else line_of_thread(texts.get(view.pid, ""), rank.reader.thread)
             if view.phase == DATA and view.waits_in is None:
                 line = self._line_of_worker(view) or line
             views.append(replace(view, stands_at=line))
@@ -320,6 +289,9 @@ class Watch:
         path = stack_path(self._folder, view.pid)
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(view.pid).children():
+                state = look_at_process(child.pid)
+                if state is not None and state.halted:
+                    return f"a loader worker (process {child.pid}) that is {state.halted}"
                 texts = ask_for_stacks([(child.pid, path)], patience_s=0.3)
                 line = line_of_thread(texts.get(child.pid, ""), -1)
                 if line and not line.startswith("paceline/"):
@@ -366,7 +338,9 @@ def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> 
     watch = Watch(folder, numbers, policy)
 
     def look(is_left: threading.Event) -> bool:
-        verdict = watch.look()
+        verdict = None
+        with contextlib.suppress(OSError):  # no file can be opened now: the next look may
+            verdict = watch.look()
         if watch.straggler is not None:
             note_straggler(folder, min(numbers), watch.straggler)
         if verdict is None or is_left.is_set():
@@ -378,15 +352,17 @@ def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> 
         yield
 
 
-def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int]) -> None:
-    """Writes a verdict to the run's folder, logs and failures, and kills the ranks.
+def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int], *, is_told: bool = False) -> None:
+    """Writes a verdict to the run's folder and logs, if it is not told yet, and to failures; kills the ranks.
 
     They are stopped first: none is to fail in its own words because another one is gone.
     """
     own = {os.getpid(), os.getpgrp()}
     groups = {pid for pid in processes.values() if pid not in own}
     _signal(groups, signal.SIGSTOP)
-    _tell_and_fail(folder, verdict, processes)
+    if not is_told:
+        tell_verdict(folder, verdict, processes)
+    _fail(folder, verdict, processes)
     _signal(groups, signal.SIGKILL)
 
 
@@ -410,15 +386,17 @@ def note_mismatch(folder: Path, ranks: Iterable[int]) -> HangVerdict | None:
     views = [reader.view(changed_s=now) for reader in readers.values() if reader is not None]
     verdict = judge(views, now, Limits(step_s=math.inf, setup_s=math.inf))  # however long they stood
     if verdict is not None:
-        _tell_and_fail(folder, verdict, [view.rank for view in views])
+        ranks = [view.rank for view in views]
+        tell_verdict(folder, verdict, ranks)
+        _fail(folder, verdict, ranks)
     return verdict
 
 
-def _tell_and_fail(folder: Path, verdict: HangVerdict, ranks: Collection[int]) -> None:
-    """Tells a verdict, which is then the failure of each rank."""
-    tell_verdict(folder, verdict, ranks)
+def _fail(folder: Path, verdict: HangVerdict, ranks: Collection[int]) -> None:
+    """Makes a verdict the failure of each rank."""
     for rank in ranks:
-        write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
+        with contextlib.suppress(OSError):  # the ranks must be ended all the same
+            write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
 
 
 def locate_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:

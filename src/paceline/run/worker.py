@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--self-watch", action="store_true")
     arguments = parser.parse_args()
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
+    note_process(folder, rank, arguments.launcher)  # at once: whoever watches looks at the process
     end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
     restart = arguments.restart or restarted_by_launcher()
@@ -65,7 +66,6 @@ def main() -> None:
     try:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
-        note_process(folder, rank, arguments.launcher)
         if arguments.self_watch and is_over(folder, config.recovery):
             leave_process(DONE)  # the attempt before has hung and was the last: see hosts.py
         forget(folder, f"logs/rank-{rank}.error.json")

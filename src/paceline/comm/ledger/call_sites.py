@@ -1,7 +1,8 @@
 """From where an operation was called: the first line outside communication and torch, ours or the user's.
 
 Walking frames takes time, so that the walk ends there. Where it ends in an engine, the user's line above it
-is looked for once, and told as the one from which this place was first reached.
+is looked for once, and told as the one from which this place was first reached. In a loop of the user's own, several
+lines may reach the same place of an engine: there the walk goes on to the user's line every time.
 """
 
 from __future__ import annotations
@@ -54,16 +55,34 @@ class CallSites:
 
     def __init__(self, add: Callable[[int, str], object]) -> None:
         self._add = add
-        self._numbers: dict[int, int] = {}
+        self._numbers: dict[tuple[int, int], int] = {}
         self._codes: list[CodeType] = []  # kept, so that no other code gets their addresses
+        self._kinds: dict[int, int] = {}
         self._count = 0
 
-    def number(self, frame: FrameType) -> int:
-        """Returns the number of the line at which a frame is: 0 where it is plumbing."""
-        number = self._numbers.get(instruction_of(frame))
-        return self._new(frame) if number is None else number
+    def number(self, frame: FrameType, user: int = 0) -> int:
+        """Returns the number of the line at which a frame is: 0 where it is plumbing.
 
-    def _new(self, frame: FrameType) -> int:
+        ``user`` is the instruction of the user's code above it, where that tells places apart.
+        """
+        number = self._numbers.get((instruction_of(frame), user))
+        return self._new(frame, user) if number is None else number
+
+    def user_instruction(self, frame: FrameType | None) -> int:
+        """Returns where the innermost frame of the user's code is, from ``frame`` outwards; 0 where there is none."""
+        kinds = self._kinds
+        while frame is not None:
+            code = frame.f_code
+            kind = kinds.get(id(code))
+            if kind is None:
+                kind = kinds[id(code)] = kind_of_file(code.co_filename)
+                self._codes.append(code)
+            if kind == USER:
+                return id(code) + frame.f_lasti
+            frame = frame.f_back
+        return 0
+
+    def _new(self, frame: FrameType, above: int) -> int:
         code = frame.f_code
         kind = kind_of_file(code.co_filename)
         number = 0
@@ -75,7 +94,7 @@ class CallSites:
             self._count = number = self._count + 1
             self._add(number, told)
         self._codes.append(code)
-        self._numbers[instruction_of(frame)] = number
+        self._numbers[instruction_of(frame), above] = number
         return number
 
 

@@ -4,6 +4,7 @@
     counts     collectives issued, per group
     records    the last operations: number, place in the group, phase, call, call site, issued, done
     table      JSON lines that are only ever added to: groups, calls and call sites by number
+    updates    the last updates of optimizers in a loop of the user's own (``health/pairing.py``)
 
 The file is mapped into memory: writing is a store, without a system call, and what was written is there for another
 process at once, and after the writer's death. A reader goes by the counter of issued operations, which is written
@@ -20,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from paceline.comm.ledger.loop_counters import MOST_COUNTERS
 from paceline.health.lateness import PhaseTimes
 from paceline.health.ledger_view import (
     BACKWARD,
@@ -33,6 +35,7 @@ from paceline.health.ledger_view import (
     LedgerView,
     State,
 )
+from paceline.health.pairing import Update
 
 MAGIC: Final = 0x314C_4544_4745_5231
 NUM_CELLS: Final = 64
@@ -47,7 +50,11 @@ RECORD_WORDS: Final = RECORD_BYTES // 8
 DONE_WORD: Final = (RECORDS_AT + 32) // 8  # of the first record's last time
 TABLE_AT: Final = RECORDS_AT + NUM_RECORDS * RECORD_BYTES
 TABLE_BYTES: Final = 2**20
-FILE_BYTES: Final = TABLE_AT + TABLE_BYTES
+UPDATES_AT: Final = TABLE_AT + TABLE_BYTES
+NUM_UPDATES: Final = 32
+# Number, collectives, updates, idle, is_fresh; counters and their values.
+UPDATE: Final = struct.Struct(f"<{5 + 2 * MOST_COUNTERS}Q")
+FILE_BYTES: Final = UPDATES_AT + NUM_UPDATES * UPDATE.size
 
 # The cells.
 (
@@ -73,7 +80,9 @@ FILE_BYTES: Final = TABLE_AT + TABLE_BYTES
     FORWARD_NS,
     BACKWARD_NS,
     OPTIMIZER_NS,
-) = range(22)
+    UPDATED,  # the number of the last update that was noted
+) = range(23)
+FINISHED, FAILED = 1, 2  # how a rank has left, in IS_FINISHED
 _PHASE_CELLS = {DATA: DATA_NS, FORWARD: FORWARD_NS, BACKWARD: BACKWARD_NS, OPTIMIZER: OPTIMIZER_NS}
 _COUNTERS = (ISSUED, WAITING, LAPS)
 _LAST = 96  # records that a look takes
@@ -110,7 +119,7 @@ def _fill(descriptor: int) -> None:
 class Pulse(NamedTuple):
     """What changes whenever a rank does something."""
 
-    is_finished: bool  # the rank has left as it should
+    is_finished: bool  # the rank has left, as it should or with an error of its own
     phase: str
     step: int  # how many steps it has made in this attempt
     counters: tuple[int, ...]
@@ -171,7 +180,7 @@ class LedgerReader:
         groups = self._tables["g"]
         return LedgerView(
             rank=self.rank,
-            state="finished" if cells[IS_FINISHED] else state,
+            state=_ENDS.get(cells[IS_FINISHED], state),
             phase=_phase(cells[PHASE]),
             step=cells[STEP],
             entries=entries,
@@ -181,6 +190,19 @@ class LedgerReader:
             host=host,
             pid=self.pid,
         )
+
+    def update_at(self, collectives: int) -> Update | None:
+        """Returns the update that the rank made first after so many collectives; None where it is not there."""
+        newest = self._cells[UPDATED]
+        for number in range(newest, max(0, newest - NUM_UPDATES + 1), -1):
+            words = UPDATE.unpack_from(self._buffer, UPDATES_AT + number % NUM_UPDATES * UPDATE.size)
+            if words[0] != number or words[1] < collectives:
+                return None
+            if words[1] == collectives and words[4]:
+                names, values = words[5 : 5 + MOST_COUNTERS], words[5 + MOST_COUNTERS :]
+                counters = {name: value for name, value in zip(names, values, strict=True) if name}
+                return Update(collectives=collectives, updates=words[2], idle=words[3], counters=counters)
+        return None
 
     def _entries(self, last: int) -> tuple[LedgerEntry, ...]:
         newest = self._cells[ISSUED]
@@ -220,6 +242,7 @@ def _phase(number: int) -> str:
     return PHASES[number] if number < len(PHASES) else ""
 
 
+_ENDS: dict[int, State] = {FINISHED: "finished", FAILED: "failed"}
 _UNKNOWN = LedgerCall(kind="an operation")  # of a table that is full
 
 

@@ -39,9 +39,12 @@ from paceline.comm.ledger.file import (
     RECORDS_AT,
     STEP,
     TABLE_USED,
+    UPDATED,
     WAITING,
 )
+from paceline.comm.ledger.loop_counters import MOST_COUNTERS
 from paceline.health.ledger_view import PHASES
+from paceline.health.pairing import Update
 
 T = TypeVar("T")
 
@@ -52,8 +55,8 @@ Peer = tuple[int, int]
 """The other end of an operation: a rank of the world, and a tag."""
 
 CallKey = tuple[str, tuple[int, ...], torch.dtype | None, str, Peer | None]
-LocatedCall = tuple[int, str, tuple[int, ...], torch.dtype | None, str, Peer | None]
-"""The calling instruction, and what it called."""
+LocatedCall = tuple[int, int, str, tuple[int, ...], torch.dtype | None, str, Peer | None]
+"""The calling instruction, that of the user's code above it in a loop of the user's own, and what was called."""
 
 
 class Waitable(Protocol):
@@ -74,21 +77,33 @@ class NotedWork(Protocol):
 
 
 class Ledger:
-    """What one rank has issued, and how far it has come; ``now`` is its clock. Without a path it lies in memory."""
+    """What one rank has issued, and how far it has come; ``now`` is its clock. Without a path it lies in memory.
+
+    With ``is_own_loop`` the rank runs a loop of the user's own: engines and optimizers tell the ledger of phases and
+    steps, and an operation is told with the user's line that led to it.
+    """
 
     def __init__(
-        self, *, rank: int, world: int, path: Path | None = None, now: Callable[[], float] = time.perf_counter
+        self,
+        *,
+        rank: int,
+        world: int,
+        path: Path | None = None,
+        now: Callable[[], float] = time.perf_counter,
+        is_own_loop: bool = False,
     ) -> None:
         self.path = path
+        self.is_own_loop = is_own_loop
         self.buffer = mmap.mmap(-1, layout.FILE_BYTES) if path is None else layout.make_file(path)
         view = memoryview(self.buffer)
         self.cells = view[: layout.COUNTS_AT].cast("Q")
         self.counts = view[layout.COUNTS_AT : layout.RECORDS_AT].cast("Q")
         self.times = view[: layout.TABLE_AT].cast("d")  # those of the records among them
+        self.trained: set[int] = set()  # the parameters of engines, by identity
         self.now = now
         self.next_number = count(1).__next__
         self.make_work = work_class(self)
-        self._sites = CallSites(lambda number, text: self._append("s", number, text))
+        self.sites = CallSites(lambda number, text: self._append("s", number, text))
         self.calls: dict[CallKey, int] = {}
         self.known: dict[LocatedCall, int] = {}  # call and site; 0 where the instruction is plumbing
         self._groups: Counter[tuple[int, ...]] = Counter()
@@ -120,7 +135,30 @@ class Ledger:
 
     def finish(self) -> None:
         """Notes that the rank leaves as it should: nobody is to wait for it."""
-        self.cells[layout.IS_FINISHED] = 1
+        self.cells[layout.IS_FINISHED] = layout.FINISHED
+
+    def fail(self) -> None:
+        """Notes that the rank leaves with an error of its own, which it tells itself."""
+        self.cells[layout.IS_FINISHED] = layout.FAILED
+
+    def note_update(self, update: Update) -> None:
+        """Notes an update of an optimizer; the counter comes last."""
+        number, counters = self.cells[UPDATED] + 1, update.counters
+        rest = (0,) * (MOST_COUNTERS - len(counters))
+        layout.UPDATE.pack_into(
+            self.buffer,
+            layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size,
+            number,
+            update.collectives,
+            update.updates,
+            update.idle,
+            update.is_fresh,
+            *counters,
+            *rest,
+            *counters.values(),
+            *rest,
+        )
+        self.cells[UPDATED] = number
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
         """Names a group; those of the same members are told apart by the order in which a rank makes them."""
@@ -145,13 +183,14 @@ class Ledger:
 
         ``known`` is what is known of ``frame``: nothing, or that it is plumbing.
         """
-        call_key: CallKey = key[1:]
+        call_key: CallKey = key[2:]
+        user = key[1]
         current = frame.f_back if known == 0 else frame
         while current is not None:
-            at = (instruction_of(current), *call_key)
+            at = (instruction_of(current), user, *call_key)
             found = self.known.get(at)
             if found is None:
-                call, site = self.calls.get(call_key) or self.add_call(call_key), self._sites.number(current)
+                call, site = self.calls.get(call_key) or self.add_call(call_key), self.sites.number(current, user)
                 found = call | site << 32 if site else 0
                 if call:  # else the table is full, and shapes that never repeat would fill this one
                     self.known[at] = found
@@ -213,6 +252,7 @@ def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWo
     cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
     now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
     frame_at, find_place = sys._getframe, ledger.find_place
+    user_of = ledger.sites.user_instruction if ledger.is_own_loop else None
     count = first
 
     def write(
@@ -226,7 +266,8 @@ def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWo
     ) -> NotedWork:
         nonlocal count
         frame = frame_at(3)  # this function, its caller, the verb, and the verb's caller
-        key = (id(frame.f_code) + frame.f_lasti, kind, shape, dtype, op, peer)  # as ``instruction_of``
+        user = 0 if user_of is None else user_of(frame)
+        key = (id(frame.f_code) + frame.f_lasti, user, kind, shape, dtype, op, peer)  # as ``instruction_of``
         known = known_at(key)
         work = make_work()
         work.number = number = next_number()

@@ -1,0 +1,138 @@
+"""Do ranks that meet in the same collectives do so in the same step? A pure comparison of two ranks.
+
+A rank that leaves out a step of its loop, only its backward pass or only its update goes on: its next collectives match
+those of the others in kind and shape, and from then on the ranks mix gradients of different steps. So each rank notes,
+with every update of an optimizer,
+
+    collectives   how many it had issued in the group of all ranks: the same number is the same moment for all ranks
+    updates       how many updates it had made
+    counters      the variables of its loop that count steps
+
+At the same moment ranks have made equally many updates. They also agree on a counter that has agreed before and went up
+by the same number every time. Where one rank's counter has gone up by two or more of these at once, it has left
+out a step, unless another counter still agrees: that one then counts what was trained. Counters that start over, stand
+still or were never the same say nothing, so that uneven epochs and tails are no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.health.ledger_view import LedgerEntry
+from paceline.health.verdict import HangVerdict
+
+_TRUSTED = 3  # comparisons in which a counter went up by the same number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """An update of an optimizer. ``idle`` counts those before it, and itself, without a collective since the last.
+
+    ``is_fresh``: there was one. Counters are known by numbers.
+    """
+
+    collectives: int
+    updates: int
+    idle: int = 0
+    is_fresh: bool = True
+    counters: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What two ranks differ in, at the same moment. ``is_own``: it is due to the rank that compares.
+
+    ``counter`` is the number of a loop's counter; of updates it is None.
+    """
+
+    what: Literal["step", "backward", "update"]
+    is_own: bool
+    own: int
+    other: int
+    counter: int | None = None
+
+
+@dataclass(slots=True)
+class _Counter:
+    value: int
+    step: int = 0
+    num_same: int = 0
+
+
+@dataclass(slots=True)
+class PairedRanks:
+    """Compares the updates of this rank with those of one other, moment by moment."""
+
+    _offsets: tuple[int, int] | None = None  # by how many updates they differ from the beginning, and idle ones
+    _counters: dict[int, _Counter | None] = field(default_factory=dict)  # None: says nothing any more
+
+    def compare(self, own: Update, other: Update) -> Difference | None:
+        """Compares two updates after equally many collectives."""
+        found = self._compare_updates(own, other)
+        return found or self._compare_counters(own, other)
+
+    def _compare_updates(self, own: Update, other: Update) -> Difference | None:
+        offsets = own.updates - other.updates, own.idle - other.idle
+        if self._offsets is None:
+            self._offsets = offsets
+        more = offsets[0] - self._offsets[0]
+        if more == 0:
+            return None
+        idle = offsets[1] - self._offsets[1]
+        if idle * more > 0:  # whoever made more updates made one for which nothing was reduced
+            return Difference(what="backward", is_own=more > 0, own=own.updates, other=other.updates)
+        return Difference(what="update", is_own=more < 0, own=own.updates, other=other.updates)
+
+    def _compare_counters(self, own: Update, other: Update) -> Difference | None:
+        suspect: Difference | None = None
+        agrees = False
+        for number in own.counters.keys() & other.counters.keys():
+            value, theirs = own.counters[number], other.counters[number]
+            known = self._counters.setdefault(number, _Counter(value) if value == theirs else None)
+            if known is None:
+                continue
+            if value == theirs:
+                agrees |= _advance(known, value)
+                continue
+            self._counters[number] = None
+            least, most = sorted((value - known.value, theirs - known.value))
+            is_left_out = known.num_same >= _TRUSTED and least == known.step and most > least and most % known.step == 0
+            if is_left_out:
+                suspect = Difference(what="step", is_own=value > theirs, own=value, other=theirs, counter=number)
+        return None if agrees else suspect
+
+
+def _advance(counter: _Counter, value: int) -> bool:
+    """Takes the next value of a counter on which both ranks agree; returns whether it counts steady steps."""
+    step = value - counter.value
+    counter.num_same = counter.num_same + 1 if step == counter.step and step > 0 else int(step > 0)
+    counter.value, counter.step = value, step
+    return counter.num_same >= _TRUSTED
+
+
+def pairing_verdict(
+    difference: Difference, ranks: tuple[int, int], entries: tuple[LedgerEntry | None, LedgerEntry | None], name: str
+) -> HangVerdict:
+    """Tells a difference between this rank and another; ``entries`` are the collective that both were in."""
+    guilty = ranks[0] if difference.is_own else ranks[1]
+    what = {
+        "step": "left out a step of its loop",
+        "backward": "made an update without a backward pass",
+        "update": "left out an update",
+    }[difference.what]
+    counted = (
+        (f"{name} = {difference.own}", f"{name} = {difference.other}")
+        if difference.counter is not None
+        else (f"update {difference.own}", f"update {difference.other}")
+    )
+    parts = [
+        f"rank {rank} at {number}{'' if entry is None else f', {entry.call} at {entry.line}'}"
+        for rank, number, entry in sorted(zip(ranks, counted, entries, strict=True), key=lambda part: part[0])
+    ]
+    entry = entries[0]
+    where = "" if entry is None else f" (operation {entry.sequence} of group {entry.group})"
+    sentence = f"rank {guilty} {what}, and ranks pair different steps from there on{where}: {'; '.join(parts)}"
+    group, sequence = ((), None) if entry is None else (entry.group.ranks, entry.sequence)
+    return HangVerdict(kind="mismatch", ranks=(guilty,), sentence=sentence, group=group, sequence=sequence)

@@ -1,0 +1,323 @@
+"""Loops of the user's own: ``connect()`` joins the ranks of a launcher, and they watch themselves from then on.
+
+    comm = paceline.connect()                                                     # verdicts within timeout_s
+    comm = paceline.watch(paceline.connect(), "runs/mine", hang_s=60)             # another limit, another folder
+
+Nobody times the phases of such a loop, so that the ledger is told by what every loop calls: the engine when its module
+runs, and torch's optimizers before and after an update. Nothing is written that stays, and nothing is printed, unless
+there is a verdict: that is in ``runs/<script>/verdict.txt``. Ledgers lie in a folder of this user below the system's
+folder for temporary files, and go with the rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import math
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from paceline.comm import torch_dist
+from paceline.comm.ledger.communicator import LedgerCommunicator
+from paceline.comm.ledger.file import NUM_UPDATES, LedgerReader, ledger_path
+from paceline.comm.ledger.ledger import Ledger
+from paceline.comm.ledger.loop_counters import LoopCounters
+from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.errors import CollectiveMismatchError, CommunicationError
+from paceline.health.ledger_view import DATA, OPTIMIZER, LedgerEntry
+from paceline.health.pairing import PairedRanks, Update, pairing_verdict
+from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.run.process_state import look_at_process
+from paceline.run.self_watch import SelfWatch, start_watch
+from paceline.run.stacks import dump_stacks_into, stack_path
+from paceline.run.watch import WatchPolicy
+
+if TYPE_CHECKING:
+    from types import FrameType, TracebackType
+
+    from paceline.comm.base import Communicator
+
+_WORLD = 0  # the number of the first group of a ledger
+_SOONER = 0.9  # a verdict comes before the operation that waits gives up
+_STOPPED_S = 60.0
+_NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
+_MISMATCHES = Limits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
+_WAITED = ("did not come within", "is gone")
+
+
+def connect(
+    backend: Literal["auto", "nccl", "gloo", "shared_memory"] = "auto",
+    *,
+    device: str | torch.device | None = None,
+    timeout_s: float = 300.0,
+    is_watched: bool = True,
+) -> Communicator:
+    """Joins the ranks that a launcher started, or makes a world of one where none did.
+
+    Returns on no rank before all have joined, so that a rank with little to do may leave at once. ``auto`` takes
+    NCCL where this rank has a GPU to itself; else shared memory, if all ranks are on one host and there is room for it,
+    or Gloo. Raises CommunicationError when the launcher's environment is incomplete, the others do not come within
+    ``timeout_s``, or the ranks cannot share the memory that was asked for.
+
+    Several ranks watch themselves (docs/verdicts.md), unless ``is_watched`` is False: where ranks wait for another one
+    for nearly ``timeout_s``, a verdict says which, at which line and why, and ends them.
+    """
+    comm = torch_dist.connect(backend, device=device, timeout_s=timeout_s)
+    if comm.size == 1 or not is_watched:
+        return comm
+    limit_s = _SOONER * timeout_s
+    limits = Limits(step_s=limit_s, setup_s=limit_s, stopped_s=min(limit_s, _STOPPED_S), needs_waiting=True)
+    folder = _scratch(broadcast_object(comm, f"{time.time_ns()}-{os.getpid()}"))
+    problem = ""
+    try:
+        _make_private(folder)
+        kept = _keep_ledger(comm, folder)
+    except OSError as error:
+        problem = str(error)
+    problems = [each for each in gather_objects(comm, problem) if each]
+    if problems:
+        if comm.rank == 0:
+            _say(f"the ranks are not watched: {problems[0]}")
+        return comm
+    return _follow(kept, folder, _verdict_folder(), WatchPolicy(limits=limits), is_temporary=True)
+
+
+def watch(
+    comm: Communicator, folder: str | Path, *, hang_s: float = 300.0, hang_setup_s: float | None = None
+) -> LedgerCommunicator:
+    """Ends the ranks with a verdict when none of them makes progress for ``hang_s`` seconds; all ranks call it.
+
+    Returns the communicator to go on with, around ``comm``. ``folder`` is that of the run, where the verdict will be;
+    ``hang_setup_s`` is the limit before the first update, as long as ``hang_s`` if it is not given.
+    """
+    if isinstance(comm, WatchedCommunicator):
+        comm.loop.close()
+        comm = comm.inner
+    elif isinstance(comm, LedgerCommunicator):
+        return comm  # its launcher watches
+    where = Path(folder).absolute()
+    ledger_path(where, comm.ranks[comm.rank]).unlink(missing_ok=True)
+    (where / "logs").mkdir(parents=True, exist_ok=True)
+    limits = Limits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
+    return _follow(_keep_ledger(comm, where), where, where, WatchPolicy(limits=limits))
+
+
+class WatchedCommunicator(LedgerCommunicator):
+    """A communicator of a loop of the user's own, with what follows that loop."""
+
+    loop: OwnLoop
+
+
+def _keep_ledger(comm: Communicator, folder: Path) -> WatchedCommunicator:
+    rank = comm.ranks[comm.rank]
+    dump_stacks_into(stack_path(folder, os.getpid()))
+    return WatchedCommunicator(
+        comm, Ledger(rank=rank, world=comm.size, path=ledger_path(folder, rank), is_own_loop=True)
+    )
+
+
+def _follow(
+    comm: WatchedCommunicator, folder: Path, told: Path, policy: WatchPolicy, *, is_temporary: bool = False
+) -> WatchedCommunicator:
+    """Starts to watch the ranks; all of them call it."""
+    if comm.size == 1:
+        return comm
+    if comm.rank == 0:
+        for name in ("verdict.txt", "verdict.json"):
+            with contextlib.suppress(OSError):
+                (told / name).unlink()  # of an earlier run
+    comm.loop = OwnLoop(comm.ledger, start_watch(comm, folder, policy, told=told), is_temporary=is_temporary)
+    return comm
+
+
+class OwnLoop:
+    """Tells the ledger of a rank's phases and updates, and gives its last words when it fails."""
+
+    def __init__(self, ledger: Ledger, watch: SelfWatch, *, is_temporary: bool) -> None:
+        self._ledger, self._watch, self._pid = ledger, watch, os.getpid()
+        self._is_temporary = is_temporary
+        self._first: int | None = None  # the optimizer whose updates are counted as steps
+        self._pairing = StepPairing(ledger, watch)
+        self._is_open = True
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin_update),
+            register_optimizer_step_post_hook(self._end_update),
+        ]
+        self._hook_before = sys.excepthook
+        sys.excepthook = self._explain
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Notes that the rank leaves as it should, and stops to follow it. Safe to call twice."""
+        if not self._is_open or os.getpid() != self._pid:
+            return
+        self._is_open = False
+        atexit.unregister(self.close)
+        for hook in self._hooks:
+            hook.remove()
+        if sys.excepthook == self._explain:
+            sys.excepthook = self._hook_before
+        self._ledger.finish()
+        self._clear()
+
+    def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        del optimizer
+        if self._ledger.is_own_loop:
+            self._ledger.enter(OPTIMIZER)
+
+    def _end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not self._ledger.is_own_loop:
+            return
+        if self._first is None:
+            self._first = id(optimizer)
+        if self._first == id(optimizer):
+            self._ledger.count_step()
+        self._ledger.enter(DATA)
+        if self._is_of_engine(optimizer):
+            verdict = self._pairing.note(sys._getframe(1))
+            if verdict is not None:
+                self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
+                raise CollectiveMismatchError(verdict.sentence)
+
+    def _is_of_engine(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Says whether an optimizer updates what ranks train together, as far as that is known."""
+        trained, groups = self._ledger.trained, optimizer.param_groups
+        return not trained or any(id(each) in trained for each in groups[0]["params"][:1])
+
+    def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        """Tells why ranks could not talk, before the error itself is shown."""
+        if self._is_open and os.getpid() == self._pid:
+            self._is_open = False
+            self._ledger.fail()
+            with contextlib.suppress(OSError):
+                verdict = self._judge(error) if isinstance(error, CommunicationError) else None
+                if verdict is not None:
+                    self._watch.tell(verdict)
+                self._clear()
+        self._hook_before(kind, error, traceback)
+
+    def _judge(self, error: CommunicationError) -> HangVerdict | None:
+        """Finds the cause of an error of communication in the ledgers of this host."""
+        now = time.monotonic()
+        views = self._watch.views(now)
+        own = self._ledger.reader().rank
+        views = [replace(view, state="running") if view.rank == own else view for view in views]
+        # A rank that failed or died has said why, or its launcher will.
+        is_told = any(
+            view.state == "failed" or (view.state == "running" and look_at_process(view.pid) is None) for view in views
+        )
+        has_waited = any(sign in str(error) for sign in _WAITED) and not is_told
+        return judge(views, now, _NO_LIMIT if has_waited else _MISMATCHES)
+
+    def _clear(self) -> None:
+        """Removes what this rank has in a temporary folder, and the folder with the last one."""
+        if self._is_temporary:
+            folder = self._watch.folder
+            with contextlib.suppress(OSError):
+                stack_path(folder, self._pid).unlink(missing_ok=True)
+                if self._ledger.path is not None:
+                    self._ledger.path.unlink(missing_ok=True)
+                for each in (folder / "health", folder):
+                    each.rmdir()
+
+
+class StepPairing:
+    """Compares with the other ranks of this host, at every update, whether they are in the same step.
+
+    Nothing is sent: what the others have noted is in their ledgers, which this process can read. What another rank has
+    not come to yet is compared at a later update.
+    """
+
+    def __init__(self, ledger: Ledger, watch: SelfWatch) -> None:
+        self._ledger, self._watch = ledger, watch
+        self._counters = LoopCounters()
+        self._pairs: dict[int, PairedRanks] = {}
+        self._compared: dict[int, int] = {}  # after how many collectives the last comparison was, by rank
+        self._own: deque[Update] = deque(maxlen=NUM_UPDATES)
+        self._last = Update(collectives=0, updates=0)
+
+    def note(self, frame: FrameType) -> HangVerdict | None:
+        """Notes an update, made by the code at ``frame``; returns a verdict if ranks are not in the same step."""
+        last, collectives = self._last, self._ledger.counts[_WORLD]
+        is_fresh = collectives > last.collectives
+        self._last = own = Update(
+            collectives=collectives,
+            updates=last.updates + 1,
+            idle=last.idle + (not is_fresh),
+            is_fresh=is_fresh,
+            counters=self._counters.read(frame),
+        )
+        self._ledger.note_update(own)
+        if is_fresh:
+            self._own.append(own)
+        found = (self._compare_with(reader) for reader in self._watch.readers())
+        return next((verdict for verdict in found if verdict is not None), None)
+
+    def _compare_with(self, reader: LedgerReader) -> HangVerdict | None:
+        """Compares all updates that both ranks have made since the last comparison."""
+        pair = self._pairs.setdefault(reader.rank, PairedRanks())
+        since = self._compared.get(reader.rank, 0)
+        new = list(takewhile(lambda each: each.collectives > since, reversed(self._own)))
+        for own in reversed(new):
+            other = reader.update_at(own.collectives)
+            if other is None:
+                continue
+            self._compared[reader.rank] = own.collectives
+            found = pair.compare(own, other)
+            if found is not None:
+                mine = self._ledger.reader()
+                entries = _collective(mine, own.collectives), _collective(reader, own.collectives)
+                name = self._counters.names.get(found.counter or 0, "")
+                return pairing_verdict(found, (mine.rank, reader.rank), entries, name)
+        return None
+
+
+def _collective(reader: LedgerReader, number: int) -> LedgerEntry | None:
+    """Returns the last of so many collectives of all ranks."""
+    entries = [entry for entry in reader.view().entries if not entry.call.is_message]
+    world = max((len(entry.group.ranks) for entry in entries), default=0)
+    found = (each for each in entries if len(each.group.ranks) == world and each.sequence == number - 1)
+    return next(found, None)
+
+
+# Where ledgers and verdicts lie.
+
+
+def _scratch(name: str) -> Path:
+    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / name
+
+
+def _make_private(folder: Path) -> None:
+    """Makes a folder that nobody else can enter; raises OSError where somebody else has made the one above it."""
+    above = folder.parent
+    above.mkdir(mode=0o700, exist_ok=True)
+    about = above.lstat()
+    if about.st_uid != os.getuid() or above.is_symlink() or about.st_mode & 0o077:
+        raise PermissionError(f"{above} must belong to this user alone")
+    for other in above.iterdir():  # of ranks that were killed
+        readers = [LedgerReader.open(path) for path in other.glob("health/rank-*.ledger")]
+        if readers and all(each is not None and look_at_process(each.pid) is None for each in readers):
+            shutil.rmtree(other, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+
+
+def _verdict_folder() -> Path:
+    script = Path(sys.argv[0] or "loop").absolute()
+    name = script.parent.name if script.stem == "__main__" else script.stem
+    return Path.cwd() / "runs" / (name or "loop")
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
+    sys.stderr.flush()

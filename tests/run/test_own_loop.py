@@ -1,0 +1,141 @@
+"""Loops of users' own under a foreign launcher: they are watched without asking, and differences are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from free_ports import free_port
+
+from paceline.run.processes import loopback_interface
+
+POOL = Path(__file__).parents[1] / "pool"
+PROGRAM = POOL / "own_loop.py"
+GUILTY = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """How the ranks left, what they said, and how long it took until the first had left."""
+
+    codes: tuple[int, ...]
+    err: str
+    seconds: float
+
+
+def line_of(fault: str) -> str:
+    lines = PROGRAM.read_text().splitlines()
+    (number,) = (at for at, line in enumerate(lines, start=1) if line.endswith(f"# stands here: {fault}"))
+    return f"{PROGRAM}:{number} "
+
+
+def run_loop(folder: Path, strategy: str, fault: str, backend: str = "shared_memory", timeout_s: float = 60.0) -> Left:
+    """Runs the loop on two ranks; when one has failed, the others are ended, as launchers do."""
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface(), "PYTHONPATH": str(POOL)}
+    settings |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    settings |= {"TMPDIR": str(folder)}
+    command = [sys.executable, "-m", "own_loop", strategy, fault, backend, str(timeout_s)]
+    processes: list[subprocess.Popen[bytes]] = []
+    started = time.monotonic()
+    try:
+        with (folder / "err").open("wb") as err:
+            for rank in range(2):
+                environment = {**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(
+                    subprocess.Popen(command, cwd=folder, env=environment, stderr=err, start_new_session=True)
+                )
+        while not any(process.poll() for process in processes) and any(each.poll() is None for each in processes):
+            time.sleep(0.02)
+        seconds = time.monotonic() - started
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                os.kill(process.pid, signal.SIGKILL)
+            process.wait()
+    return Left(tuple(process.returncode for process in processes), (folder / "err").read_text(), seconds)
+
+
+def verdict_of(folder: Path, left: Left) -> dict[str, object]:
+    path = folder / "runs" / "own_loop" / "verdict.json"
+    assert path.is_file(), left.err
+    told: dict[str, object] = json.loads(path.read_text())
+    assert str(told["sentence"]) in left.err
+    assert (path.parent / "verdict.txt").read_text().startswith(str(told["sentence"]))
+    return told
+
+
+def test_a_rank_that_leaves_out_a_step_is_told_in_the_next(tmp_path: Path) -> None:
+    check_pairing(tmp_path, "ddp", "step", "shared_memory")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("fault", ["step", "backward", "update"])
+def test_a_rank_that_leaves_out_a_part_of_a_step_is_told(
+    tmp_path: Path, strategy: str, fault: str, backend: str
+) -> None:
+    check_pairing(tmp_path, strategy, fault, backend)
+
+
+def check_pairing(folder: Path, strategy: str, fault: str, backend: str) -> None:
+    left = run_loop(folder, strategy, fault, backend)
+    told = verdict_of(folder, left)
+    assert told["kind"] == "mismatch"
+    assert GUILTY in told["ranks"]  # type: ignore[operator]
+    sentence = str(told["sentence"])
+    assert "rank 0 " in sentence
+    assert sentence.count(str(PROGRAM)) == 2
+    if fault == "step":
+        assert "rank 1 left out a step of its loop" in sentence
+        assert "rank 0 at step = 12" in sentence
+        assert "rank 1 at step = 13" in sentence
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_what_ranks_may_do_differently_is_no_difference(tmp_path: Path, strategy: str) -> None:
+    left = run_loop(tmp_path, strategy, "none")
+    assert (left.codes, left.err) == ((0, 0), "")
+    assert not (tmp_path / "runs").exists()
+    assert not list(tmp_path.glob("paceline-*/*"))  # ledgers go with the ranks
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+def test_a_mismatch_leaves_a_verdict_with_the_lines_that_called(tmp_path: Path, backend: str) -> None:
+    told = verdict_of(tmp_path, run_loop(tmp_path, "ddp", "extra", backend))
+    assert told["kind"] == "mismatch"
+    assert line_of("extra") in str(told["sentence"])
+    assert line_of("step") in str(told["sentence"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+def test_a_rank_with_an_error_of_its_own_tells_it_and_no_verdict_hides_it(tmp_path: Path, backend: str) -> None:
+    left = run_loop(tmp_path, "ddp", "error", backend)
+    assert left.codes[GUILTY] == 1
+    assert "ValueError: my own mistake" in left.err
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("fault", ["hang", "stop"])
+def test_a_loop_that_hangs_is_told_within_its_limit(tmp_path: Path, fault: str, backend: str) -> None:
+    left = run_loop(tmp_path, "ddp", fault, backend, timeout_s=5.0)
+    told = verdict_of(tmp_path, left)
+    assert (told["kind"], told["ranks"]) == ("missing" if fault == "hang" else "stopped", [GUILTY])
+    sentence = str(told["sentence"])
+    assert "phase backward" in sentence
+    assert "step 12" in sentence
+    assert f"rank 0 waits for it at {line_of('step')}" in sentence
+    if fault == "hang":
+        assert line_of("hang") in sentence
