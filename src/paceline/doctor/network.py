@@ -214,7 +214,7 @@ def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
 def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Says what a run listens on, and who is asked for proof: see ``docs/security.md``."""
     present, settings = find_interfaces(), settings_of(surroundings)
-    gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
+    asked = settings.get(GLOO_INTERFACE)
     given = [name for name in (SECRET, SECRET_FILE) if name in surroundings.environment]
     yield finding(
         "listening, one host",
@@ -225,7 +225,7 @@ def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     secret = f"the job's secret is in {given[0]}" if given else "the job's secret is in the run's folder"
     yield finding(
         "listening, several hosts",
-        f"the first launcher: at the address of --rdzv; Gloo: {gloo or 'no interface'}; {secret}",
+        f"the first launcher: at the address of --rdzv; Gloo: {asked.value if asked else 'on the way there'}; {secret}",
         "control connections prove the secret; those of Gloo and NCCL, and torchrun's store, are open to whoever "
         "reaches them: keep the network between the hosts to yourself",
     )

@@ -100,10 +100,8 @@ class Rendezvous(RendezvousHandler):
     def __exit__(self, *_: object) -> None:
         self._is_over.set()
         if self._thread is not None:
-            self._thread.join()
-        with contextlib.suppress(CommunicationError, TimeoutError):
-            self._client.ask("leave", self._name)
-        self._beats.close()
+            self._thread.join(_BEAT_S)  # it may wait for a server that does not answer any more
+        self._beats.close()  # by which the server knows that this launcher has left
         self._client.close()
 
     def next_rendezvous(self) -> RendezvousInfo:

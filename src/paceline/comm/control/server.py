@@ -65,7 +65,6 @@ class ControlServer:
             **Values().operations(),
             "join": self._join,
             "attend": self._attend,
-            "leave": lambda host: self.hosts.leave(check_name(host)),
             "close": self._close_rounds,
         }
 
@@ -79,7 +78,7 @@ class ControlServer:
     def close(self) -> None:
         """Ends the thread and all connections, once other hosts have left or a moment is over. Safe to call twice."""
         deadline = time.monotonic() + _PATIENCE_S
-        while self.hosts.present - {self._own} and time.monotonic() < deadline and self._thread.is_alive():
+        while self._has_guests() and time.monotonic() < deadline and self._thread.is_alive():
             time.sleep(_LOOK_S)
         if self._thread.is_alive():
             self._is_serving.wait()
@@ -87,6 +86,9 @@ class ControlServer:
             self._loop.call_soon_threadsafe(self._done.set)
             self._thread.join()
         self._listener.close()
+
+    def _has_guests(self) -> bool:
+        return self.hosts.most > 1 and bool(self.hosts.present - {self._own})
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()

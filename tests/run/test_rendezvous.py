@@ -1,0 +1,66 @@
+"""Launchers of several hosts: they meet at the address that was named, if they have one secret."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from free_ports import free_port
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
+
+from paceline.comm.control.wire import Address
+from paceline.run.nodes import Nodes
+from paceline.run.rendezvous import Rendezvous, rendezvous
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    monkeypatch.setenv("PACELINE_SECRET", "s" * 32)
+    monkeypatch.setattr("paceline.run.rendezvous._BEAT_S", 0.01)
+    return Nodes(least=1, most=2, host="127.0.0.1", port=free_port())
+
+
+def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Nodes, tmp_path: Path) -> None:
+    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        rendezvous(tmp_path, "run", both) as (first, told),
+        rendezvous(tmp_path, "run", both) as (second, _),
+    ):
+        infos = list(pool.map(Rendezvous.next_rendezvous, (first, second)))
+        assert sorted((info.rank, info.world_size) for info in infos) == [(0, 2), (1, 2)]
+        assert {info.bootstrap_store_info.master_addr for info in infos} == {f"tcp:127.0.0.1:{nodes.port}"}  # type: ignore[union-attr]
+        infos[0].store.set("said", "by one")
+        assert infos[1].store.get("said") == b"by one"
+        assert told == {}  # the ranks have the environment's secret
+        again = pool.submit(first.next_rendezvous)
+        while second.num_nodes_waiting() == 0:
+            pass
+        assert second.next_rendezvous().world_size == again.result().world_size == 2
+        second.shutdown()
+        with pytest.raises(RendezvousClosedError, match="ended on another host"):
+            first.next_rendezvous()
+
+
+def test_another_secret_is_told(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.comm.control.store._SECRET_S", 0.0)
+    stranger = Rendezvous(Address(nodes.host, nodes.port), lambda: b"x" * 32, "run")
+    with (
+        rendezvous(tmp_path, "run", nodes),
+        pytest.raises(RendezvousConnectionError, match="the secrets differ"),
+        stranger,
+    ):
+        pass
+
+
+def test_a_launcher_whose_server_is_gone_says_so(nodes: Nodes, tmp_path: Path) -> None:
+    with rendezvous(tmp_path, "run", nodes):
+        guest = Rendezvous(Address(nodes.host, nodes.port), lambda: b"s" * 32, "run", attends_as="guest")
+        guest.__enter__()
+        assert guest.num_nodes_waiting() == 0
+    assert guest._thread is not None
+    guest._thread.join()  # it ends when it cannot tell anybody that it lives
+    with pytest.raises(RendezvousConnectionError, match="cannot be reached"):
+        guest.num_nodes_waiting()
+    guest.__exit__()
