@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from gloo_pool import GlooPool
 
+from paceline.comm import meeting
 from paceline.comm.base import Communicator
 from paceline.comm.control import wire
 from paceline.comm.control.hosts import Hosts
@@ -115,8 +116,8 @@ def test_a_thread_that_waits_keeps_no_other_waiting(client: Connect) -> None:
     assert found == [b"here"]
 
 
-def join_through_control(comm: Communicator, address: str, secret: str) -> tuple[float, list[int]]:
-    """Leaves the pool's group, and meets the other rank again through a control server."""
+def join_through_control(comm: Communicator, address: str, secret: str, is_file: bool) -> tuple[float, list[int]]:
+    """Leaves the pool's group, and meets the other rank again at a control server; ``is_file``: as NCCL's ranks."""
     import os
 
     import torch
@@ -124,17 +125,23 @@ def join_through_control(comm: Communicator, address: str, secret: str) -> tuple
     comm.barrier()
     disconnect()
     os.environ.update(MASTER_ADDR=address, MASTER_PORT="7", PACELINE_SECRET_FILE=secret)
+    initialize = dist.init_process_group
     try:
+        if is_file:
+            store = meeting._store_for_nccl(meeting.join_store(60.0), comm.rank, comm.size)
+            dist.init_process_group = lambda backend, **named: initialize(backend, **named | {"store": store})
         again = connect("gloo", device="cpu", timeout_s=60)
         again.all_reduce(total := torch.ones(1)).wait()
         again.split([1, 0]).all_reduce(total).wait()
         return total.item(), list(again.ranks)
     finally:
+        dist.init_process_group = initialize
         del os.environ["PACELINE_SECRET_FILE"]
 
 
-def test_ranks_meet_and_split_through_it(server: tuple[Address, Path], gloo_pool: GlooPool) -> None:
-    args = str(server[0]), str(server[1])
+@pytest.mark.parametrize("is_file", [False, True])
+def test_ranks_meet_and_split_through_it(server: tuple[Address, Path], gloo_pool: GlooPool, is_file: bool) -> None:
+    args = str(server[0]), str(server[1]), is_file
     assert gloo_pool.run(join_through_control, *args, ranks=2) == [(4.0, [0, 1])] * 2
 
 

@@ -175,3 +175,10 @@ def test_restarts_end_whatever_comes(steps: list[int], limit: int, stalled: int)
         assert decision.number == len(attempts) <= limit
         assert num_stalled(attempts) <= stalled
     assert decision == decide(*attempts, max_restarts=limit, max_stalled_restarts=stalled)
+
+
+def test_a_rank_that_is_stopped_twice_at_the_same_place_is_the_same_incident() -> None:
+    told = [f"rank 1 is stopped (SIGSTOP) in phase data (step 3), for {5 + n}.3 s (process {n})" for n in (1, 2)]
+    failures = [Failure(rank=1, cause="stuck", message=message, time=0.0, kind="hang") for message in told]
+    first, second = (FailedAttempt.from_failure(failure, {}) for failure in failures)
+    assert first == second

@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -47,7 +48,8 @@ class Meeting:
             self._store.set(f"paceline arrived {rank}", "")
             # No device_id: bound to a device, NCCL makes subgroups by splitting, in which all ranks of the world must
             # take part, while ours are made by their members alone.
-            dist.init_process_group(backend, store=self._store, rank=rank, world_size=world, timeout=self._timeout)
+            group_store = _store_for_nccl(store, rank, world) if backend == "nccl" else self._store
+            dist.init_process_group(backend, store=group_store, rank=rank, world_size=world, timeout=self._timeout)
         atexit.register(_leave, store if isinstance(store, ControlStore) else None)
 
     def wait_until_all_joined(self) -> None:
@@ -91,6 +93,25 @@ def join_store(timeout_s: float) -> Any:
         store = ControlStore(ControlClient(address, lambda: secret_of(os.environ)), prefix=f"ranks/{number}/")
     store.set_timeout(timeout)
     return store
+
+
+def _store_for_nccl(store: Any, rank: int, world: int) -> Any:
+    """Returns the store of a group of NCCL, whose own threads read it while Python may be busy or gone.
+
+    For ranks of one host it is a file beside our launcher's socket, which needs no Python. Between hosts it is ours;
+    then what those threads would read once a second, whether to dump what they know, is turned off.
+    """
+    address = Address.parse(os.environ["MASTER_ADDR"])
+    if address is None:
+        return _C10D.PrefixStore(_WORLD, store)
+    if not address.is_path:
+        for name in ("TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_NCCL_ENABLE_MONITORING"):
+            os.environ.setdefault(name, "0")
+        return _C10D.PrefixStore(_WORLD, store)
+    # Ranks may meet again, and a file that is left from before would mislead them.
+    number = store.add(f"paceline nccl {rank}", 1)
+    file = Path(address.host).with_name(f"nccl-{os.environ['MASTER_PORT']}-{number}")
+    return _C10D.PrefixStore(_WORLD, _C10D.FileStore(str(file), world))
 
 
 def _own_store(world: int, timeout: datetime.timedelta) -> Any:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from paceline.config.sections import RecoveryConfig  # with pydantic, which a command's help must not wait for
 
 _RANK = re.compile(r"\branks? \(?(\d+)")
-_DURATION = re.compile(r", for \d+\.\d s(?=\))")
+_DURATION = re.compile(r", for \d+\.\d s(?:(?=\))| \(process \d+\))")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

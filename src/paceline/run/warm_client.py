@@ -29,10 +29,12 @@ def main() -> None:
     """Asks for the rank, waits for its end, and ends likewise."""
     address, *command = sys.argv[1:]
     ended_by = 0
+    signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)  # the rank may be there before there is a way to it
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         try:
             link.connect(address)
         except OSError:  # the server was killed: the rank loads what it needs by itself
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
             os.execv(sys.executable, [sys.executable, "-u", "-m", *command])
         # pathlib would take longer to load than the rest of this
         folder = os.getcwd()  # noqa: PTH109
@@ -53,6 +55,7 @@ def main() -> None:
             signal.signal(number, end)
         for number in _HANDED_ON:
             signal.signal(number, lambda number, _: _tell(link, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
         try:
             status, was_asked = STATUS.unpack(receive(link, STATUS.size))
         except EOFError:
