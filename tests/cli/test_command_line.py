@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -58,8 +57,8 @@ def test_summaries_of_commands_fit_a_terminal_of_80_columns(group: str) -> None:
         (["trian"], "No such command 'trian'"),
         (["train", "tiny.yaml", "--froce"], "No such option: --froce"),
         (["train"], "Missing argument 'CONFIG'"),
-        (["train", "tiny.yaml", "--port", "70000"], "'--port': "),
-        (["train", "tiny.yaml", "--port", "http"], "'--port': "),
+        (["train", "tiny.yaml", "--node-ranks", "0"], "'--node-ranks': "),
+        (["train", "tiny.yaml", "--node-ranks", "all"], "'--node-ranks': "),
     ],
 )
 def test_a_call_that_cannot_be_read_is_answered_with_usage(call: Call, arguments: list[str], message: str) -> None:
@@ -165,17 +164,6 @@ def test_a_report_on_nothing_is_refused(call: Call, name: str, code: int) -> Non
     called = call("report", name)
     assert (called.code, called.out) == (code, "")
     assert called.err.startswith(f"paceline: no run to report on in {name}: ")
-
-
-def test_a_port_in_use_is_found_before_the_folder_is_made(call: Call, project: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        called = call("train", "tiny.yaml", "--port", port)
-    assert called.code == 1
-    assert called.err.startswith(f"paceline: port {port} is in use\n")
-    assert not (project / "runs").exists()
 
 
 def test_an_older_run_is_found_before_torch_is_loaded(project: Path) -> None:

@@ -78,7 +78,7 @@ def parser(
 
 def command(*words: str | Path) -> Run:
     """Returns a call of the command line, in this process."""
-    from paceline.cli.main import app
+    from paceline.cli.app import app
 
     return lambda: app([str(word) for word in words], prog_name="paceline")
 
