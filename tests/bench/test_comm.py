@@ -11,6 +11,7 @@ from paceline.errors import UsageError
 ALGORITHMS = {"ring", "tree", "halving_doubling"}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")
 def test_every_backend_and_algorithm_is_timed_beside_gloo() -> None:
     rows = bench_comm(2, [4096], rounds=1)

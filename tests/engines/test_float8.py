@@ -270,7 +270,7 @@ def test_forty_steps_end_where_those_without_do(recipe: Any) -> None:
     assert found[-1] == pytest.approx(plain[-1], abs=0.01 * plain[0])
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @covering(
     strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
     precision=["fp8", "fp8_row"],

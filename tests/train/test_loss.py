@@ -272,7 +272,7 @@ def test_a_compiled_loss_is_the_same_and_takes_ragged_batches_in_one_graph(monke
 
 
 @DYNAMO_WARNS
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16_master", "fp32"])
 def test_a_run_of_a_compiled_model_compiles_its_loss(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def losses(*, compiles: bool) -> list[float]:
