@@ -61,6 +61,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         bench_compression(make_config(), ranks=3, steps=6)
 
 
+@pytest.mark.exhaustive
 def test_the_command_prints_and_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, record = tmp_path / "config.yaml", tmp_path / "record.json"
     config.write_text("model: {kind: mlp, hidden_dim: 16}\ndata: {kind: digits}\n")

@@ -32,6 +32,7 @@ def losses_of(workload: GpuWorkload, arm: str, folder: Path, steps: int = 4) -> 
     return run_order(Order(arm=arm, model=workload.model, device="cpu", file=file, steps=steps)).losses
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("eager")
 def test_plain_loops_and_the_engine_train_the_same_gpt(tmp_path: Path) -> None:
     ours = losses_of(TINY, "paceline engine", tmp_path, steps=8)

@@ -258,7 +258,7 @@ def test_the_next_start_removes_what_a_killed_run_left() -> None:
         assert not left_of(stem)
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("root")
 def test_a_run_that_is_told_to_end_takes_its_hosts_down() -> None:
     with subprocess.Popen([sys.executable, SCRIPT, "--quick"], stderr=subprocess.PIPE) as process:

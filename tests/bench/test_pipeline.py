@@ -67,6 +67,7 @@ def train_features(comm: Communicator) -> list[Any]:
     return [_train(comm, feature, NANO, 4, FEW) for feature in FEATURES if feature.ranks == comm.size]
 
 
+@pytest.mark.exhaustive
 def test_every_feature_trains_the_same_and_holds_its_share(gloo_pool: GlooPool) -> None:
     alone = _row(FEATURES[0], NANO, 4, [_train(SoloCommunicator(torch.device("cpu")), FEATURES[0], NANO, 4, FEW)])
     by_rank = gloo_pool.run(train_features, ranks=2, group_timeout_s=60.0, timeout_s=150.0)

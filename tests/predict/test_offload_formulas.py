@@ -76,7 +76,7 @@ def replayed(case: Case) -> float:
     return replay(recorded(case), load_cluster(case.cluster)).seconds
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(1)
 @SPREAD
 @OFFLOADED
 @pytest.mark.parametrize("accumulate", [pytest.param(1, marks=pytest.mark.exhaustive), 6])
