@@ -19,6 +19,7 @@ from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import first_cause
 from paceline.records.records import EndRecord, RunRecord, read_records
+from paceline.run import local
 from paceline.run.failure import RunStoppedError
 from paceline.run.local import LocalRanks, _Attempt, launch_local
 from paceline.run.notes import noted_processes, read_failures
@@ -219,6 +220,21 @@ def test_a_signal_to_the_launcher_ends_all_ranks(launch: Launch, name: str, capf
         launch("breed:wait", f"signal:{name}")
     assert raised.value.code == 128 + getattr(signal, name)
     assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "watching"])
+def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
+    real = getattr(local, moment)
+
+    def interrupted(*arguments: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGINT)
+        return real(*arguments)
+
+    monkeypatch.setattr(local, moment, interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RunStoppedError, match="ended by SIGINT"):
+        launch_local(["no_such_module"], folder, LocalRanks(ranks=1))
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_a_signal_that_is_ignored_stays_so(launch: Launch) -> None:

@@ -93,8 +93,8 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
     ranks = range(asked.num_records or asked.ranks)
     attempt = _Attempt(folder, ranks, asked.restarts, has_others=asked.nodes is not None)
     arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
-    with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
-        try:
+    try:  # a signal may come as soon as there are handlers for it, and as long
+        with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
             watched = watching(folder, attempt.ranks, asked.watch) if asked.nodes is None else contextlib.nullcontext()
             with (
                 scratch_folder() as scratch,
@@ -103,15 +103,15 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
                 _environment(told),
             ):
                 attempt.run(arguments, _agent_config(asked, scratch, met), scratch, signals)
-        except SignalException as error:
-            with signals_ignored():
-                end_groups(attempt.processes())
-                attempt.end_records("stopped", f"ended by {error.sigval.name}")
-            raise RunStoppedError(error.sigval) from None
-        except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
-            raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
-        finally:
-            forget_processes(folder, os.getpid())
+    except SignalException as error:
+        with signals_ignored():
+            end_groups(attempt.processes())
+            attempt.end_records("stopped", f"ended by {error.sigval.name}")
+        raise RunStoppedError(error.sigval) from None
+    except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
+        raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
+    finally:
+        forget_processes(folder, os.getpid())
 
 
 @dataclass(frozen=True, slots=True)
