@@ -44,6 +44,7 @@ LEVELS = (
     ("cli",),
     ("__main__",),
 )
+MOST_LINES, MOST_LINES_OF_A_FUNCTION = 500, 70
 SIDEWAYS: set[tuple[str, str]] = {("imports", "errors")}
 TORCH_FREE = (
     "bounded_yaml",
@@ -110,12 +111,13 @@ class SourceFile:
         return ".".join(self.path.relative_to(self.package).with_suffix("").parts).removesuffix("__init__").rstrip(".")
 
     @cached_property
-    def found(self) -> tuple[list[Use], bool]:
-        """What the file uses, and whether it has a docstring; its tree is large, and not kept."""
-        tree = ast.parse(self.path.read_text(), str(self.path))
+    def found(self) -> tuple[list[Use], bool, list[tuple[int, str]]]:
+        """What the file uses, whether it has a docstring, and what is too long; its tree is large, and not kept."""
+        text = self.path.read_text()
+        tree = ast.parse(text, str(self.path))
         collector = Collector(self.name, is_package=self.path.stem == "__init__")
         collector.visit(tree)
-        return collector.uses, bool(ast.get_docstring(tree))
+        return collector.uses, bool(ast.get_docstring(tree)), list(too_long(text, tree))
 
     @property
     def uses(self) -> list[Use]:
@@ -211,7 +213,7 @@ class Tree:
         self.engines = self._names & ENGINES
 
     def violations(self) -> list[Violation]:
-        rules = (direction, no_torch, only_comm_talks, peers, engines, environment, names, docstrings)
+        rules = (direction, no_torch, only_comm_talks, peers, engines, environment, names, docstrings, sizes)
         found = [violation for file in self.files for rule in rules for violation in rule(self, file)]
         return found + list(self._cycles())
 
@@ -336,6 +338,21 @@ def docstrings(_: Tree, file: SourceFile) -> Iterator[Violation]:
         yield file.violation(1, "docstrings", f"{file.name or 'the package'} has no module docstring")
 
 
+def sizes(_: Tree, file: SourceFile) -> Iterator[Violation]:
+    for line, what in file.found[2]:
+        yield file.violation(line, "sizes", what)
+
+
+def too_long(text: str, tree: ast.Module) -> Iterator[tuple[int, str]]:
+    if (lines := text.count("\n")) > MOST_LINES:
+        yield 1, f"the file has {lines} lines, and {MOST_LINES} are the most"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_LINES_OF_A_FUNCTION:
+                yield node.lineno, f"{node.name} has {lines} lines, and {MOST_LINES_OF_A_FUNCTION} are the most"
+
+
 IMPORTER = """
 import importlib, sys
 for name in sys.argv[1:]:
@@ -436,6 +453,8 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("train/utils.py", "", 1, "names"),
         ("train/_helpers.py", "", 1, "names"),
         ("common/store.py", "", 1, "names"),
+        ("train/step.py", "x = 1\n" * 500, 1, "sizes"),
+        ("train/step.py", IN_FUNCTION.format("y = 1\n    " * 69 + "y = 1"), 2, "sizes"),
     ],
 )
 def test_a_planted_violation_is_named(plant: Plant, file: str, text: str, line: int, rule: str) -> None:

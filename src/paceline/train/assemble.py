@@ -237,10 +237,7 @@ def build_trainer(
     if config.train.deterministic:
         make_deterministic()
     if plan is None:
-        config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
-        if config.parallel.strategy == "auto":
-            config, _ = resolve_together(config, comm, node_ranks)
-        plan = make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
+        config, plan = _plan_here(config, comm, node_ranks)
     layout = plan.layout
     if layout.is_compiled and not _has_own_code(config):
         load_compiler()
@@ -252,26 +249,21 @@ def build_trainer(
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
     sample = cost_of_sample(config, work.data, work.model)  # before an engine has it
     seed_everything(config.train.seed)  # a model without values draws them now
-    compressor = build_compressor(layout)
-    talking = _build_comm(config, comm, trace, node_ranks)
+    talking, compressor = _build_comm(config, comm, trace, node_ranks), build_compressor(layout)
     is_fused = fuses_loss(config.train.loss, layout, work.model, comm.device.type)
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     policy = build_policy(config)
-    may_ignore = config.data.kind == "factory"
     loss = build_loss(
         config.train.loss,
         work.data.shape,
-        may_ignore=may_ignore,
+        may_ignore=config.data.kind == "factory",
         compiles=layout.is_compiled,
         is_fused=is_fused,
         dtype=policy.dtype,
     )
     if layout.is_compiled and not plan.finds_microbatch:
-        batch, at_once = plan.batch.global_batch, plan.batch.microbatch * layout.data
-        is_even = config.data.last_batch == "drop" or plan.train_samples % batch == 0
-        sums = getattr(loss, "sum", None)
-        fix_sizes(engine.module, sums, training=is_even and batch % at_once == 0, evaluation=num_eval % at_once == 0)
+        _fix_sizes(config, plan, engine, loss, num_eval)
     if plan.finds_microbatch:
         plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
@@ -295,16 +287,36 @@ def build_trainer(
         graphs=_choose_graphs(config, plan, loss, policy.dtype),
         sample=sample,
     )
-    if layout.tunes_buckets:
-        hooks = [BucketHook(), *hooks]
-    if layout.is_compiled:
-        hooks = [CompileHook(), *hooks]
-    if engine.float8 is not None:
-        hooks = [NoteHook("precision", {"layers": str(engine.float8)}), *hooks]
-    if choice is not None:
-        hooks = [NoteHook("loader", choice.detail()), *hooks]
     on_part("model")
-    return Trainer(parts, hooks, sink)
+    return Trainer(parts, [*_notes(engine, choice), *_tuning(layout), *hooks], sink)
+
+
+def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:
+    """Returns the plan for the ranks that are there, and the config with what was decided on the way."""
+    config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
+    if config.parallel.strategy == "auto":
+        config, _ = resolve_together(config, comm, node_ranks)
+    return config, make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
+
+
+def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, num_eval: int) -> None:
+    """Has graphs compiled for one batch size where all batches, of training or of evaluation, have the same."""
+    batch, at_once = plan.batch.global_batch, plan.batch.microbatch * plan.layout.data
+    is_even = config.data.last_batch == "drop" or plan.train_samples % batch == 0
+    sums = getattr(loss, "sum", None)
+    fix_sizes(engine.module, sums, training=is_even and batch % at_once == 0, evaluation=num_eval % at_once == 0)
+
+
+def _tuning(layout: Layout) -> list[Hook]:
+    """Returns the hooks that follow the first steps of a run."""
+    compiling: list[Hook] = [CompileHook()] if layout.is_compiled else []
+    return [*compiling, BucketHook()] if layout.tunes_buckets else compiling
+
+
+def _notes(engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
+    """Returns the hooks that record what was chosen for this run."""
+    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
+    return notes if engine.float8 is None else [*notes, NoteHook("precision", {"layers": str(engine.float8)})]
 
 
 def _has_own_code(config: Config) -> bool:
