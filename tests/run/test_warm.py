@@ -126,7 +126,7 @@ def test_a_rank_that_was_dead_before_its_client_was_ended_has_ended_by_itself(cl
         process.send_signal(signal.SIGTERM)
         while "SigPnd:\t0000000000000000" not in Path(f"/proc/{process.pid}/status").read_text():
             time.sleep(0.01)
-        time.sleep(0.2)  # until it has asked for the rank's end
+        time.sleep(2 * warm_client._PATIENCE_S)  # until it has asked for the rank's end; it waits for the answer
     finally:
         os.kill(server, signal.SIGCONT)
     assert process.wait(240) == -signal.SIGKILL

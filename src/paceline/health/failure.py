@@ -56,7 +56,7 @@ _MOST_LINES = 20
 _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
-_LOST = ("closed by peer", "reset by peer", "Broken pipe")
+_LOST = ("closed by peer", "reset by peer", "Broken pipe", "gone (process ended)")
 # NCCL reports to a thread of torch, which writes this into the rank's log and aborts the process.
 _ABORTED_BY_NCCL: Final[dict[str, tuple[Cause, FailureKind, str]]] = {
     "ncclRemoteError": ("lost", "lost", "NCCL lost the connection to another rank"),

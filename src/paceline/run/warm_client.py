@@ -19,6 +19,7 @@ import sys
 from types import FrameType
 
 LENGTH = struct.Struct("!I")
+FORKED = b"f"  # there is a rank; what follows, when it has ended, is its status
 STATUS = struct.Struct("!i?")  # how a rank ended, and whether that was asked for
 _ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _PATIENCE_S = 0.3
@@ -28,7 +29,7 @@ _HANDED_ON = (signal.SIGUSR1, signal.SIGUSR2)
 def main() -> None:
     """Asks for the rank, waits for its end, and ends likewise."""
     address, *command = sys.argv[1:]
-    ended_by = 0
+    ended_by, is_forked = 0, False
     signal.pthread_sigmask(signal.SIG_BLOCK, _HANDED_ON)  # the rank may be there before there is a way to it
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         try:
@@ -47,8 +48,8 @@ def main() -> None:
             nonlocal ended_by
             ended_by = number
             _tell(link, signal.SIGKILL)
-            # A server that is still loading its modules does not answer, and has no rank for this process.
-            signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
+            if not is_forked:  # the server is still loading its modules, and does not answer
+                signal.setitimer(signal.ITIMER_REAL, _PATIENCE_S)
 
         signal.signal(signal.SIGALRM, lambda *_: _end_by(ended_by))
         for number in _ENDING:
@@ -57,6 +58,9 @@ def main() -> None:
             signal.signal(number, lambda number, _: _tell(link, number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDED_ON)
         try:
+            receive(link, len(FORKED))
+            is_forked = True  # from here on only the server knows how the rank ended, however long that takes
+            signal.setitimer(signal.ITIMER_REAL, 0)
             status, was_asked = STATUS.unpack(receive(link, STATUS.size))
         except EOFError:
             status, was_asked = -signal.SIGKILL, True  # the server is gone, and its ranks go with it

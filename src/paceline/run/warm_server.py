@@ -4,9 +4,9 @@
 
 LISTENER is the descriptor of a socket that listens at ADDRESS: clients may come before this process is ready. A client
 (``warm_client.py``) connects for each rank; it sends the command with environment and folder, and its standard output
-and error. The server forks, and sends back how the rank ended. A byte from the client is a signal for the rank: SIGKILL
-ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input on standard
-input) the server ends all ranks and itself.
+and error. The server forks, says so, and sends back how the rank ended. A byte from the client is a signal for the
+rank: SIGKILL ends its whole group. A client that goes takes its rank with it, and when the launcher goes (end of input
+on standard input) the server ends all ranks and itself.
 
 It computes nothing and has no CUDA context: a process may be forked only as long as that is so.
 """
@@ -31,7 +31,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from paceline.run.warm_client import LENGTH, STATUS, receive
+from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
 
 PARENT = "PACELINE_PARENT"
 _EXITING = 0x4  # of the flags that Linux keeps of a process
@@ -90,6 +90,8 @@ class WarmServer:
             return request
         for descriptor in output:
             os.close(descriptor)
+        with contextlib.suppress(OSError):  # it is gone: then its end is read next
+            client.sendall(FORKED)
         self._clients[pid] = client
         self._selector.register(client, selectors.EVENT_READ, data=pid)
         return None
