@@ -1,8 +1,8 @@
-"""Writes the README's table of one GPU from the record of ``paceline bench gpu``.
+"""Writes the README's tables of one GPU from records of ``paceline bench gpu``.
 
-    python scripts/speed_table.py bench/results/gpu-h200.json            # print it
-    python scripts/speed_table.py bench/results/gpu-h200.json --write    # put it into README.md, between its marks
-    python scripts/speed_table.py bench/results/gpu-h200.json --check    # exit 1 where README.md says something else
+    python scripts/speed_table.py RECORD [RECORD ...]            # print them
+    python scripts/speed_table.py RECORD [RECORD ...] --write    # put them into README.md, between its marks
+    python scripts/speed_table.py RECORD [RECORD ...] --check    # exit 1 where README.md says something else
 
 Every figure is the record's. A record in which an arm did not run says so in its row.
 """
@@ -35,14 +35,19 @@ INTRODUCTION = (
 )
 
 
-def table(record: dict[str, Any]) -> str:
-    """Returns the text between the marks: what was measured, a table for each model, and what it rests on."""
-    gpu, versions = record["hardware"].get("gpu", "a CPU"), record["versions"]
-    where = f"One {gpu}, torch {versions['torch']}: "
-    lines = textwrap.wrap(where + INTRODUCTION, 118)
-    for model in dict.fromkeys(row["model"] for row in record["rows"]):
-        lines += ["", *_model_table(model, [row for row in record["rows"] if row["model"] == model])]
-    missing = {row["arm"]: row["error"] for row in record["rows"] if "error" in row}
+def table(*records: dict[str, Any]) -> str:
+    """Returns the text between the marks: what was measured, a table for each model, and what it rests on.
+
+    The records are of one machine. Raises ValueError where they are not.
+    """
+    machines = {f"One {each['hardware'].get('gpu', 'a CPU')}, torch {each['versions']['torch']}: " for each in records}
+    if len(machines) != 1:
+        raise ValueError(f"the records are of several machines: {sorted(machines)}")
+    rows = [row for each in records for row in each["rows"]]
+    lines = textwrap.wrap(machines.pop() + INTRODUCTION, 118)
+    for model in dict.fromkeys(row["model"] for row in rows):
+        lines += ["", *_model_table(model, [row for row in rows if row["model"] == model])]
+    missing = {row["arm"]: row["error"] for row in rows if "error" in row}
     if missing:
         lines += ["", "Not run: " + "; ".join(f"{arm} ({reason})" for arm, reason in missing.items()) + "."]
     return "\n".join(lines)
@@ -81,11 +86,11 @@ def with_table(readme: str, text: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("record", type=Path)
+    parser.add_argument("records", type=Path, nargs="+")
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    text = table(json.loads(arguments.record.read_text(encoding="utf-8")))
+    text = table(*(json.loads(path.read_text(encoding="utf-8")) for path in arguments.records))
     readme = README.read_text(encoding="utf-8")
     if arguments.check:
         return int(with_table(readme, text) != readme)

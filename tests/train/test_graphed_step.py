@@ -21,12 +21,13 @@ on_gpu = [
 ]
 
 
-def values(**train: Any) -> dict[str, Any]:
+def values(optim: str = "adamw", **train: Any) -> dict[str, Any]:
+    momentum = {"momentum": 0.9, "nesterov": True} if optim == "sgd" else {}
     return {
         "model": {"kind": "gpt", "size": "gpt-nano", "context": 64, "dropout": 0.1},
         "data": {"kind": "synthetic_tokens", "samples": 150, "vocab_size": 64, "context": 64},
         "train": {"steps": 25, "global_batch": 16, "seed": 3, **train},  # 150 samples: every tenth batch is ragged
-        "optim": {"lr": 1e-3, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup": 5}},
+        "optim": {"kind": optim, **momentum, "lr": 1e-3, "clip_norm": 0.5, "schedule": {"kind": "cosine", "warmup": 5}},
     }
 
 
@@ -44,7 +45,14 @@ class TestOnGpu:
     pytestmark = on_gpu
 
     def test_a_run_with_graphs_is_the_same_to_the_bit(self, precision: str, accumulate: int) -> None:
-        options = {"precision": precision, "accumulate": accumulate}
+        self.compare({"precision": precision, "accumulate": accumulate})
+
+    def test_so_is_one_of_sgd(self, precision: str, accumulate: int) -> None:
+        if precision != "bf16_master":
+            self.compare({"optim": "sgd", "precision": precision, "accumulate": accumulate})
+
+    @staticmethod
+    def compare(options: dict[str, Any]) -> None:
         plain, _, state = run("cuda", cuda_graphs=False, **options)
         graphed, events, graphed_state = run("cuda", cuda_graphs=True, **options)
         decided = [event.detail["used"] for event in events if event.name == "cuda_graphs"]

@@ -48,7 +48,7 @@ def graph_problem(config: Config, layout: Layout, device: str, loss: Loss) -> st
         f"there are {layout.ranks} ranks, and a graph holds one rank's step": layout.ranks > 1,
         f"parallel.strategy = {layout.strategy} gathers and frees memory around passes": layout.strategy != "ddp",
         "the optimizer's state is offloaded to the host": layout.offload.is_any,
-        f"optim.kind = {config.optim.kind} may read numbers on the host": config.optim.kind != "adamw",
+        f"optim.kind = {config.optim.kind} may read numbers on the host": config.optim.kind not in ("adamw", "sgd"),
         "train.dtype = float64, and a graph reads its learning rates in fp32": config.train.dtype == "float64",
         "train.precision = fp16 moves its loss scale on the host": layout.precision == "fp16",
         "train.microbatch = auto may change the microbatches": config.train.microbatch == "auto",

@@ -56,6 +56,13 @@ _GRAPHS = "reduce-overhead"
 LOOPS = (
     LoopArm(name="plain autocast", kind="plain", is_plain=True),
     LoopArm(name="plain autocast channels last", kind="channels_last", is_plain=True, is_channels_last=True),
+    LoopArm(
+        name="plain autocast channels last graphs",
+        kind="channels_last",
+        is_plain=True,
+        is_channels_last=True,
+        mode=_GRAPHS,
+    ),
     LoopArm(name="plain masters", kind="masters", is_plain=True, has_masters=True),
     LoopArm(name="plain autocast graphs", kind="graphs", is_plain=True, mode=_GRAPHS),
     LoopArm(name="plain masters graphs", kind="graphs", is_plain=True, has_masters=True, mode=_GRAPHS),
