@@ -1,9 +1,9 @@
 """Are ranks of different hosts in the same step? Once a second, hosts leave for one another what their updates were.
 
 The first rank of a host leaves its history of updates (``health/pairing.py``) at the store, and compares it with that
-of the host before it. So every host reads one text of a few kilobytes, however many there are. Ranks of one host compare
-themselves (``run/own_loop.py``), so that a difference between any two ranks is found by some pair. It is done in the
-thread that watches: no step waits for it.
+of the host before it. So every host reads one text of a few kilobytes, however many there are. Ranks of one host
+compare themselves (``run/own_loop.py``), so that a difference between any two ranks is found by some pair. It is done
+in the thread that watches: no step waits for it.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Every rank has a thread that watches the ledgers of its host. One of a host's threads leads: that of the lowest rank
 whose thread still runs, as a rank that never lets go of its interpreter has none. Hosts tell one another what their
-ranks do through the store at which the ranks met, and only when all ranks of a host stand still: in a healthy run
-nothing is sent. The first verdict is everybody's. The leader of each host ends the host's ranks, and leaves with
-``exit_codes.HUNG``.
+ranks do through the store at which the ranks met, and only when all ranks of a host stand still; loops of one's own
+compare their steps there too (``pair_hosts.py``). The first verdict is everybody's. The leader of each host ends the
+host's ranks, and leaves with ``exit_codes.HUNG``.
 """
 
 from __future__ import annotations
