@@ -58,6 +58,7 @@ def train(channel: Channel, guilty: int, fault: dict[str, int], every: int, lag:
     return None
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(("every", "lag"), [(12, 5), (150, 45)])
 @pytest.mark.parametrize("guilty", [0, 1, 2])
 @pytest.mark.parametrize(
