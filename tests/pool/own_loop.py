@@ -1,6 +1,6 @@
 """A loop as users write it, on ranks that some launcher started, in which rank 1 goes wrong in a way that is asked for.
 
-    python -m own_loop STRATEGY FAULT BACKEND TIMEOUT
+    python -m own_loop STRATEGY FAULT BACKEND TIMEOUT STEP_S
 
 Lines that a verdict is to name end in ``# stands here: <fault>``.
 """
@@ -26,10 +26,11 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return inputs, inputs.argmax(1) % 4
 
 
-def train(comm: paceline.Communicator, engine: paceline.Engine, fault: str) -> None:
-    """Trains plainly, but for the fault."""
+def train(comm: paceline.Communicator, engine: paceline.Engine, fault: str, step_s: float) -> None:
+    """Trains plainly, but for the fault; for 20 s if steps take a while."""
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
-    for step in range(STEPS):
+    for step in range(int(20 / step_s) if step_s else STEPS):
+        time.sleep(step_s)
         inputs, targets = batch(step, comm.rank)
         is_bad = comm.rank == GUILTY and step == BAD_STEP
         if is_bad and fault == "step":
@@ -50,7 +51,7 @@ def train(comm: paceline.Communicator, engine: paceline.Engine, fault: str) -> N
         optimizer.zero_grad()
 
 
-def train_unevenly(comm: paceline.Communicator, engine: paceline.Engine) -> None:
+def train_unevenly(comm: paceline.Communicator, engine: paceline.Engine, step_s: float) -> None:
     """Does what ranks may do differently: accumulate, skip batches, evaluate, end epochs, sit out, train beside."""
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     other = paceline.parallelize(paceline.MLPClassifier(8, 8, 4), comm, strategy="ddp")
@@ -59,7 +60,9 @@ def train_unevenly(comm: paceline.Communicator, engine: paceline.Engine) -> None
     alone = torch.nn.Linear(2, 2)
     own = torch.optim.SGD(alone.parameters(), lr=1e-3)
     step = samples = 0
+    time.sleep(0.1 * comm.rank * bool(step_s))
     while step < STEPS:
+        time.sleep(step_s)
         for index in range(5 + comm.rank):  # epochs of different lengths
             if comm.rank == GUILTY and index == 3:
                 continue  # a batch that cannot be read: it is left out, and the step is made with the next one
@@ -91,14 +94,14 @@ def train_unevenly(comm: paceline.Communicator, engine: paceline.Engine) -> None
 
 def main() -> None:
     """Runs a rank."""
-    strategy, fault, backend, timeout = sys.argv[1:]
+    strategy, fault, backend, timeout, seconds = sys.argv[1:]
     comm = paceline.connect(backend, timeout_s=float(timeout))  # type: ignore[arg-type]
     torch.manual_seed(0)
     engine = paceline.parallelize(paceline.MLPClassifier(8, 8, 4), comm, strategy=strategy)
     if fault == "none":
-        train_unevenly(comm, engine)
+        train_unevenly(comm, engine, float(seconds))
     else:
-        train(comm, engine, fault)
+        train(comm, engine, fault, float(seconds))
 
 
 if __name__ == "__main__":

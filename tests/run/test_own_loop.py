@@ -36,18 +36,31 @@ def line_of(fault: str) -> str:
     return f"{PROGRAM}:{number} "
 
 
-def run_loop(folder: Path, strategy: str, fault: str, backend: str = "shared_memory", timeout_s: float = 60.0) -> Left:
-    """Runs the loop on two ranks; when one has failed, the others are ended, as launchers do."""
+def run_loop(
+    folder: Path,
+    strategy: str,
+    fault: str,
+    backend: str = "shared_memory",
+    timeout_s: float = 60.0,
+    *,
+    step_s: float = 0.0,
+    hosts: tuple[str, ...] = ("", ""),
+) -> Left:
+    """Runs the loop on two ranks; when one has failed, the others are ended a little later, as launchers do.
+
+    ``hosts`` are the names of the hosts on which the ranks think they are.
+    """
     settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface(), "PYTHONPATH": str(POOL)}
     settings |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     settings |= {"TMPDIR": str(folder)}
-    command = [sys.executable, "-m", "own_loop", strategy, fault, backend, str(timeout_s)]
+    command = [sys.executable, "-m", "own_loop", strategy, fault, backend, str(timeout_s), str(step_s)]
     processes: list[subprocess.Popen[bytes]] = []
     started = time.monotonic()
     try:
         with (folder / "err").open("wb") as err:
-            for rank in range(2):
+            for rank, host in enumerate(hosts):
                 environment = {**os.environ, **settings, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                environment |= {"PACELINE_HOST": host} if host else {}
                 processes.append(
                     subprocess.Popen(command, cwd=folder, env=environment, stderr=err, start_new_session=True)
                 )
@@ -115,6 +128,30 @@ def test_a_mismatch_leaves_a_verdict_with_the_lines_that_called(tmp_path: Path, 
     assert told["kind"] == "mismatch"
     assert line_of("extra") in str(told["sentence"])
     assert line_of("step") in str(told["sentence"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+@pytest.mark.parametrize("fault", ["step", "backward", "update"])
+def test_ranks_on_two_hosts_that_pair_different_steps_are_told(tmp_path: Path, strategy: str, fault: str) -> None:
+    left = run_loop(tmp_path, strategy, fault, "gloo", 12.0, step_s=0.005, hosts=("a", "b"))
+    told = verdict_of(tmp_path, left)
+    assert told["kind"] == "mismatch"
+    assert GUILTY in told["ranks"]  # type: ignore[operator]
+    sentence = str(told["sentence"])
+    assert sentence.count(str(PROGRAM)) == 2
+    assert "rank 0 " in sentence
+    assert "rank 1 " in sentence
+    if fault == "step":
+        assert sentence.startswith("rank 1 left out a step of its loop")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+def test_what_ranks_on_two_hosts_may_do_differently_is_no_difference(tmp_path: Path, strategy: str) -> None:
+    left = run_loop(tmp_path, strategy, "none", step_s=0.4, hosts=("a", "b"))
+    assert (left.codes, left.err) == ((0, 0), "")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.exhaustive

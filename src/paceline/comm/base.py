@@ -30,6 +30,7 @@ from paceline.shards import FlatLayout
 
 if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger
+    from paceline.comm.ledger.updates import TrainedParameters
     from paceline.comm.trace import Trace
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
@@ -64,6 +65,10 @@ class Communicator(Protocol):
     @property
     def ledger(self) -> Ledger | None:
         """Where every operation is written down for whoever looks for a hang, if anywhere."""
+
+    @property
+    def trained(self) -> TrainedParameters | None:
+        """The parameters whose updates are compared between ranks, where they are: engines add theirs."""
 
     @property
     def trace(self) -> Trace | None:

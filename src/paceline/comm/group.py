@@ -17,6 +17,7 @@ from paceline.errors import UsageError
 
 if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger
+    from paceline.comm.ledger.updates import TrainedParameters
     from paceline.comm.trace import Trace
 
 
@@ -26,6 +27,7 @@ class GroupMember:
     takes_real_time: bool = True
     clock: Clock | None = None
     ledger: Ledger | None = None
+    trained: TrainedParameters | None = None
     trace: Trace | None = None
 
     def __init__(self, rank: int, ranks: tuple[int, ...], device: torch.device, *, backend: str) -> None:
@@ -51,6 +53,7 @@ class WrappedCommunicator(GroupMember):
         self.device_kind = inner.device_kind
         self.takes_real_time = inner.takes_real_time
         self.clock, self.ledger, self.trace = inner.clock, inner.ledger, inner.trace
+        self.trained = inner.trained
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         return self.inner.shared_buffer(numel, dtype)

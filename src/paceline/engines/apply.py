@@ -104,8 +104,8 @@ def parallelize(
         object.__setattr__(model, _MARK, True)
     else:
         engine = _share(model, comm, layout, policy, compressor)
-    if comm.ledger is not None:
-        comm.ledger.trained.update(map(id, engine.parameters()))
+    if comm.trained is not None:
+        comm.trained.add(engine.parameters())
     return engine
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.health.lateness import PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
+from paceline.health.pairing import Update
 
 _LAST = 8
 _COLLECTIVE = LedgerCall(kind="a collective")
@@ -61,6 +62,41 @@ def looks_from_text(text: str) -> list[RankLook]:
         view = LedgerView(rank=rank, host=host, pid=pid, entries=entries)
         looks.append(RankLook(view=view, times=PhaseTimes(**times), ahead_s=ahead_s))
     return looks
+
+
+PlacedUpdate = tuple[Update, LedgerEntry | None]
+"""An update, and the collective before it."""
+
+
+def updates_to_text(updates: Sequence[PlacedUpdate]) -> str:
+    """Turns updates into text; the lines and calls of the collectives before them come once each."""
+    places: dict[str, int] = {}
+    rows = []
+    for update, entry in updates:
+        place = "" if entry is None else json.dumps([asdict(entry.call), entry.site])
+        counters = list(update.counters.items())
+        rows.append([update.collectives, update.updates, update.idle, counters, places.setdefault(place, len(places))])
+    return json.dumps([list(places), rows])
+
+
+def updates_from_text(text: str, group: GroupName) -> list[PlacedUpdate]:
+    """Reads what ``updates_to_text`` wrote; ``group`` is that of all ranks. Raises ValueError for other texts."""
+    try:
+        places, rows = json.loads(text)
+        calls = [json.loads(place) if place else None for place in places]
+        return [_placed_update(row, calls, group) for row in rows]
+    except (TypeError, LookupError, AttributeError) as error:
+        raise ValueError(f"no updates of ranks: {error}") from error
+
+
+def _placed_update(row: Sequence[Any], calls: Sequence[Any], group: GroupName) -> PlacedUpdate:
+    collectives, updates, idle, counters, place = row
+    update = Update(collectives=collectives, updates=updates, idle=idle, counters=dict(counters))
+    if calls[place] is None:
+        return update, None
+    call, site = calls[place]
+    asked = LedgerCall(**call | {"shape": tuple(call["shape"])})
+    return update, LedgerEntry(number=0, group=group, sequence=collectives - 1, call=asked, site=site)
 
 
 def _to_json(view: LedgerView) -> dict[str, Any]:

@@ -9,28 +9,38 @@ with every update of an optimizer,
     counters      the variables of its loop that count steps
 
 At the same moment ranks have made equally many updates. They also agree on a counter that has agreed before and went up
-by the same number every time. Where one rank's counter has gone up by two or more of these at once, it has left
+by the same number with every update. Where one rank's counter has gone up by one or more of these too many, it has left
 out a step, unless another counter still agrees: that one then counts what was trained. Counters that start over, stand
 still or were never the same say nothing, so that uneven epochs and tails are no difference.
+
+Ranks that see one another's updates as they are made compare every one of them. Others keep an ``UpdateHistory`` each,
+and compare what both have kept, every now and then.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from paceline.health.ledger_view import LedgerEntry
 from paceline.health.verdict import HangVerdict
 
 _TRUSTED = 3  # comparisons in which a counter went up by the same number
+_NUM_FIRST = 8  # updates that a history keeps from the beginning
+_NUM_LAST = 4  # and of each level
+_NUM_LEVELS = 8
+_LEVEL_BITS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
     """An update of an optimizer. ``idle`` counts those before it, and itself, without a collective since the last.
 
-    ``is_fresh``: there was one. Counters are known by numbers.
+    ``is_fresh``: there was one, and ``place`` says which and from where, by numbers of the rank's ledger. Counters are
+    known by numbers.
     """
 
     collectives: int
@@ -38,6 +48,35 @@ class Update:
     idle: int = 0
     is_fresh: bool = True
     counters: Mapping[int, int] = field(default_factory=dict)
+    place: int = field(default=0, compare=False)
+
+
+class UpdateHistory:
+    """Some updates of a rank, such that two ranks have kept some of the same whenever they compare.
+
+    It keeps the first ones, so that ranks know what they differ in from the beginning; and on level n the last four of
+    those that were the first after a multiple of ``8 ** n`` collectives: the older, the fewer.
+    """
+
+    def __init__(self) -> None:
+        self._first: list[Update] = []
+        self._levels: tuple[deque[Update], ...] = tuple(deque(maxlen=_NUM_LAST) for _ in range(_NUM_LEVELS))
+        self._last = -1
+
+    def add(self, update: Update) -> None:
+        """Adds a fresh update. Costs a microsecond."""
+        if len(self._first) < _NUM_FIRST:
+            self._first.append(update)
+        before, self._last = self._last, update.collectives
+        for level, kept in enumerate(self._levels):
+            if update.collectives >> level * _LEVEL_BITS == before >> level * _LEVEL_BITS:
+                break
+            kept.append(update)
+
+    def updates(self) -> list[Update]:
+        """Returns what it has kept, oldest first; also from another thread than the one that adds."""
+        kept = chain(list(self._first), *map(list, self._levels))
+        return sorted({each.collectives: each for each in kept}.values(), key=lambda each: each.collectives)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,8 +96,21 @@ class Difference:
 @dataclass(slots=True)
 class _Counter:
     value: int
-    step: int = 0
+    updates: int  # fresh ones that were made when it had this value
+    rate: tuple[int, int] = (0, 1)  # by how much it went up, in so many updates
     num_same: int = 0
+
+    def is_on(self, value: int, updates: int) -> bool:
+        """Says whether a value is where the counter comes to if it goes on as before."""
+        return (value - self.value) * self.rate[1] == self.rate[0] * (updates - self.updates)
+
+    def advance(self, value: int, updates: int) -> bool:
+        """Takes the next value on which both ranks agree; returns whether it counts steady steps."""
+        is_on, rise = self.is_on(value, updates), value - self.value
+        self.rate = rise, max(1, updates - self.updates)
+        self.value, self.updates = value, updates
+        self.num_same = self.num_same + 1 if is_on and rise > 0 else int(rise > 0)
+        return self.num_same >= _TRUSTED
 
 
 @dataclass(slots=True)
@@ -87,29 +139,21 @@ class PairedRanks:
 
     def _compare_counters(self, own: Update, other: Update) -> Difference | None:
         suspect: Difference | None = None
-        agrees = False
+        agrees, updates = False, own.updates - own.idle
         for number in own.counters.keys() & other.counters.keys():
             value, theirs = own.counters[number], other.counters[number]
-            known = self._counters.setdefault(number, _Counter(value) if value == theirs else None)
+            known = self._counters.setdefault(number, _Counter(value, updates) if value == theirs else None)
             if known is None:
                 continue
             if value == theirs:
-                agrees |= _advance(known, value)
+                agrees |= known.advance(value, updates)
                 continue
             self._counters[number] = None
-            least, most = sorted((value - known.value, theirs - known.value))
-            is_left_out = known.num_same >= _TRUSTED and least == known.step and most > least and most % known.step == 0
-            if is_left_out:
+            least, most = sorted((value, theirs))
+            is_trusted = known.num_same >= _TRUSTED and known.is_on(least, updates)
+            if is_trusted and (most - least) * known.rate[1] % known.rate[0] == 0:
                 suspect = Difference(what="step", is_own=value > theirs, own=value, other=theirs, counter=number)
         return None if agrees else suspect
-
-
-def _advance(counter: _Counter, value: int) -> bool:
-    """Takes the next value of a counter on which both ranks agree; returns whether it counts steady steps."""
-    step = value - counter.value
-    counter.num_same = counter.num_same + 1 if step == counter.step and step > 0 else int(step > 0)
-    counter.value, counter.step = value, step
-    return counter.num_same >= _TRUSTED
 
 
 def pairing_verdict(

@@ -151,7 +151,7 @@ class StepMeter:
         self._start, self._laps, self._issued_at = end, [], now
         self._cells[PHASE] = _FIRST_PHASE
         self._cells[STEP] += 1
-        return len(self._pending) >= _DRAIN_STEPS or now - self._drained_at > _DRAIN_S
+        return len(self._pending) >= _DRAIN_STEPS or abs(now - self._drained_at) > _DRAIN_S  # the clock may be set back
 
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""

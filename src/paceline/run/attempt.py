@@ -84,7 +84,7 @@ class RankRunner:
         if config.parallel.threads is not None:
             torch.set_num_threads(config.parallel.threads)
         comm = keep_ledger(comm, self.folder)
-        started = time.time()
+        started = time.monotonic()
         try:
             faults = find_faults(config, self.folder, self.rank)
             hooks = make_hooks(config, self.folder, self.request, None if faults is None else faults.storage())
@@ -166,13 +166,13 @@ class RankRunner:
             write_trace(config, trainer, self.folder)
         except PreemptedError as error:
             trainer.flush(wait=True)
-            trainer.sink.write(end_record("stopped", trainer.step, started, str(error)))
+            trainer.sink.write(end_record("stopped", trainer.step, time.monotonic() - started, str(error)))
             raise
         except BaseException:
             for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
                 trainer.sink.write(record)
             raise
-        trainer.sink.write(end_record("done", trainer.step, started))
+        trainer.sink.write(end_record("done", trainer.step, time.monotonic() - started))
 
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
         goes_on = config.recovery.on_full_disk == "warn"

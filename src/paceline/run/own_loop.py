@@ -30,14 +30,15 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.comm import torch_dist
 from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.ledger.file import NUM_UPDATES, LedgerReader, ledger_path
+from paceline.comm.ledger.file import NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger
-from paceline.comm.ledger.loop_counters import LoopCounters
+from paceline.comm.ledger.updates import UpdateNotes
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.errors import CollectiveMismatchError, CommunicationError
-from paceline.health.ledger_view import DATA, OPTIMIZER, LedgerEntry
-from paceline.health.pairing import PairedRanks, Update, pairing_verdict
+from paceline.health.ledger_view import DATA, OPTIMIZER
+from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.run.pair_hosts import PairedHosts
 from paceline.run.process_state import look_at_process
 from paceline.run.self_watch import SelfWatch, start_watch
 from paceline.run.stacks import dump_stacks_into, stack_path
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
 
     from paceline.comm.base import Communicator
 
-_WORLD = 0  # the number of the first group of a ledger
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
@@ -192,8 +192,8 @@ class OwnLoop:
 
     def _is_of_engine(self, optimizer: torch.optim.Optimizer) -> bool:
         """Says whether an optimizer updates what ranks train together, as far as that is known."""
-        trained, groups = self._ledger.trained, optimizer.param_groups
-        return not trained or any(id(each) in trained for each in groups[0]["params"][:1])
+        trained = self._ledger.trained
+        return not trained.has_any() or trained.are_updated_by(optimizer)
 
     def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Tells why ranks could not talk, before the error itself is shown."""
@@ -233,34 +233,38 @@ class OwnLoop:
 
 
 class StepPairing:
-    """Compares with the other ranks of this host, at every update, whether they are in the same step.
+    """Compares with the other ranks, at every update, whether they are in the same step.
 
-    Nothing is sent: what the others have noted is in their ledgers, which this process can read. What another rank has
-    not come to yet is compared at a later update.
+    With those of this host nothing is sent: what the others have noted is in their ledgers, which this process can
+    read. What another rank has not come to yet is compared at a later update. For other hosts, see ``pair_hosts.py``.
     """
 
     def __init__(self, ledger: Ledger, watch: SelfWatch) -> None:
-        self._ledger, self._watch = ledger, watch
-        self._counters = LoopCounters()
+        self._ledger, self._watch, self._mine = ledger, watch, ledger.reader()
+        self._notes = UpdateNotes()
         self._pairs: dict[int, PairedRanks] = {}
         self._compared: dict[int, int] = {}  # after how many collectives the last comparison was, by rank
         self._own: deque[Update] = deque(maxlen=NUM_UPDATES)
-        self._last = Update(collectives=0, updates=0)
+        self._history: UpdateHistory | None = None
+        if watch.channel is not None and self._mine.rank == watch.hosts[watch.host][0]:
+            watch.paired = PairedHosts(
+                channel=watch.channel,
+                host=watch.host,
+                hosts=watch.hosts,
+                ledger=ledger.reader(),
+                name_of=self._notes.name_of,
+            )
+            self._history = watch.paired.history
 
     def note(self, frame: FrameType) -> HangVerdict | None:
         """Notes an update, made by the code at ``frame``; returns a verdict if ranks are not in the same step."""
-        last, collectives = self._last, self._ledger.counts[_WORLD]
-        is_fresh = collectives > last.collectives
-        self._last = own = Update(
-            collectives=collectives,
-            updates=last.updates + 1,
-            idle=last.idle + (not is_fresh),
-            is_fresh=is_fresh,
-            counters=self._counters.read(frame),
-        )
-        self._ledger.note_update(own)
-        if is_fresh:
+        ledger = self._ledger
+        own = self._notes.next(ledger.counts[WORLD_GROUP], ledger.last_place(), frame)
+        ledger.note_update(own)
+        if own.is_fresh:
             self._own.append(own)
+            if self._history is not None:
+                self._history.add(own)
         found = (self._compare_with(reader) for reader in self._watch.readers())
         return next((verdict for verdict in found if verdict is not None), None)
 
@@ -276,19 +280,11 @@ class StepPairing:
             self._compared[reader.rank] = own.collectives
             found = pair.compare(own, other)
             if found is not None:
-                mine = self._ledger.reader()
-                entries = _collective(mine, own.collectives), _collective(reader, own.collectives)
-                name = self._counters.names.get(found.counter or 0, "")
-                return pairing_verdict(found, (mine.rank, reader.rank), entries, name)
+                entries = self._mine.collective_before(own), reader.collective_before(other)
+                return pairing_verdict(
+                    found, (self._mine.rank, reader.rank), entries, self._notes.name_of(found.counter)
+                )
         return None
-
-
-def _collective(reader: LedgerReader, number: int) -> LedgerEntry | None:
-    """Returns the last of so many collectives of all ranks."""
-    entries = [entry for entry in reader.view().entries if not entry.call.is_message]
-    world = max((len(entry.group.ranks) for entry in entries), default=0)
-    found = (each for each in entries if len(each.group.ranks) == world and each.sequence == number - 1)
-    return next(found, None)
 
 
 # Where ledgers and verdicts lie.

@@ -52,15 +52,14 @@ def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: 
         if attempt is None:
             continue
         run, step = attempt
-        end = end_record(status, step, run.time, message)
+        end = end_record(status, step, max(0.0, time.time() - run.time), message)
         with contextlib.suppress(OSError), contextlib.closing(JsonlSink(records_path(folder, rank))) as sink:
             sink.write(end)
 
 
-def end_record(status: EndStatus, step: int, started: float, message: str = "") -> EndRecord:
-    """Returns the last record of an attempt that ends now."""
-    now = time.time()
-    return EndRecord(status=status, step=step, seconds=now - started, message=message, time=now)
+def end_record(status: EndStatus, step: int, seconds: float, message: str = "") -> EndRecord:
+    """Returns the last record of an attempt that ends now, after so many seconds."""
+    return EndRecord(status=status, step=step, seconds=seconds, message=message, time=time.time())
 
 
 def note_straggler(folder: Path, rank: int, found: Straggler) -> None:

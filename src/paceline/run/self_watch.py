@@ -4,9 +4,9 @@
 
 Every rank has a thread that watches the ledgers of its host. One of a host's threads leads: that of the lowest rank
 whose thread still runs, as a rank that never lets go of its interpreter has none. Hosts tell one another what their
-ranks do through the store at which the ranks met, and only when all ranks of a host stand still: in a healthy run
-nothing is sent. The first verdict is everybody's. The leader of each host ends the host's ranks, and leaves with
-``exit_codes.HUNG``.
+ranks do through the store at which the ranks met, and only when all ranks of a host stand still; loops of one's own
+compare their steps there too (``pair_hosts.py``). The first verdict is everybody's. The leader of each host ends the
+host's ranks, and leaves with ``exit_codes.HUNG``.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangVerdict, Limits, RankState, judge, state_of
 from paceline.run.notes import note_hang
+from paceline.run.pair_hosts import PairedHosts
 from paceline.run.rank_process import end_children, tell_agent
 from paceline.run.records import note_straggler
 from paceline.run.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
@@ -196,6 +197,7 @@ class PatientChannel(SideChannel):
             self._answers.put(answer)
 
 
+HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 _BEAT_S = 2.5  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
 _ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this
@@ -225,7 +227,7 @@ def start_watch(
 
     The verdict goes into the folder ``told``, if that is another one.
     """
-    own = host or socket.gethostname()
+    own = host or os.environ.get(HOST) or socket.gethostname()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
         hosts.setdefault(name, []).append(rank)
@@ -253,6 +255,7 @@ class SelfWatch:
     channel: SideChannel | None
     host: str
     told: Path | None = None  # where the verdict goes; None: into ``folder``
+    paired: PairedHosts | None = None  # in a loop of the user's own, on the first rank of one of several hosts
     _watch: Watch = field(init=False)
     _late_hosts: LateHosts | None = None
     _beats: dict[int, tuple[int, float]] = field(default_factory=dict)
@@ -298,6 +301,9 @@ class SelfWatch:
         if self.channel is None:
             return found
         try:
+            if found is None and self.paired is not None:
+                found = self.paired.look(now)
+                found = None if found is None else replace(found, states=tuple(self.states()))
             return self._with_others(self.channel, found, now)
         except CommunicationError:
             return self._cut_off() if found is not None or is_told else None

@@ -44,8 +44,6 @@ from paceline.run.warm_server import PARENT
 from paceline.run.watch import note_mismatch, watch_policy
 from paceline.search.make_plan import RunMachine, decided_config, make_plan
 
-HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="paceline.run.worker", description="One rank of a run.")
@@ -99,7 +97,7 @@ def _watch_itself(config: Config, folder: Path, comm: Communicator) -> Communica
     for failure in read_failures(folder) if comm.rank == 0 else ():
         if failure.rank >= comm.size:
             forget(folder, f"logs/rank-{failure.rank}.error.json")
-    return watch_itself(comm, folder, watch_policy(config), host=os.environ.get(HOST))
+    return watch_itself(comm, folder, watch_policy(config))
 
 
 def _leave_if_different(folder: Path) -> None:

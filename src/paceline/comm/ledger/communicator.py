@@ -27,7 +27,7 @@ class LedgerCommunicator(WrappedCommunicator):
     def __init__(self, inner: Communicator, ledger: Ledger, *, group: int | None = None) -> None:
         """``group`` is the number of one that the ledger knows already, and in which an operation was issued."""
         super().__init__(inner)
-        self.ledger = ledger
+        self.ledger, self.trained = ledger, ledger.trained
         self._group = ledger.add_group(inner.ranks) if group is None else group
         self._messages: Counter[tuple[str, Peer]] = Counter()
         self._cells = ledger.cells

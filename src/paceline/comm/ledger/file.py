@@ -52,8 +52,9 @@ TABLE_AT: Final = RECORDS_AT + NUM_RECORDS * RECORD_BYTES
 TABLE_BYTES: Final = 2**20
 UPDATES_AT: Final = TABLE_AT + TABLE_BYTES
 NUM_UPDATES: Final = 32
-# Number, collectives, updates, idle, is_fresh; counters and their values.
-UPDATE: Final = struct.Struct(f"<{5 + 2 * MOST_COUNTERS}Q")
+# Number, collectives, updates, idle, is_fresh, place; counters and their values.
+UPDATE: Final = struct.Struct(f"<{6 + 2 * MOST_COUNTERS}Q")
+GET_PLACE: Final = struct.Struct("<12xH2xQ").unpack_from  # of a record: its group; its call and site as one
 FILE_BYTES: Final = UPDATES_AT + NUM_UPDATES * UPDATE.size
 
 # The cells.
@@ -82,6 +83,7 @@ FILE_BYTES: Final = UPDATES_AT + NUM_UPDATES * UPDATE.size
     OPTIMIZER_NS,
     UPDATED,  # the number of the last update that was noted
 ) = range(23)
+WORLD_GROUP: Final = 0  # the number of the first group of a ledger: all ranks
 FINISHED, FAILED = 1, 2  # how a rank has left, in IS_FINISHED
 _PHASE_CELLS = {DATA: DATA_NS, FORWARD: FORWARD_NS, BACKWARD: BACKWARD_NS, OPTIMIZER: OPTIMIZER_NS}
 _COUNTERS = (ISSUED, WAITING, LAPS)
@@ -199,10 +201,21 @@ class LedgerReader:
             if words[0] != number or words[1] < collectives:
                 return None
             if words[1] == collectives and words[4]:
-                names, values = words[5 : 5 + MOST_COUNTERS], words[5 + MOST_COUNTERS :]
+                names, values = words[6 : 6 + MOST_COUNTERS], words[6 + MOST_COUNTERS :]
                 counters = {name: value for name, value in zip(names, values, strict=True) if name}
-                return Update(collectives=collectives, updates=words[2], idle=words[3], counters=counters)
+                return Update(
+                    collectives=collectives, updates=words[2], idle=words[3], place=words[5], counters=counters
+                )
         return None
+
+    def collective_before(self, update: Update) -> LedgerEntry | None:
+        """Returns the last collective of all ranks before one of this rank's updates; None where it is not known."""
+        self._read_table()
+        call = self._tables["c"].get(update.place & 0xFFFF_FFFF)
+        if call is None:
+            return None
+        group, site = self._tables["g"][WORLD_GROUP], self._tables["s"].get(update.place >> 32, "")
+        return LedgerEntry(number=0, group=group, sequence=update.collectives - 1, call=call, site=site)
 
     def _entries(self, last: int) -> tuple[LedgerEntry, ...]:
         newest = self._cells[ISSUED]

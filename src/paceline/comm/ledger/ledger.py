@@ -43,6 +43,7 @@ from paceline.comm.ledger.file import (
     WAITING,
 )
 from paceline.comm.ledger.loop_counters import MOST_COUNTERS
+from paceline.comm.ledger.updates import TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
@@ -50,6 +51,7 @@ T = TypeVar("T")
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
+_NEAR = 32  # records among which the last collective of all ranks is looked for
 
 Peer = tuple[int, int]
 """The other end of an operation: a rank of the world, and a tag."""
@@ -99,7 +101,7 @@ class Ledger:
         self.cells = view[: layout.COUNTS_AT].cast("Q")
         self.counts = view[layout.COUNTS_AT : layout.RECORDS_AT].cast("Q")
         self.times = view[: layout.TABLE_AT].cast("d")  # those of the records among them
-        self.trained: set[int] = set()  # the parameters of engines, by identity
+        self.trained = TrainedParameters()
         self.now = now
         self.next_number = count(1).__next__
         self.make_work = work_class(self)
@@ -141,6 +143,15 @@ class Ledger:
         """Notes that the rank leaves with an error of its own, which it tells itself."""
         self.cells[layout.IS_FINISHED] = layout.FAILED
 
+    def last_place(self) -> int:
+        """Returns the call and the site of the last collective of all ranks, as a record has them; 0: not found."""
+        newest = self.cells[ISSUED]
+        for number in range(newest, max(0, newest - _NEAR), -1):
+            group, place = layout.GET_PLACE(self.buffer, RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES)
+            if group == layout.WORLD_GROUP:
+                return int(place)
+        return 0
+
     def note_update(self, update: Update) -> None:
         """Notes an update of an optimizer; the counter comes last."""
         number, counters = self.cells[UPDATED] + 1, update.counters
@@ -153,6 +164,7 @@ class Ledger:
             update.updates,
             update.idle,
             update.is_fresh,
+            update.place,
             *counters,
             *rest,
             *counters.values(),

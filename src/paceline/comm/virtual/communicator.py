@@ -32,6 +32,7 @@ from paceline.comm.group import (
 from paceline.comm.virtual.baton import Baton, call_site
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualWorld
+from paceline.comm.virtual.pairing import VirtualPairing
 from paceline.errors import CollectiveMismatchError, UsageError
 
 T = TypeVar("T")
@@ -63,13 +64,18 @@ def run_virtual(
     if timing is not None:
         timing.start(ranks, where)
     world = VirtualWorld(baton, timing)
+    everybody = tuple(range(ranks))
+    pairing = VirtualPairing(world.first_group(everybody))
 
     def live(rank: int) -> T:
-        comm = VirtualCommunicator(world.join(tuple(range(ranks)), rank), rank)
+        comm = VirtualCommunicator(world.join(everybody, rank), rank)
+        comm.trained = pairing.trained[rank]
+        pairing.enter(rank)
         with contextlib.nullcontext() if comm.clock is None else comm.clock.running():
             return work(comm)
 
-    return baton.run([lambda rank=rank: live(rank) for rank in range(ranks)])  # type: ignore[misc]
+    with pairing.following() if ranks > 1 else contextlib.nullcontext():
+        return baton.run([lambda rank=rank: live(rank) for rank in range(ranks)])  # type: ignore[misc]
 
 
 class VirtualCommunicator(GroupMember):

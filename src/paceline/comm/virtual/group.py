@@ -87,6 +87,11 @@ class VirtualWorld:
             made.append(VirtualGroup(self, ranks))
         return made[number]
 
+    def first_group(self, ranks: tuple[int, ...]) -> VirtualGroup:
+        """Returns the first group of these ranks, before anybody has joined it."""
+        (group,) = self._groups[ranks] = [VirtualGroup(self, ranks)]
+        return group
+
     def name(self, group: VirtualGroup) -> GroupName:
         return GroupName(group.ranks, self._groups[group.ranks].index(group))
 
@@ -123,6 +128,7 @@ class VirtualGroup:
         self.world = world
         self.ranks = ranks
         self.issued = [0] * len(ranks)
+        self.last_calls: list[VirtualCall | None] = [None] * len(ranks)
         self._collectives: dict[int, _Operation] = {}
         self._messages: dict[tuple[int, int, int, bool], deque[_Operation]] = {}  # sends and receives without a match
         self._free_s: dict[tuple[int, ...], float] = {}  # when the last one ends, of collectives () or of a pair
@@ -134,6 +140,7 @@ class VirtualGroup:
             self._arrive(world_rank, contribution)
             number = self.issued[rank]
             self.issued[rank] += 1
+            self.last_calls[rank] = contribution.call
             collective = self._collectives.setdefault(number, _Operation())
             collective.contributions[rank] = contribution
             first = next(iter(collective.contributions.values())).call
