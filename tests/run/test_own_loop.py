@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,10 +131,14 @@ def test_a_mismatch_leaves_a_verdict_with_the_lines_that_called(tmp_path: Path, 
     assert line_of("step") in str(told["sentence"])
 
 
+@pytest.mark.soak
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("fault", ["step", "backward", "update"])
-def test_ranks_on_two_hosts_that_pair_different_steps_are_told(tmp_path: Path, strategy: str, fault: str) -> None:
+def test_ranks_on_two_hosts_that_pair_different_steps_are_told(
+    tmp_path: Path, record_property: Callable[[str, object], None], strategy: str, fault: str
+) -> None:
+    record_property("faults", 1)
     left = run_loop(tmp_path, strategy, fault, "gloo", 12.0, step_s=0.005, hosts=("a", "b"))
     told = verdict_of(tmp_path, left)
     assert told["kind"] == "mismatch"
@@ -150,7 +155,8 @@ def test_ranks_on_two_hosts_that_pair_different_steps_are_told(tmp_path: Path, s
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_what_ranks_on_two_hosts_may_do_differently_is_no_difference(tmp_path: Path, strategy: str) -> None:
     left = run_loop(tmp_path, strategy, "none", step_s=0.4, hosts=("a", "b"))
-    assert (left.codes, left.err) == ((0, 0), "")
+    assert left.codes == (0, 0)
+    assert "paceline: " not in left.err  # torch itself may write that its store is gone: rank 0 had it, and left first
     assert not (tmp_path / "runs").exists()
 
 
