@@ -22,6 +22,7 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.engines.apply import parallelize
 from paceline.models.mlp import MLPClassifier
+from paceline.run.own_loop import watch
 from paceline.run.processes import run_processes
 from paceline.train.step import train_step
 
@@ -36,16 +37,20 @@ BLOCK, WIDTH, BATCH = 10, 512, 64
 BACKENDS = ("gloo", "shared_memory")
 
 
+_STEPS = {"with": "step", "watched": "step of an own loop that is watched"}
+
+
 def bench_ledger(blocks: int) -> list[dict[str, Any]]:
-    """Returns a row for an operation alone, and one for the steps of two ranks over each backend."""
+    """Returns a row for an operation alone, and for steps of two ranks by backend: with a ledger, and watched."""
     alone = operation_seconds()
     rows: list[dict[str, Any]] = [{"what": "operation", **{f"{name}_s": seconds for name, seconds in alone.items()}}]
     for backend in BACKENDS:
         with tempfile.TemporaryDirectory() as folder:
-            bare, kept = run_processes(time_steps, 2, args=(folder, blocks, backend))[0]
-        seconds = {f"{each.arm}_s": each.median_ms / 1e3 / BLOCK for each in (bare, kept)}
-        spread = {"ratio": kept.ratio, "ratio_low": kept.ratio_low, "ratio_high": kept.ratio_high}
-        rows.append({"what": f"step, {backend}", **seconds, **spread})
+            bare, *others = run_processes(time_steps, 2, args=(folder, blocks, backend))[0]
+        for each in others:
+            seconds = {"without_s": bare.median_ms / 1e3 / BLOCK, "with_s": each.median_ms / 1e3 / BLOCK}
+            spread = {"ratio": each.ratio, "ratio_low": each.ratio_low, "ratio_high": each.ratio_high}
+            rows.append({"what": f"{_STEPS[each.arm]}, {backend}", **seconds, **spread})
     return rows
 
 
@@ -74,10 +79,14 @@ def operation_seconds() -> dict[str, float]:
 
 
 def time_steps(comm: Communicator, folder: str, blocks: int, backend: str) -> list[Timing]:
-    """Times blocks of steps of two engines that take turns, without and with a ledger."""
+    """Times blocks of steps of engines that take turns: without a ledger, with one, and watched as an own loop is."""
     base = share_memory(comm, timeout_s=60.0) if backend == "shared_memory" else comm
     ledger = Ledger(rank=comm.rank, world=comm.size, path=Path(folder) / f"{backend}-{comm.rank}.ledger")
-    arms = {"without": _arm(base), "with": _arm(LedgerCommunicator(base, ledger))}
+    arms = {
+        "without": _arm(base),
+        "with": _arm(LedgerCommunicator(base, ledger)),
+        "watched": _arm(watch(base, Path(folder) / backend)),
+    }
     turns = Turns(rounds=blocks, steps_per_turn=1, warm_up=2)
     return interleave(arms, turns, baseline="without", device=comm.device)
 

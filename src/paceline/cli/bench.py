@@ -321,9 +321,9 @@ def ledger(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time what it costs that every operation is written down.
+    """Time what it costs that every operation is written down, and that loops of one's own are watched.
 
-    An operation alone, and steps of two ranks, with the ledger and without.
+    An operation alone, and steps of two ranks: without the ledger, with it, and watched as after `connect()`.
 
     Examples:
 
