@@ -51,6 +51,23 @@ class TextDataConfig(_Data):
     context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
 
 
+class TokensDataConfig(_Data):
+    """Tokens in files that may be larger than memory: prepared folders, nanoGPT's .bin, numpy's .npy."""
+
+    kind: Literal["tokens"] = Field(description="which data")
+    path: str = Field(description="a folder of paceline data prepare, a .bin or .npy file, or a pattern of files")
+    eval_path: str | None = Field(default=None, description="tokens to evaluate on; null: the last eval_fraction")
+    dtype: Literal["uint16", "uint32"] | None = Field(
+        default=None, description="type of the tokens in .bin files without a manifest; null: uint16"
+    )
+    vocab_size: Count | None = Field(default=None, description="number of tokens there are; null: from the manifest")
+    windows: Windows = Field(default="random", description=_WINDOWS)
+    context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
+    verify: Literal["full", "fast", "none"] = Field(
+        default="fast", description="what is compared with the manifest; fast: sizes, and hashes of younger files"
+    )
+
+
 class SyntheticClassificationDataConfig(_Data):
     """Random vectors around one centre per class."""
 
@@ -93,6 +110,7 @@ class FactoryDataConfig(_Data):
 DataConfig: TypeAlias = (
     DigitsDataConfig
     | TextDataConfig
+    | TokensDataConfig
     | SyntheticClassificationDataConfig
     | SyntheticImagesDataConfig
     | SyntheticTokensDataConfig
@@ -122,6 +140,8 @@ def known_shape(data: DataConfig) -> KnownShape:
         features = data.channels * data.size**2
         return KnownShape(features=features, channels=data.channels, classes=data.classes)
     if isinstance(data, SyntheticTokensDataConfig):
+        return KnownShape(vocab_size=data.vocab_size, context=data.context)
+    if isinstance(data, TokensDataConfig):
         return KnownShape(vocab_size=data.vocab_size, context=data.context)
     if isinstance(data, TextDataConfig):
         return KnownShape(vocab_size=256 if data.tokens == "byte" else None, context=data.context)

@@ -13,7 +13,8 @@ import torch
 from paceline.config import data_sections as sections
 from paceline.data import datasets, synthetic
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
-from paceline.data.text import load_text, split_tokens
+from paceline.data.text import check_part, load_text, split_tokens
+from paceline.data.token_files import TokenSlice, open_tokens
 from paceline.data.tokenizers import Tokenizer
 from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens
 from paceline.errors import DataError
@@ -46,6 +47,8 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int) -> D
         return _digits(config, seed)
     if config.kind == "text":
         return _text(config, context, seed)
+    if config.kind == "tokens":
+        return _tokens(config, context, seed)
     if config.kind != "factory":
         return _synthetic(config, seed)
     return _factory(config, seed)
@@ -69,6 +72,29 @@ def _text(config: sections.TextDataConfig, context: int | None, seed: int) -> Da
         eval=None if evaluation is None else TokenBlocks(TokenArray(evaluation), length),
         shape=DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length),
         tokenizer=text.tokenizer,
+    )
+
+
+def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -> DataSplits:
+    length = _context(config.context, context)
+    options: dict[str, Any] = {"dtype": config.dtype, "vocab_size": config.vocab_size, "verify": config.verify}
+    opened = open_tokens(config.path, **options)
+    size, fraction = len(opened.tokens), config.eval_fraction
+    train: Tokens = opened.tokens
+    evaluation: Tokens | None = None
+    if config.eval_path is not None:
+        evaluation, fraction = open_tokens(config.eval_path, **options).tokens, 0.0
+    elif fraction > 0:
+        cut = round(size * (1 - fraction))
+        train, evaluation = TokenSlice(opened.tokens, 0, cut), TokenSlice(opened.tokens, cut, size)
+    check_part(len(train), length, f"the training part of data.path = {config.path!r}", fraction)
+    if evaluation is not None:
+        check_part(len(evaluation), length, "the evaluation part of the tokens", fraction)
+    return DataSplits(
+        train=_windows(config.windows, train, length, seed),
+        eval=None if evaluation is None else TokenBlocks(evaluation, length),
+        shape=DataShape(kind="tokens", vocab_size=opened.tokens.vocab_size, context=length),
+        tokenizer=opened.tokenizer,
     )
 
 
