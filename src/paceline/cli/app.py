@@ -16,6 +16,7 @@ from paceline.cli.chaos import chaos
 from paceline.cli.checkpoint import app as checkpoint_app
 from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
+from paceline.cli.data import app as data_app
 from paceline.cli.doctor import doctor
 from paceline.cli.plan import plan
 from paceline.cli.predict import predict
@@ -45,6 +46,7 @@ for _verb in (train, verify, validate, plan, predict, report, simulate, chaos, s
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoint_app, name="checkpoint")
+app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 
 

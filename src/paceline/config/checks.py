@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from paceline.config.batch import check_batch
+from paceline.config.data_sections import known_shape
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from paceline.config.sections import (
@@ -22,7 +23,6 @@ from paceline.config.sections import (
     ResNetModelConfig,
     gpt_shape,
     head_problems,
-    known_shape,
     missing_dimensions,
 )
 from paceline.config.settings import check_backend_settings
@@ -35,7 +35,7 @@ Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 _FITTING_DATA = {
     "mlp": ("digits", "synthetic_classification", "synthetic_images", "factory"),
     "resnet": ("synthetic_images", "factory"),
-    "gpt": ("text", "synthetic_tokens", "factory"),
+    "gpt": ("text", "tokens", "synthetic_tokens", "factory"),
 }
 _LONGEST_NAME = 100
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
@@ -181,7 +181,7 @@ def check_gpt_heads(config: Config) -> Iterator[Problem]:
 def check_context(config: Config) -> Iterator[Problem]:
     """Checks that the length of a sample is given, and that the model's context holds it."""
     shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
-    if shape is None or config.data.kind not in ("text", "synthetic_tokens"):
+    if shape is None or config.data.kind not in ("text", "tokens", "synthetic_tokens"):
         return
     context = config.data.context
     if shape.context is None and context is None:

@@ -1,0 +1,116 @@
+"""``paceline data``: make files of tokens from text, and look at them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paceline.cli.options import AsJson, print_json
+from paceline.errors import UsageError
+from paceline.terminal import echo, new_console
+
+app = typer.Typer(no_args_is_help=True, help="Prepare text as files of tokens, and look at them.")
+
+
+@app.command()
+def prepare(
+    sources: Annotated[
+        list[Path], typer.Argument(metavar="SOURCE...", help="Files or folders: text, .jsonl, .parquet.")
+    ],
+    tokenizer: Annotated[
+        str, typer.Option(metavar="FOLDER|bytes|char", help="A folder with tokenizer.json, or bytes, or char.")
+    ],
+    output: Annotated[Path, typer.Option(metavar="DIR", help="A new folder for the tokens.")],
+    field: Annotated[str, typer.Option(help="Field of JSON lines, or column of parquet, that has the text.")] = "text",
+    workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one for each core.")] = None,
+    on_error: Annotated[
+        str, typer.Option(metavar="stop|skip", help="What to do with a document that cannot be read.")
+    ] = "stop",
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Encode text once, into files that runs map into memory.
+
+    A text file is one document; so is each line of JSON lines, and each row of parquet. An end token follows each. If
+    it is ended early, the same command goes on where it was.
+
+    Examples:
+
+      paceline data prepare book.txt --tokenizer char --output data/book
+
+      paceline data prepare corpus/*.jsonl --tokenizer ~/models/gpt2 --output data/corpus
+
+      paceline train configs/gpt_pydoc.yaml data.kind=tokens data.path=data/book
+    """
+    from paceline.data.prepare import PrepareOptions, total_bytes
+    from paceline.data.prepare import prepare as run
+
+    if on_error not in ("stop", "skip"):
+        raise UsageError(f"--on-error {on_error}\n  it is stop or skip")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes: each encodes with one core
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    options = PrepareOptions(
+        sources=tuple(sources),
+        output=output,
+        tokenizer=tokenizer,
+        field=field,
+        workers=workers or cores,
+        on_error="skip" if on_error == "skip" else "stop",
+        may_replace=force,
+    )
+    from rich.progress import Progress
+
+    with Progress(console=new_console(stderr=True), transient=True, disable=as_json) as bar:
+        task = bar.add_task("encoding", total=total_bytes(options))
+        manifest = run(options, lambda done: bar.advance(task, done))
+    if as_json:
+        print_json(_facts(output))
+        return
+    skipped = f", {manifest.skipped:,} left out" if manifest.skipped else ""
+    echo(f"{manifest.tokens:,} tokens of {manifest.documents:,} documents{skipped} in {output}")
+    echo(f"Train on them:  paceline train CONFIG data.kind=tokens data.path={output}")
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="DIR", help="A folder that paceline data prepare has written.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Compare the hash of every file: reads everything.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Say what a folder of tokens holds, and whether its files are whole.
+
+    Examples:
+
+      paceline data inspect data/book
+
+      paceline data inspect data/corpus --verify --json
+    """
+    from paceline.data.manifest import check_shards, read_manifest
+    from paceline.data.token_files import open_tokens
+
+    manifest = read_manifest(path)
+    check_shards(path, manifest, "full" if verify else "fast")
+    facts = _facts(path)
+    opened = open_tokens(str(path), dtype=None, vocab_size=None, verify="none")
+    if opened.tokenizer is not None:
+        import numpy as np
+
+        first = opened.tokens.read(np.zeros(1, dtype=np.int64), min(64, len(opened.tokens)))[0].tolist()
+        facts["begins"] = opened.tokenizer.decode(first)
+    if as_json:
+        print_json(facts)
+        return
+    for name, value in facts.items():
+        echo(f"{name:<12} {value:,}" if isinstance(value, int) else f"{name:<12} {value!r}")
+    echo(f"{'files':<12} whole, by {'hash' if verify else 'size'}")
+
+
+def _facts(folder: Path) -> dict[str, object]:
+    from paceline.data.manifest import read_manifest
+
+    manifest = read_manifest(folder)
+    names = ("tokens", "documents", "skipped", "vocab_size", "end_token", "dtype", "tokenizer")
+    return {**{name: getattr(manifest, name) for name in names}, "shards": len(manifest.shards)}

@@ -1,0 +1,196 @@
+"""Documents in files of text, JSON lines and parquet, cut into pieces that processes read side by side.
+
+    .txt, others     a file is one document; a piece ends behind a line
+    .jsonl, .json    a line is one document, in the field ``text``
+    .parquet         a row is one document, in the column ``text``; a piece has whole row groups
+
+A piece is a part of a file, by bytes or by row groups, so that any of them can be read by itself. Of a piece a few
+hundred KiB are in memory at a time.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paceline.errors import DataError
+from paceline.untrusted import open_regular
+
+_BLOCK = 2**18
+_JSON_LINES = (".jsonl", ".ndjson", ".json")
+_MOST_LINE_BYTES = 2**28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a file: bytes ``first`` to ``last``, or row groups of parquet."""
+
+    path: str
+    first: int
+    last: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Some text, and whether a document ends behind it."""
+
+    text: str
+    ends: bool
+
+
+def find_sources(paths: list[Path]) -> list[Path]:
+    """Returns the files to read, by name: those given, and all in folders that are given."""
+    found: list[Path] = []
+    for path in paths:
+        inside = sorted(each for each in path.rglob("*") if each.is_file() and not each.name.startswith("."))
+        found += inside if path.is_dir() else [path]
+    missing = [path for path in found if not path.is_file()]
+    if missing or not found:
+        what = f"{missing[0]} is no file" if missing else f"{paths[0]} has no files"
+        raise DataError(
+            f"{what}\n  a source is a text file, JSON lines, parquet, or a folder of them; relative paths start at "
+            f"{Path.cwd()}\n  check the path"
+        )
+    return found
+
+
+def cut_pieces(paths: list[Path], piece_bytes: int) -> list[Piece]:
+    """Cuts files into pieces of about so many bytes, in order."""
+    pieces = []
+    for path in paths:
+        if path.suffix == ".parquet":
+            pieces += _cut_parquet(path, piece_bytes)
+            continue
+        size = path.stat().st_size
+        for first in range(0, size, piece_bytes):
+            last = min(first + piece_bytes, size)
+            pieces.append(Piece(path=str(path), first=first, last=last, bytes=last - first))
+    return pieces
+
+
+def read_piece(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterator[Text]:
+    """Yields the text of a piece in order. Hands the place of a document that cannot be read to ``skip``."""
+    path = Path(piece.path)
+    if path.suffix == ".parquet":
+        return _read_parquet(piece, field, skip)
+    if path.suffix in _JSON_LINES:
+        return _read_json(piece, field, skip)
+    return _read_text(piece)
+
+
+def _read_text(piece: Piece) -> Iterator[Text]:
+    """Yields blocks of whole lines: lines of the piece are those that begin in it."""
+    size = Path(piece.path).stat().st_size
+    block, held, place = [], 0, 0
+    for place, line in _lines(piece):
+        block.append(line)
+        held += len(line)
+        if held >= _BLOCK:
+            yield Text(_decode(b"".join(block), piece.path, place + len(line) - held), False)
+            block, held = [], 0
+    end = place + len(block[-1]) if block else 0
+    if block or piece.last >= size:
+        yield Text(_decode(b"".join(block), piece.path, end - held), piece.last >= size)
+
+
+def _read_json(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterator[Text]:
+    for place, line in _lines(piece):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+            text = value[field] if isinstance(value, dict) else None
+        except (ValueError, KeyError, RecursionError) as error:
+            reason = f"it has no field {field!r}" if isinstance(error, KeyError) else str(error)
+            skip(f"{piece.path}: the line at byte {place} cannot be used: {reason}")
+            continue
+        if isinstance(text, str):
+            yield Text(text, True)
+        else:
+            skip(f"{piece.path}: the line at byte {place} has no text in {field!r}")
+
+
+def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
+    """Yields the lines that begin in a piece, with their first byte. A file without ends of lines is cut anywhere."""
+    with open_regular(Path(piece.path)) as raw:
+        file = io.BufferedReader(raw, _BLOCK)
+        place = piece.first
+        if place:
+            file.seek(place - 1)
+            place += len(_read_line(file, piece.path, place)) - 1  # of the line that began in the piece before
+        while place < piece.last and (line := _read_line(file, piece.path, place)):
+            yield place, line
+            place += len(line)
+
+
+def _read_line(file: Any, path: str, place: int) -> bytes:
+    line: bytes = file.readline(_MOST_LINE_BYTES + 1)
+    if len(line) > _MOST_LINE_BYTES:
+        raise DataError(
+            f"{path}: the line at byte {place} is longer than {_MOST_LINE_BYTES:,} bytes\n  text is read by lines\n"
+            "  break it, or make it a field of parquet"
+        )
+    return line
+
+
+def _decode(content: bytes, path: str, place: int) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{path} is not UTF-8: {error.reason} at byte {place + error.start}\n  text is read as UTF-8\n"
+            "  convert the file: iconv -f latin1 -t utf-8"
+        ) from error
+
+
+def _parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError as error:
+        raise DataError(
+            "parquet needs the package pyarrow, which is not installed\n  pip install 'paceline[data]'"
+        ) from error
+    return pyarrow.parquet
+
+
+def _open_parquet(path: str) -> Any:
+    try:
+        return _parquet().ParquetFile(path)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as parquet: {error}\n  it may be cut off\n  copy it again") from error
+
+
+def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
+    pieces: list[Piece] = []
+    with _open_parquet(str(path)) as file:
+        sizes = [file.metadata.row_group(each).total_byte_size for each in range(file.metadata.num_row_groups)]
+    first, held = 0, 0
+    for number, size in enumerate(sizes, start=1):
+        held += size
+        if held >= piece_bytes or number == len(sizes):
+            pieces.append(Piece(path=str(path), first=first, last=number, bytes=held))
+            first, held = number, 0
+    return pieces
+
+
+def _read_parquet(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterator[Text]:
+    with _open_parquet(piece.path) as file:
+        if field not in file.schema_arrow.names:
+            raise DataError(
+                f"{piece.path} has no column {field!r}\n  the text of a document is in one column\n"
+                f"  its columns are {', '.join(file.schema_arrow.names)}: give --field"
+            )
+        row = sum(file.metadata.row_group(each).num_rows for each in range(piece.first))
+        groups = list(range(piece.first, piece.last))
+        for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[field], use_threads=False):
+            for text in batch.column(0).to_pylist():
+                if isinstance(text, str):
+                    yield Text(text, True)
+                else:
+                    skip(f"{piece.path}: row {row} has no text in {field!r}")
+                row += 1

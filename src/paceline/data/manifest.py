@@ -1,0 +1,123 @@
+"""What stands beside prepared tokens: ``manifest.json`` of a folder that ``paceline data prepare`` has written.
+
+It lists the shards in order with their tokens and SHA-256, the vocabulary, and where all of it came from. It is written
+last. So a shard that is younger than the manifest was changed since, and its hash is compared before a run reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+
+from paceline.errors import DataError
+from paceline.untrusted import file_inside, is_count, open_regular, parse_json_object, plain_name, read_regular
+
+MANIFEST = "manifest.json"
+FORMAT = "paceline-tokens-1"
+Verify: TypeAlias = Literal["full", "fast", "none"]
+_BLOCK = 2**22
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shard:
+    """One file of tokens."""
+
+    file: str
+    tokens: int
+    documents: int
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """All that is known of a folder of tokens. ``source`` lists the files that it was made of."""
+
+    dtype: str
+    vocab_size: int
+    end_token: int | None
+    tokenizer: str
+    skipped: int
+    source: tuple[str, ...]
+    shards: tuple[Shard, ...]
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    def write(self, folder: Path) -> None:
+        """Writes it whole or not at all."""
+        part = folder / f"{MANIFEST}.part"
+        part.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
+        part.replace(folder / MANIFEST)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Reads the manifest of a folder. Raises ``DataError`` where it is missing or damaged."""
+    try:
+        values = parse_json_object(read_regular(folder / MANIFEST))
+        if values.pop("format", None) != FORMAT:
+            raise ValueError(f"its format is not {FORMAT}")
+        return _checked(values)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise DataError(
+            f"{folder / MANIFEST} cannot be read: {error}\n  it lists what paceline data prepare has written\n"
+            "  prepare the data again"
+        ) from error
+
+
+def check_shards(folder: Path, manifest: Manifest, verify: Verify) -> None:
+    """Raises ``DataError`` with all shards that are missing, cut off or changed since they were prepared.
+
+    ``fast`` compares sizes, and the hashes of files that are younger than the manifest; ``full`` compares all hashes.
+    """
+    if verify == "none":
+        return
+    written = (folder / MANIFEST).stat().st_mtime_ns
+    item = np.dtype(manifest.dtype).itemsize
+    problems = []
+    for shard in manifest.shards:
+        path, expected = folder / shard.file, shard.tokens * item
+        try:
+            status = path.stat()
+            if status.st_size != expected:
+                problems.append(f"{path} has {status.st_size:,} bytes, and had {expected:,} when it was prepared")
+            elif (verify == "full" or status.st_mtime_ns > written) and hash_file(path) != shard.sha256:
+                problems.append(f"{path} has changed since it was prepared: its SHA-256 differs")
+        except OSError as error:
+            problems.append(f"{path} cannot be read: {error.strerror}")
+    if problems:
+        raise DataError(
+            "\n  ".join(problems) + f"\n  {MANIFEST} says what was prepared\n  restore the files, or prepare them again"
+        )
+
+
+def hash_file(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    known = hashlib.sha256()
+    with open_regular(path) as file:
+        while part := file.read(_BLOCK):
+            known.update(part)
+    return known.hexdigest()
+
+
+def _checked(values: dict[str, Any]) -> Manifest:
+    shards = tuple(Shard(**each) for each in values.pop("shards"))
+    found = Manifest(**{**values, "shards": shards, "source": tuple(values["source"])})
+    for shard in shards:
+        file_inside(Path(os.curdir), plain_name(shard.file))
+        if not is_count(shard.tokens) or not is_count(shard.documents) or not isinstance(shard.sha256, str):
+            raise ValueError(f"its shard {shard.file!r} has no counts")
+    end_is_right = found.end_token is None or (is_count(found.end_token) and found.end_token < found.vocab_size)
+    if found.dtype not in ("uint16", "uint32") or not is_count(found.vocab_size, 2**32) or not end_is_right:
+        raise ValueError("its dtype, vocabulary or end token is none")
+    return found

@@ -1,0 +1,239 @@
+"""From text to files of tokens, in parallel: ``paceline data prepare``.
+
+Each piece of the sources becomes one shard, made by one process from beginning to end: read, encode, hash, write. What
+is done is noted in ``.progress``, so that a second call goes on where the first was ended. The manifest comes last.
+
+    memory   of each process: a few MiB of text and its tokens, whatever the sources have
+    order    that of the sources and the documents in them, for any number of processes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from paceline.data.documents import Piece, Text, cut_pieces, find_sources, read_piece
+from paceline.data.manifest import MANIFEST, Manifest, Shard
+from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, open_tokenizer
+from paceline.errors import DataError, UsageError
+from paceline.untrusted import parse_json_object, read_regular
+
+_PROGRESS = ".progress"
+_PLAN = "plan.json"
+_LEAST_PIECE, _MOST_PIECE = 2**20, 2**26
+_PIECES_A_WORKER = 8
+_AT_ONCE = 2**20  # characters that are encoded in one call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrepareOptions:
+    """What is asked for. ``tokenizer`` is bytes, char, or a folder."""
+
+    sources: tuple[Path, ...]
+    output: Path
+    tokenizer: str
+    field: str = "text"
+    workers: int = 1
+    on_error: Literal["stop", "skip"] = "stop"
+    may_replace: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceDone:
+    """One shard, the bytes of text it was made of, and the documents that were left out."""
+
+    shard: Shard
+    bytes: int
+    skipped: int
+
+
+def total_bytes(options: PrepareOptions) -> int:
+    """Returns the bytes of all sources, of parquet without its compression."""
+    return sum(piece.bytes for piece in cut_pieces(find_sources(list(options.sources)), _MOST_PIECE))
+
+
+def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _: None) -> Manifest:
+    """Makes the files of tokens. ``progress`` hears of bytes of text that are done. Raises ``DataError``."""
+    if options.workers < 1:
+        raise UsageError(f"--workers {options.workers}\n  at least one process reads")
+    sources = find_sources(list(options.sources))
+    total = sum(path.stat().st_size for path in sources)
+    if not total:
+        raise DataError(f"{sources[0]} is empty\n  there is no text to prepare\n  give other sources")
+    wanted = total // (_PIECES_A_WORKER * options.workers)
+    plan = _plan(options, sources, min(max(wanted, _LEAST_PIECE), _MOST_PIECE))
+    notes = _begin(options, plan)
+    pieces = cut_pieces(sources, plan["piece_bytes"])
+    done = {number: known for number in range(len(pieces)) if (known := _noted(notes, options.output, number))}
+    for each in done.values():
+        progress(each.bytes)
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        tokenizer = _tokenizer(options, pieces, partial(_run, pool), notes)
+        work = partial(_encode_piece, tokenizer=tokenizer, options=options)
+        missing = [number for number in range(len(pieces)) if number not in done]
+        for number, found in _run(pool, work, missing, pieces):
+            done[number] = found
+            progress(found.bytes)
+    manifest = Manifest(
+        dtype=_dtype(tokenizer),
+        vocab_size=tokenizer.vocab_size,
+        end_token=tokenizer.end_token,
+        tokenizer=tokenizer.name,
+        skipped=sum(each.skipped for each in done.values()),
+        source=tuple(map(str, sources)),
+        shards=tuple(done[number].shard for number in range(len(pieces))),
+    )
+    tokenizer.save(options.output)
+    manifest.write(options.output)
+    shutil.rmtree(notes)
+    return manifest
+
+
+def _run(
+    pool: ProcessPoolExecutor, work: Callable[..., Any], numbers: Iterable[int], pieces: list[Piece]
+) -> Iterator[tuple[int, Any]]:
+    """Yields what a piece of work gave for each piece, as they come; at the first error, or Ctrl-C, begins no more."""
+    waiting = {pool.submit(work, number, pieces[number]): number for number in numbers}
+    try:
+        for future in as_completed(waiting):
+            yield waiting.pop(future), future.result()
+    except BaseException:
+        pool.shutdown(wait=False, cancel_futures=True)
+        raise
+
+
+def _plan(options: PrepareOptions, sources: list[Path], piece_bytes: int) -> dict[str, Any]:
+    """Returns what decides the shards; another plan makes others. Of one that was begun, the pieces are kept."""
+    folder = Path(options.tokenizer)
+    plan: dict[str, Any] = {
+        "sources": [[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in sources],
+        "tokenizer": options.tokenizer if options.tokenizer in ("bytes", "char") else str(folder.absolute()),
+        "field": options.field,
+        "on_error": options.on_error,
+        "piece_bytes": piece_bytes,
+    }
+    try:
+        begun = parse_json_object(read_regular(options.output / _PROGRESS / _PLAN))
+    except (OSError, ValueError):
+        return plan
+    return begun if {**begun, "piece_bytes": piece_bytes} == plan else plan
+
+
+def _begin(options: PrepareOptions, plan: dict[str, Any]) -> Path:
+    """Makes the folder ready, and returns where progress is noted."""
+    output, notes = options.output, options.output / _PROGRESS
+    if options.may_replace and output.is_dir():
+        for path in (*output.glob("tokens-*.bin*"), output / MANIFEST):
+            path.unlink(missing_ok=True)
+        shutil.rmtree(notes, ignore_errors=True)
+    text = json.dumps(plan)
+    if (output / MANIFEST).exists():
+        what, fix = "holds tokens already", "give another --output, or --force to replace them"
+    elif (notes / _PLAN).exists() and (notes / _PLAN).read_text(encoding="utf-8") != text:
+        what, fix = ("was begun with other sources or options", "call it as before, or give --force to begin anew")
+    elif output.is_dir() and any(output.iterdir()) and not notes.is_dir():
+        what, fix = "is not empty", "give a new folder"
+    else:
+        notes.mkdir(parents=True, exist_ok=True)
+        (notes / _PLAN).write_text(text, encoding="utf-8")
+        return notes
+    raise DataError(f"--output {output} {what}\n  a folder holds the tokens of one preparation\n  {fix}")
+
+
+def _noted(notes: Path, output: Path, number: int) -> PieceDone | None:
+    """Returns a piece that an earlier call has done."""
+    try:
+        values = parse_json_object(read_regular(notes / f"{number}.json"))
+        found = PieceDone(**{**values, "shard": Shard(**values["shard"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return found if (output / found.shard.file).is_file() else None
+
+
+def _tokenizer(options: PrepareOptions, pieces: list[Piece], run: Callable[..., Any], notes: Path) -> Tokenizer:
+    if options.tokenizer == "bytes":
+        return ByteTokenizer(has_end=True)
+    if options.tokenizer != "char":
+        return open_tokenizer(Path(options.tokenizer))
+    known = notes / "vocabulary.json"
+    if known.is_file():
+        return open_tokenizer(notes)
+    characters: set[str] = set()
+    for _, found in run(partial(_characters, options=options), range(len(pieces)), pieces):
+        characters |= set(found)
+    tokenizer = CharTokenizer("".join(sorted(characters)), has_end=True)
+    tokenizer.save(notes)
+    return tokenizer
+
+
+def _characters(_: int, piece: Piece, *, options: PrepareOptions) -> str:
+    found: set[str] = set()
+    for each in read_piece(piece, options.field, _Skipped(options.on_error)):
+        found.update(each.text)
+    return "".join(found)
+
+
+def _encode_piece(number: int, piece: Piece, *, tokenizer: Tokenizer, options: PrepareOptions) -> PieceDone:
+    """Makes one shard, and notes that it is done."""
+    name, skipped = f"tokens-{number:05d}.bin", _Skipped(options.on_error)
+    part, known = options.output / f"{name}.part", hashlib.sha256()
+    tokens = documents = 0
+    end = [] if tokenizer.end_token is None else [tokenizer.end_token]
+    with part.open("wb") as file:
+        for texts in _batches(read_piece(piece, options.field, skipped)):
+            encoded = tokenizer.encode_many([each.text for each in texts])
+            rows: list[Any] = []
+            for row, each in zip(encoded, texts, strict=True):
+                rows += [row, end] if each.ends else [row]
+                documents += each.ends
+            content = np.concatenate(rows).astype(_dtype(tokenizer)).tobytes()
+            known.update(content)
+            file.write(content)
+            tokens += len(content) // np.dtype(_dtype(tokenizer)).itemsize
+    part.replace(options.output / name)
+    shard = Shard(file=name, tokens=tokens, documents=documents, sha256=known.hexdigest())
+    done = PieceDone(shard=shard, bytes=piece.bytes, skipped=skipped.count)
+    note = options.output / _PROGRESS / f"{number}.json"
+    note.with_suffix(".part").write_text(json.dumps(asdict(done)), encoding="utf-8")
+    note.with_suffix(".part").replace(note)
+    return done
+
+
+def _batches(texts: Iterator[Text]) -> Iterator[list[Text]]:
+    batch: list[Text] = []
+    held = 0
+    for text in texts:
+        batch.append(text)
+        held += len(text.text)
+        if held >= _AT_ONCE:
+            yield batch
+            batch, held = [], 0
+    if batch:
+        yield batch
+
+
+def _dtype(tokenizer: Tokenizer) -> str:
+    return "uint16" if tokenizer.vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32"
+
+
+class _Skipped:
+    """Counts documents that cannot be read, or stops at the first."""
+
+    def __init__(self, on_error: Literal["stop", "skip"]) -> None:
+        self._on_error = on_error
+        self.count = 0
+
+    def __call__(self, what: str) -> None:
+        if self._on_error == "stop":
+            raise DataError(f"{what}\n  every document is text\n  mend it, or leave such ones out with --on-error skip")
+        self.count += 1

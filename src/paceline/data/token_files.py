@@ -1,0 +1,200 @@
+"""Tokens in files that may be larger than memory: mapped, and read where a window lies.
+
+    FOLDER        prepared by ``paceline data prepare``, with a manifest; else all its .bin or .npy files, by name
+    FILE.bin      nanoGPT's: nothing but tokens, uint16 or uint32
+    FILE.npy      one row of them, as numpy saves it
+    train-*.bin   several, by name
+
+Several files are one row of tokens. Every batch is compared with the vocabulary before a model sees it: the kernels of
+a GPU would end the process at a token beyond it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.manifest import MANIFEST, Verify, check_shards, read_manifest
+from paceline.data.order import Indices
+from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
+from paceline.errors import DataError
+from paceline.untrusted import open_regular
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenFile:
+    """One file of ``tokens`` numbers of a ``dtype``, which begin at byte ``offset``."""
+
+    path: Path
+    dtype: str
+    tokens: int
+    offset: int = 0
+
+
+class MappedTokens:
+    """The tokens of several files, one after another. Its maps are opened when they are read, in each process anew."""
+
+    def __init__(self, files: tuple[TokenFile, ...], vocab_size: int) -> None:
+        self.files = files
+        self.vocab_size = vocab_size
+        self._ends = np.cumsum([file.tokens for file in files], dtype=np.int64)
+        self._maps: dict[int, NDArray[Any]] = {}
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_maps": {}}
+
+    def read(self, starts: Indices, length: int) -> NDArray[np.int64]:
+        found = np.empty((len(starts), length), dtype=np.int64)
+        numbers = np.searchsorted(self._ends, starts, side="right")
+        for row, (start, number) in enumerate(zip(starts.tolist(), numbers.tolist(), strict=True)):
+            first = start - (int(self._ends[number - 1]) if number else 0)
+            part = self._map(number)[first : first + length]
+            found[row, : len(part)] = part
+            if len(part) < length:
+                self._read_on(found[row], number, len(part))
+        if found.size and int(found.max()) >= self.vocab_size:
+            self._refuse(found, starts)
+        return found
+
+    def _read_on(self, row: NDArray[np.int64], number: int, done: int) -> None:
+        """Reads the rest of a window that reaches into the next files."""
+        while done < len(row):
+            number += 1
+            part = self._map(number)[: len(row) - done]
+            row[done : done + len(part)] = part
+            done += len(part)
+
+    def _map(self, number: int) -> NDArray[Any]:
+        known = self._maps.get(number)
+        if known is None:
+            file = self.files[number]
+            try:
+                known = np.memmap(file.path, dtype=file.dtype, mode="r", offset=file.offset, shape=(file.tokens,))
+            except (OSError, ValueError) as error:
+                raise DataError(
+                    f"{file.path} cannot be read any more: {error}\n  it had {file.tokens} tokens"
+                ) from error
+            self._maps[number] = known = np.asarray(known)
+        return known
+
+    def _refuse(self, found: NDArray[np.int64], starts: Indices) -> None:
+        row, column = np.unravel_index(int(np.argmax(found >= self.vocab_size)), found.shape)
+        place = int(starts[row]) + int(column)
+        number = int(np.searchsorted(self._ends, place, side="right"))
+        within = place - (int(self._ends[number - 1]) if number else 0)
+        raise DataError(
+            f"{self.files[number].path}: token {within} is {found[row, column]}, "
+            f"beyond a vocabulary of {self.vocab_size}\n"
+            "  every token is less than data.vocab_size, and raw files must be of the type that data.dtype says\n"
+            "  check both, or prepare the file again"
+        )
+
+
+class TokenSlice:
+    """Tokens ``first`` to ``last`` of others."""
+
+    def __init__(self, tokens: MappedTokens, first: int, last: int) -> None:
+        self._tokens = tokens
+        self._first, self._last = first, last
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    def read(self, starts: Indices, length: int) -> NDArray[np.int64]:
+        return self._tokens.read(starts + self._first, length)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedTokens:
+    """The tokens of a path, and what stands beside them."""
+
+    tokens: MappedTokens
+    end_token: int | None = None
+    tokenizer: Tokenizer | None = None
+
+
+def open_tokens(
+    path: str, *, dtype: Literal["uint16", "uint32"] | None, vocab_size: int | None, verify: Verify = "fast"
+) -> OpenedTokens:
+    """Opens a prepared folder, raw files or numpy's. Raises ``DataError`` for what is missing, cut off or changed."""
+    folder = Path(path).expanduser()
+    if (folder / MANIFEST).is_file():
+        manifest = read_manifest(folder)
+        check_shards(folder, manifest, verify)
+        files = [
+            TokenFile(path=folder / shard.file, dtype=manifest.dtype, tokens=shard.tokens)
+            for shard in manifest.shards
+            if shard.tokens
+        ]
+        tokens = _joined(files, max(vocab_size or 0, manifest.vocab_size), path)
+        tokenizer = open_tokenizer(folder) if has_tokenizer(folder) else None
+        return OpenedTokens(tokens=tokens, end_token=manifest.end_token, tokenizer=tokenizer)
+    if vocab_size is None:
+        raise DataError(
+            f"data.vocab_size is not set, and data.path = {path!r} has no {MANIFEST}\n"
+            "  raw tokens do not say how many there may be\n"
+            "  set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
+        )
+    return OpenedTokens(tokens=_joined([open_file(each, dtype) for each in _find(path)], vocab_size, path))
+
+
+def open_file(path: Path, dtype: Literal["uint16", "uint32"] | None = None) -> TokenFile:
+    """Looks at a file of raw tokens, or of numpy's. Raises ``DataError`` where it is cut off."""
+    try:
+        if path.suffix == ".npy":
+            return _numpy_file(path)
+        with open_regular(path) as file:
+            size = file.seek(0, 2)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read: {error}\n  it is a file of tokens\n  restore it") from error
+    kind = dtype or "uint16"
+    item = np.dtype(kind).itemsize
+    if size % item or not size:
+        raise DataError(
+            f"{path} has {size:,} bytes, which is no whole number of {kind} tokens\n"
+            "  it was cut off, or has another type\n  copy it again, or set data.dtype"
+        )
+    return TokenFile(path=path, dtype=kind, tokens=size // item)
+
+
+def _numpy_file(path: Path) -> TokenFile:
+    with open_regular(path) as file:
+        major, _ = np.lib.format.read_magic(file)
+        read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+        shape, _, kind = read(file)
+        offset, size = file.tell(), file.seek(0, 2)
+    if len(shape) != 1 or kind.kind not in "ui":
+        raise ValueError(f"it holds {kind} of shape {shape}, and tokens are one row of whole numbers")
+    if size - offset != shape[0] * kind.itemsize or not shape[0]:
+        raise ValueError(f"it has {size - offset:,} bytes of tokens, and its header says {shape[0] * kind.itemsize:,}")
+    return TokenFile(path=path, dtype=kind.str, tokens=shape[0], offset=offset)
+
+
+def _find(path: str) -> list[Path]:
+    """Returns the files of a path, by name: itself, those of a folder, or those that a pattern fits."""
+    place = Path(path).expanduser()
+    if place.is_dir():
+        found = sorted(each for each in place.iterdir() if each.suffix in (".bin", ".npy"))
+    elif place.exists():
+        found = [place]
+    else:
+        found = sorted(place.parent.glob(place.name))
+    if not found:
+        raise DataError(
+            f"data.path = {path!r} holds no tokens\n  it is a folder that paceline data prepare has written, a .bin or "
+            f".npy file, or a pattern such as 'train-*.bin'; a relative path starts at {Path.cwd()}\n  check the path"
+        )
+    return found
+
+
+def _joined(files: list[TokenFile], vocab_size: int, path: str) -> MappedTokens:
+    if not files:
+        raise DataError(f"data.path = {path!r} has no tokens\n  a run needs at least two\n  prepare more text")
+    return MappedTokens(tuple(files), vocab_size)
