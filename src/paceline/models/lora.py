@@ -16,7 +16,7 @@ import fnmatch
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -113,7 +113,7 @@ def _adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
     device = "cpu" if weight.is_meta else weight.device
     a = torch.empty(rank, inputs, dtype=weight.dtype, device=device)
     nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    layer.__class__ = _mixed(type(layer))
+    layer.__class__ = _mixed(cast("Any", type(layer)))
     layer.register_parameter(A, nn.Parameter(a))
     layer.register_parameter(B, nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=device)))
     vars(layer).update(lora_scale=scale, lora_dropout=dropout)
