@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, TensorDataset
 
-from paceline.config.sections import (
+from paceline.config.data_sections import (
     DataConfig,
     DigitsDataConfig,
     FactoryDataConfig,

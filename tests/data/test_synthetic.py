@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.config.sections import SyntheticImagesDataConfig, SyntheticTokensDataConfig
+from paceline.config.data_sections import SyntheticImagesDataConfig, SyntheticTokensDataConfig
 from paceline.data import datasets, synthetic
 from paceline.data.datasets import SampleSubset, TensorPairs
 from paceline.data.fetch import fetch_batch, is_in_memory

@@ -10,6 +10,7 @@ from paceline.config.batch import batch_plan as batch_plan
 from paceline.config.batch import peak_learning_rate as peak_learning_rate
 from paceline.config.checks import check_ranks as check_ranks
 from paceline.config.checks import run_checks as run_checks
+from paceline.config.data_sections import SyntheticImagesDataConfig as SyntheticImagesDataConfig
 from paceline.config.explain import ExplainRow as ExplainRow
 from paceline.config.explain import explain as explain
 from paceline.config.layout import config_batch as config_batch
@@ -32,7 +33,6 @@ from paceline.config.sections import GPTShape as GPTShape
 from paceline.config.sections import HFModelConfig as HFModelConfig
 from paceline.config.sections import MLPModelConfig as MLPModelConfig
 from paceline.config.sections import ResNetModelConfig as ResNetModelConfig
-from paceline.config.sections import SyntheticImagesDataConfig as SyntheticImagesDataConfig
 from paceline.config.sections import gpt_shape as gpt_shape
 from paceline.config.settings import check_exported as check_exported
 from paceline.config.settings import check_interfaces as check_interfaces

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from paceline.config.batch import check_batch
+from paceline.config.data_sections import known_shape
 from paceline.config.hf_folder import check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
@@ -23,7 +24,6 @@ from paceline.config.sections import (
     ResNetModelConfig,
     gpt_shape,
     head_problems,
-    known_shape,
     missing_dimensions,
 )
 from paceline.config.settings import check_backend_settings

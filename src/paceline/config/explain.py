@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
+from paceline.config.data_sections import TextDataConfig, known_shape
 from paceline.config.fields import known_fields
 from paceline.config.layout import config_batch, layout_of, why_not_sharded
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.problems import MISSING, value_at
 from paceline.config.schema import Config, TrainConfig
-from paceline.config.sections import GPTModelConfig, TextDataConfig, gpt_shape, known_shape
+from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.config.settings import config_settings
 from paceline.plan.plan import BatchPlan
 

@@ -7,8 +7,9 @@ from dataclasses import fields, replace
 from pathlib import Path
 
 from paceline.config.batch import batch_plan
+from paceline.config.data_sections import known_shape
 from paceline.config.schema import Config
-from paceline.config.sections import gpt_shape, known_shape
+from paceline.config.sections import gpt_shape
 from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.plan import BatchPlan

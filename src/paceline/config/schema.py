@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, JsonValue, Strict, model_validator
 
+from paceline.config.data_sections import DataConfig
 from paceline.config.sections import (
     CheckpointConfig,
     Count,
-    DataConfig,
     ImportPath,
     ModelConfig,
     NotNegative,

@@ -1,7 +1,7 @@
-"""The sections of a config that have forms of their own: ``model``, ``data``, ``checkpoint``, ``recovery``.
+"""The sections of a config that have forms of their own: ``model``, ``checkpoint``, ``recovery``; ``data`` has a file.
 
 Here, too, is what every section of the schema is made of: its base, and the kinds of values; and what is known before
-anything is built: the shape of the data, and the dimensions of a GPT.
+anything is built: the dimensions of a GPT.
 
 Where dimensions of a GPT are changed on top of a size, ``kv_heads`` and ``mlp_width`` keep the size's proportion to
 ``heads`` and ``width``. Without a size, the model follows the current family: RMS norm, SwiGLU, rotary positions.
@@ -221,118 +221,6 @@ class HFModelConfig(_Model):
 
 
 ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig | HFModelConfig
-
-
-class _Data(Section):
-    kind: str  # first, so that it stands first in a dump; each data set narrows it
-    eval_fraction: Probability = Field(default=0.2, description="share of the samples kept for evaluation")
-    shuffle: bool = Field(default=True, description="a new order each epoch, a pure function of seed and epoch")
-    last_batch: Literal["keep", "drop"] = Field(default="keep", description="what to do with an epoch's ragged batch")
-    workers: Literal["auto"] | NotNegativeCount = Field(
-        default="auto",
-        description="loader processes of each rank; 0: load in the rank itself; auto: by what reading a batch takes on "
-        "CUDA, 0 on CPUs and for data in memory",
-    )
-    prefetch: Count = Field(
-        default=2, description="batches that each worker loads ahead, or the thread that feeds a GPU"
-    )
-    worker_start: Literal["auto", "fork", "spawn", "forkserver"] = Field(
-        default="auto", description="how loader processes start"
-    )
-    seed: Seed | None = Field(default=None, description="seed of order and split; null: train.seed")
-
-
-class DigitsDataConfig(_Data):
-    """The 1,797 handwritten digits that come with scikit-learn: 8 x 8 pixels, 10 classes."""
-
-    kind: Literal["digits"] = Field(description="which data")
-    standardize: bool = Field(default=True, description="give each pixel mean 0 and variance 1 over the training part")
-
-
-class TextDataConfig(_Data):
-    """A text file, or the documentation of Python inside CPython, for language models."""
-
-    kind: Literal["text"] = Field(description="which data")
-    path: str | None = Field(default=None, description="a UTF-8 text file; null: the documentation inside Python")
-    tokens: Literal["char", "byte"] = Field(default="char", description="what a token is")
-    context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
-
-
-class SyntheticClassificationDataConfig(_Data):
-    """Random vectors around one centre per class."""
-
-    kind: Literal["synthetic_classification"] = Field(description="which data")
-    samples: Count = Field(default=10000, description="number of samples")
-    features: Count = Field(default=784, description="numbers in a sample")
-    classes: int = Field(default=10, ge=2, description="number of classes")
-
-
-class SyntheticImagesDataConfig(_Data):
-    """Random images with one pattern per class."""
-
-    kind: Literal["synthetic_images"] = Field(description="which data")
-    samples: Count = Field(default=1024, description="number of images")
-    classes: int = Field(default=10, ge=2, description="number of classes")
-    channels: Count = Field(default=3, description="channels of an image")
-    size: Count = Field(default=32, description="height and width in pixels")
-    dtype: Literal["float32", "uint8"] = Field(
-        default="float32", description="of a pixel; uint8: a byte, which the device normalises"
-    )
-
-
-class SyntheticTokensDataConfig(_Data):
-    """Random token sequences that a language model can learn."""
-
-    kind: Literal["synthetic_tokens"] = Field(description="which data")
-    samples: Count = Field(default=1024, description="number of sequences")
-    vocab_size: int = Field(default=256, ge=2, description="number of tokens")
-    context: Count = Field(default=128, description="tokens of a sequence")
-
-
-class FactoryDataConfig(_Data):
-    """Data of the user's own code."""
-
-    kind: Literal["factory"] = Field(description="which data")
-    factory: ImportPath = Field(description="package.module:function that returns a Dataset or (train, eval)")
-    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
-
-
-DataConfig: TypeAlias = (
-    DigitsDataConfig
-    | TextDataConfig
-    | SyntheticClassificationDataConfig
-    | SyntheticImagesDataConfig
-    | SyntheticTokensDataConfig
-    | FactoryDataConfig
-)
-_DIGIT_PIXELS = 8 * 8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KnownShape:
-    """The sizes of the data that follow from its config alone; ``None`` where the data must be read."""
-
-    features: int | None = None
-    channels: int | None = None
-    classes: int | None = None
-    vocab_size: int | None = None
-    context: int | None = None
-
-
-def known_shape(data: DataConfig) -> KnownShape:
-    """Returns what is known of the data from its config."""
-    if isinstance(data, DigitsDataConfig):
-        return KnownShape(features=_DIGIT_PIXELS, classes=10)
-    if isinstance(data, SyntheticClassificationDataConfig):
-        return KnownShape(features=data.features, classes=data.classes)
-    if isinstance(data, SyntheticImagesDataConfig):
-        features = data.channels * data.size**2
-        return KnownShape(features=features, channels=data.channels, classes=data.classes)
-    if isinstance(data, SyntheticTokensDataConfig):
-        return KnownShape(vocab_size=data.vocab_size, context=data.context)
-    if isinstance(data, TextDataConfig):
-        return KnownShape(vocab_size=256 if data.tokens == "byte" else None, context=data.context)
-    return KnownShape()
 
 
 class CheckpointConfig(Section):

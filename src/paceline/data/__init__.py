@@ -3,7 +3,9 @@
 order.py     the global order, a pure function of (seed, epoch, index); numpy only
 datasets.py  data sets in memory: digits and synthetic ones
 synthetic.py synthetic sets that are too large to be made whole
-text.py      tokens of a text in blocks
+text.py      the tokens of a text file
+windows.py   samples of a language model: windows of tokens
+tokenizers.py  what tokens stand for
 fetch.py     how one batch is read: here, or by worker processes
 workers.py   by how many of them
 feed.py      batches on their way to a device while it computes

@@ -15,10 +15,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, IterableDataset
 
 from paceline.data.order import Indices, shuffled_index
@@ -114,6 +115,30 @@ class InMemoryDataset(Dataset[Pair], ABC):
 
     def __getitems__(self, indices: Sequence[int]) -> Pair:
         return self.take(torch.as_tensor(indices, dtype=torch.int64))
+
+
+class EpochDataset(Dataset[Any], ABC):
+    """A data set whose samples may differ from epoch to epoch, as a pure function of its seed, the epoch and the index.
+
+    Reading draws nothing from the generators of the process. Where ``reads_ahead``, it is so quick that a thread of the
+    rank does it, and no worker processes are needed.
+    """
+
+    reads_ahead: ClassVar[bool] = False
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Returns the number of samples of an epoch."""
+
+    @abstractmethod
+    def read(self, indices: Indices, epoch: int) -> Batch:
+        """Returns the batch of these samples in an epoch. Raises ``DataError`` with file and place for bad data."""
+
+    def __getitem__(self, index: int) -> Any:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        batch = self.read(np.array([index % len(self)], dtype=np.int64), 0)
+        return tree_map(lambda value: value[0], batch)
 
 
 class TensorPairs(InMemoryDataset):

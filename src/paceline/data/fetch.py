@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
-from paceline.data.datasets import Batch, InMemoryDataset, MapDataset, SampleSubset, gather
+from paceline.data.datasets import Batch, EpochDataset, InMemoryDataset, MapDataset, SampleSubset, gather
 from paceline.data.order import Indices, mix_seed
 from paceline.errors import DataError, UsageError
 
@@ -87,7 +87,7 @@ class DirectSource:
 
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         dataset, pinned = self._dataset, self._pinned
-        return (fetch_batch(dataset, request.indices, pinned=pinned) for request in requests)
+        return (fetch_batch(dataset, request.indices, request.epoch, pinned=pinned) for request in requests)
 
     def close(self) -> None:
         """Does nothing."""
@@ -169,12 +169,14 @@ def start_method(worker_start: WorkerStart) -> str:
 
 
 def is_in_memory(dataset: Any) -> bool:
-    """Says whether batches are gathered from tensors: reading runs no code of a user, and draws no random numbers."""
+    """Says whether batches are gathered from memory: reading runs no code of a user, and draws no random numbers."""
     inner = dataset.dataset if isinstance(dataset, SampleSubset) else dataset
+    if isinstance(inner, EpochDataset):
+        return inner.reads_ahead
     return isinstance(inner, InMemoryDataset) or type(inner) is TensorDataset
 
 
-def fetch_batch(dataset: MapDataset, indices: Indices, *, pinned: bool = False) -> Batch:
+def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned: bool = False) -> Batch:
     """Reads the samples and joins them into a batch; raises ``DataError`` that names the samples, from the cause.
 
     ``pinned`` asks data in memory for a batch in pinned memory. Where that takes a second copy, it is left to others.
@@ -182,6 +184,8 @@ def fetch_batch(dataset: MapDataset, indices: Indices, *, pinned: bool = False) 
     if isinstance(dataset, SampleSubset):
         indices = dataset.indices[indices]
         dataset = dataset.dataset
+    if isinstance(dataset, EpochDataset):
+        return _read_of_epoch(dataset, indices, epoch)
     if isinstance(dataset, InMemoryDataset):
         return dataset.take(torch.from_numpy(indices), pinned=pinned)
     if type(dataset) is TensorDataset:
@@ -190,6 +194,15 @@ def fetch_batch(dataset: MapDataset, indices: Indices, *, pinned: bool = False) 
     numbers: list[int] = indices.tolist()
     items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
     return _join(items, numbers) if isinstance(items, list) else items
+
+
+def _read_of_epoch(dataset: EpochDataset, indices: Indices, epoch: int) -> Batch:
+    try:
+        return dataset.read(indices, epoch)
+    except DataError:  # names file and place
+        raise
+    except Exception as error:
+        raise _unreadable(indices.tolist(), error) from error
 
 
 def _read_each(dataset: MapDataset, numbers: list[int]) -> list[Any]:
@@ -270,14 +283,14 @@ class _Reader:
 
     def __getitem__(self, request: BatchRequest) -> Batch | _UnreadBatch:
         if get_worker_info() is None:
-            return fetch_batch(self.dataset, request.indices)
+            return fetch_batch(self.dataset, request.indices, request.epoch)
         seed = mix_seed(self.seed, request.epoch, int(request.indices[0]))
         random.seed(seed)
         np.random.seed(seed & 0xFFFF_FFFF)
         # torch.manual_seed would also queue a seed for each CUDA device, which a worker never uses.
         torch.default_generator.manual_seed(seed >> 1)
         try:
-            batch = fetch_batch(self.dataset, request.indices)
+            batch = fetch_batch(self.dataset, request.indices, request.epoch)
             if not self._has_sent:
                 _check_sendable(batch)
                 self._has_sent = True

@@ -160,6 +160,18 @@ def shuffled_index(position: Indices, length: int, seed: int, epoch: int) -> Ind
     return index.astype(np.int64)
 
 
+def random_words(indices: Indices, seed: int, epoch: int) -> NDArray[np.uint64]:
+    """Returns 64 well-mixed bits for each index: a pure function of (seed, epoch, index), by splitmix64."""
+    words = indices.astype(np.uint64) * _HASH_FIRST
+    words += np.uint64(mix_seed(seed, epoch))
+    words ^= words >> np.uint64(30)
+    words *= np.uint64(0xBF58476D1CE4E5B9)
+    words ^= words >> np.uint64(27)
+    words *= np.uint64(0x94D049BB133111EB)
+    words ^= words >> np.uint64(31)
+    return words
+
+
 def mix_seed(*numbers: int) -> int:
     """Returns 64 well-mixed bits that depend on every number and on their order (a chain of splitmix64)."""
     state = 0

@@ -8,7 +8,8 @@ from typing import Any
 from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_batch, config_from_dict, gpt_shape, layout_of
 from paceline.config.checks import check_ranks
-from paceline.config.sections import GPTModelConfig, GPTShape, known_shape
+from paceline.config.data_sections import known_shape
+from paceline.config.sections import GPTModelConfig, GPTShape
 from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.describe import config_values

@@ -17,7 +17,7 @@ from typing import Any
 
 from paceline.cluster.entries import near_names
 from paceline.config import Config
-from paceline.config.sections import known_shape
+from paceline.config.data_sections import known_shape
 from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
 from paceline.untrusted import parse_json, read_regular

@@ -116,7 +116,8 @@ class ConfigCase:
         train = self._workload().data.train
         seed = self._config.train.seed if self._config.data.seed is None else self._config.data.seed
         order = DataOrder(length=len(train), global_batch=self._batch, seed=seed, shuffle=self._config.data.shuffle)
-        batch = fetch_batch(train, order.batch_at(order.position_of_step(step)).indices)
+        at = order.batch_at(order.position_of_step(step))
+        batch = fetch_batch(train, at.indices, at.epoch)
         shape = self._workload().data.shape
         if shape.mean is None or shape.std is None:
             return batch

@@ -126,7 +126,7 @@ def make_batches(config: Config, data: DataSplits, device: torch.device) -> Iter
         drop_last=config.data.last_batch == "drop",
     )
     for batch in islice(order.batches(0), config.train.steps):
-        inputs, targets = place(fetch_batch(data.train, batch.indices), device, None)
+        inputs, targets = place(fetch_batch(data.train, batch.indices, batch.epoch), device, None)
         yield inputs, targets
 
 

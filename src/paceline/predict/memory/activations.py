@@ -33,7 +33,7 @@ from paceline.config import (
     SyntheticImagesDataConfig,
     gpt_shape,
 )
-from paceline.config.sections import known_shape
+from paceline.config.data_sections import known_shape
 from paceline.plan.layout import WITH_MASTERS
 from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts, SampleWork
 

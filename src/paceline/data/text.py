@@ -1,0 +1,106 @@
+"""A text file as tokens: its characters or its bytes, cut once into what to train on and what to evaluate on.
+
+Tokens are kept in the smallest integer type that holds the vocabulary, and become int64 in the batch: a gigabyte of
+bytes costs a gigabyte.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, smallest_dtype
+from paceline.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncodedText:
+    """The tokens of a text (1-D), what they stand for, and where the text comes from."""
+
+    tokens: NDArray[np.integer]
+    tokenizer: ByteTokenizer | CharTokenizer
+    source: str
+
+
+def load_text(path: str | None, unit: Literal["char", "byte"]) -> EncodedText:
+    """Reads a UTF-8 file, or the documentation inside Python where ``path`` is ``None``, and encodes it.
+
+    The characters of the whole text, sorted, are the vocabulary; bytes always have 256 tokens.
+    """
+    source = "the documentation inside Python" if path is None else f"data.path = {path!r}"
+    content = _python_documentation().encode() if path is None else _read_file(path)
+    if unit == "byte":
+        tokens = np.frombuffer(content, dtype=np.uint8)
+        return EncodedText(tokens=tokens, tokenizer=ByteTokenizer(), source=source)
+    # Fixed-width code points let numpy sort and number the characters of a long text in one go.
+    points = np.frombuffer(_decode(content, source).encode("utf-32-le"), dtype=np.uint32)
+    vocabulary, numbers = np.unique(points, return_inverse=True)
+    return EncodedText(
+        tokens=numbers.reshape(-1).astype(smallest_dtype(len(vocabulary))),
+        tokenizer=CharTokenizer("".join(map(chr, vocabulary.tolist()))),
+        source=source,
+    )
+
+
+def split_tokens(
+    text: EncodedText, context: int, eval_fraction: float
+) -> tuple[NDArray[np.integer], NDArray[np.integer] | None]:
+    """Cuts the text once, to train on and to evaluate on; raises ``DataError`` where a part has no whole window."""
+    cut = round(len(text.tokens) * (1 - eval_fraction))
+    check_part(len(text.tokens[:cut]), context, f"the training part of {text.source}", eval_fraction)
+    if eval_fraction == 0:
+        return text.tokens, None
+    check_part(len(text.tokens) - cut, context, f"the evaluation part of {text.source}", eval_fraction)
+    return text.tokens[:cut], text.tokens[cut:]
+
+
+def check_part(tokens: int, context: int, part: str, eval_fraction: float) -> None:
+    """Raises ``DataError`` for a part of a text that is shorter than one sample."""
+    if context < 1:
+        raise DataError(f"data.context = {context}\n  a sample has at least one token")
+    if tokens <= context:
+        raise DataError(
+            f"{part} has {tokens} tokens with data.eval_fraction = {eval_fraction}, for a context of {context}\n"
+            f"  one sample needs {context + 1} tokens: the context, and one more as the last target\n"
+            f"  bring a longer text, a shorter context, or another data.eval_fraction (0: no evaluation)"
+        )
+
+
+def _python_documentation() -> str:
+    """Returns the help topics that CPython carries, in the order of their names; they differ between versions."""
+    try:
+        from pydoc_data import topics
+    except ImportError as error:
+        raise DataError(
+            "this Python was installed without pydoc_data.topics, its own documentation\n"
+            "  it is the text that is used where data.path is not set\n  set data.path to a UTF-8 text file"
+        ) from error
+    return "\n".join(text for _, text in sorted(topics.topics.items()))
+
+
+def _read_file(path: str) -> bytes:
+    try:
+        content = Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(
+            f"data.path = {path!r} cannot be read: {error.strerror}\n"
+            f"  it is looked for from the current directory, {Path.cwd()}\n"
+            "  check the path and its permissions, or leave it out to use the documentation inside Python"
+        ) from error
+    if not content:
+        raise DataError(f"data.path = {path!r} is an empty file\n  a text needs at least two tokens")
+    return content
+
+
+def _decode(content: bytes, source: str) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{source} is not UTF-8: {error.reason} at byte {error.start}\n"
+            '  characters are read as UTF-8\n  convert the file, or set data.tokens = "byte"'
+        ) from error

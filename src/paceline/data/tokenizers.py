@@ -1,0 +1,245 @@
+"""What tokens stand for: bytes, characters, or the pieces of a ``tokenizer.json`` of Hugging Face.
+
+A folder keeps a tokenizer beside the tokens, or beside the model that was trained on them:
+
+    vocabulary.json   {"kind": "bytes"} or {"kind": "char", "characters": "..."}, with "end_token" where there is one
+    tokenizer.json    read by the package ``tokenizers``, which only this kind needs
+
+``end_token`` stands between documents.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline.errors import DataError
+from paceline.untrusted import is_count, parse_json_object, read_regular
+
+VOCABULARY = "vocabulary.json"
+TOKENIZER = "tokenizer.json"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
+_NUM_BYTES = 256
+_MOST_BYTES = 2**28
+
+
+class Tokenizer(Protocol):
+    """Turns text into tokens and back."""
+
+    @property
+    def name(self) -> str:
+        """What it is called in messages and manifests: bytes, char, or the name of its folder."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Every token is less than this."""
+
+    @property
+    def end_token(self) -> int | None:
+        """The token between documents; None where there is none."""
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the tokens of a text. Raises ``DataError`` for a character that it has no token for."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens; bytes that are no UTF-8 are shown as U+FFFD. The end token is left out."""
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        """Returns the tokens of many texts at once, which is faster."""
+
+    def save(self, folder: Path) -> None:
+        """Writes into a folder what ``open_tokenizer`` reads."""
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8: 256 tokens, and one more between documents if ``has_end``."""
+
+    name = "bytes"
+
+    def __init__(self, *, has_end: bool = False) -> None:
+        self.end_token = _NUM_BYTES if has_end else None
+        self.vocab_size = _NUM_BYTES + has_end
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        _check_tokens(tokens, self)
+        return bytes(token for token in tokens if token != self.end_token).decode("utf-8", "replace")
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        return [np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32) for text in texts]
+
+    def save(self, folder: Path) -> None:
+        _write(folder, {"kind": "bytes", "end_token": self.end_token})
+
+
+class CharTokenizer:
+    """Characters by their place in ``characters``, which are sorted and unique; one more token if ``has_end``."""
+
+    name = "char"
+
+    def __init__(self, characters: str, *, has_end: bool = False) -> None:
+        self.characters = characters
+        self.end_token = len(characters) if has_end else None
+        self.vocab_size = len(characters) + has_end
+        self._points = np.frombuffer(characters.encode("utf-32-le"), dtype=np.uint32)
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._encode(text).tolist()
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        _check_tokens(tokens, self)
+        return "".join(self.characters[token] for token in tokens if token != self.end_token)
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        return [self._encode(text) for text in texts]
+
+    def save(self, folder: Path) -> None:
+        _write(folder, {"kind": "char", "characters": self.characters, "end_token": self.end_token})
+
+    def _encode(self, text: str) -> NDArray[np.uint32]:
+        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
+        if not len(self._points):
+            places = np.zeros(len(points), dtype=np.int64)
+            is_known = np.zeros(len(points), dtype=bool)
+        else:
+            places = np.minimum(np.searchsorted(self._points, points), len(self._points) - 1)
+            is_known = self._points[places] == points
+        if not is_known.all():
+            place = int(np.argmin(is_known))
+            raise DataError(
+                f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the vocabulary\n"
+                "  the vocabulary of char is that of the text that was trained on\n"
+                "  leave the character out, or train with bytes, which have a token for everything"
+            )
+        return places.astype(np.uint32)
+
+
+class FolderTokenizer:
+    """The ``tokenizer.json`` of a folder, as Hugging Face writes it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.name = folder.absolute().name
+        self._inner = _load(folder / TOKENIZER)
+        tokens: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(tokens.values(), default=-1) + 1
+        named = [each for each in (_named_end(folder), *_END_TOKENS) if each in tokens]
+        self.end_token = tokens[named[0]] if named else None
+
+    def encode(self, text: str) -> list[int]:
+        tokens: list[int] = self._inner.encode(text, add_special_tokens=False).ids
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        _check_tokens(tokens, self)
+        text: str = self._inner.decode(list(tokens), skip_special_tokens=True)
+        return text
+
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
+        found = self._inner.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(each.ids, dtype=np.uint32) for each in found]
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in (TOKENIZER, *_BESIDE):
+            if (self.folder / name).is_file() and (self.folder / name).resolve() != (folder / name).resolve():
+                shutil.copyfile(self.folder / name, folder / name)
+
+    def __reduce__(self) -> tuple[type[FolderTokenizer], tuple[Path]]:
+        return FolderTokenizer, (self.folder,)  # it is read again: the other process may start anew
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Says whether a folder holds a tokenizer."""
+    return (folder / VOCABULARY).is_file() or (folder / TOKENIZER).is_file()
+
+
+def open_tokenizer(folder: Path) -> Tokenizer:
+    """Reads the tokenizer of a folder. Raises ``DataError`` where there is none, or a damaged one."""
+    if (folder / VOCABULARY).is_file():
+        return _read_vocabulary(folder / VOCABULARY)
+    if (folder / TOKENIZER).is_file():
+        return FolderTokenizer(folder)
+    what = "has no tokenizer" if folder.is_dir() else "is no folder"
+    raise DataError(
+        f"{folder} {what}\n  a tokenizer is a folder with {TOKENIZER} (Hugging Face) or {VOCABULARY} (Paceline)\n"
+        "  give a folder with one of them, or bytes, or char"
+    )
+
+
+def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]:
+    """Returns the smallest type that holds all tokens of a vocabulary."""
+    if vocab_size <= np.iinfo(np.uint8).max + 1:
+        return np.uint8
+    return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32
+
+
+def _check_tokens(tokens: Sequence[int], tokenizer: Tokenizer) -> None:
+    wrong = [token for token in tokens if not 0 <= token < tokenizer.vocab_size]
+    if wrong:
+        raise DataError(
+            f"token {wrong[0]} is beyond the vocabulary of {tokenizer.name}, which has {tokenizer.vocab_size} tokens\n"
+            "  tokens are decoded by the tokenizer that made them"
+        )
+
+
+def _write(folder: Path, values: dict[str, Any]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({name: value for name, value in values.items() if value is not None}, ensure_ascii=False)
+    (folder / VOCABULARY).write_text(text + "\n", encoding="utf-8")
+
+
+def _read_vocabulary(path: Path) -> Tokenizer:
+    try:
+        values = parse_json_object(read_regular(path, _MOST_BYTES))
+        kind, characters, end = values.get("kind"), values.get("characters", ""), values.get("end_token")
+        if kind not in ("bytes", "char") or not isinstance(characters, str) or (end is not None and not is_count(end)):
+            raise ValueError('it needs "kind": "bytes", or "char" with "characters"')
+        if kind == "char" and list(characters) != sorted(set(characters)):
+            raise ValueError("its characters are not sorted, or one is there twice")
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"{path} cannot be read: {error}\n  it says what tokens stand for\n  restore it, or prepare the data again"
+        ) from error
+    has_end = end is not None
+    return ByteTokenizer(has_end=has_end) if kind == "bytes" else CharTokenizer(characters, has_end=has_end)
+
+
+def _load(path: Path) -> Any:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise DataError(
+            f"{path} needs the package tokenizers, which is not installed\n"
+            "  it reads the tokenizers of Hugging Face\n  pip install 'paceline[data]', or use bytes or char"
+        ) from error
+    try:
+        return tokenizers.Tokenizer.from_str(read_regular(path, _MOST_BYTES).decode("utf-8"))
+    except Exception as error:  # the package raises plain exceptions
+        raise DataError(
+            f"{path} cannot be read as a tokenizer: {error}\n  it is a file that tokenizers or transformers has saved\n"
+            "  save it again with tokenizer.save_pretrained(folder)"
+        ) from error
+
+
+def _named_end(folder: Path) -> str:
+    """Returns the end token that the folder's config names; empty where it names none."""
+    for name in _BESIDE:
+        try:
+            token = parse_json_object(read_regular(folder / name)).get("eos_token")
+        except (OSError, ValueError):
+            continue
+        token = token.get("content") if isinstance(token, dict) else token
+        if isinstance(token, str):
+            return token
+    return ""

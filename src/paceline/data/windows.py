@@ -1,0 +1,81 @@
+"""Samples of a language model: windows of ``context`` tokens, and as targets the same one token later.
+
+    blocks   sample i begins at token i * T, in every epoch: each token is an input and a target at most once
+    random   the N - T places where a window may begin are cut into as many equal spans as there are blocks; sample i
+             begins at a place in span i that is drawn anew each epoch, as a pure function of (seed, epoch, i)
+
+So an epoch of random windows is one pass over the text: each token is expected in it once, and no two epochs have the
+same windows. A model that sees a text many times learns the same windows by heart much sooner than new ones.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from paceline.data.datasets import EpochDataset, Pair
+from paceline.data.order import Indices, mix_seed, random_words
+
+_WINDOWS = 0x77696E646F7773  # keeps these draws apart from those of the order
+
+
+class Tokens(Protocol):
+    """A long row of tokens, in memory or in files."""
+
+    def __len__(self) -> int:
+        """Returns the number of tokens."""
+
+    def read(self, starts: Indices, length: int) -> NDArray[np.int64]:
+        """Returns ``length`` tokens from each start on, of shape (starts, length)."""
+
+
+class TokenArray:
+    """Tokens in memory, or in one mapped file, of any integer type."""
+
+    def __init__(self, values: NDArray[np.integer]) -> None:
+        self.values = values
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def read(self, starts: Indices, length: int) -> NDArray[np.int64]:
+        return np.lib.stride_tricks.sliding_window_view(self.values, length)[starts].astype(np.int64)
+
+
+class TokenBlocks(EpochDataset):
+    """Blocks of ``context`` tokens and their successors, one after another."""
+
+    reads_ahead = True
+
+    def __init__(self, tokens: Tokens, context: int) -> None:
+        self.tokens = tokens
+        self.context = context
+
+    def __len__(self) -> int:
+        return max(len(self.tokens) - 1, 0) // self.context
+
+    def starts(self, indices: Indices, epoch: int) -> Indices:  # noqa: ARG002  # the same in all
+        """Returns the first token of each sample."""
+        return indices * self.context
+
+    def read(self, indices: Indices, epoch: int) -> Pair:
+        tokens = torch.from_numpy(self.tokens.read(self.starts(indices, epoch), self.context + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class RandomWindows(TokenBlocks):
+    """Windows that begin at random places, as many as there are blocks."""
+
+    def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
+        super().__init__(tokens, context)
+        self.seed = mix_seed(seed, _WINDOWS)
+
+    def starts(self, indices: Indices, epoch: int) -> Indices:
+        span, rest = divmod(len(self.tokens) - self.context, len(self))
+        first = indices * span + np.minimum(indices, rest)
+        size = span + (indices < rest)
+        drawn = random_words(indices, self.seed, epoch) % size.astype(np.uint64)
+        return first + drawn.astype(np.int64)
