@@ -21,7 +21,7 @@ from paceline.models.lora import add_lora, fits
 from paceline.models.unfilled import mark_unfilled, parameters_on_meta
 
 if TYPE_CHECKING:
-    from paceline.config.sections import HFModelConfig
+    from paceline.config.sections import HFModelConfig, ModelConfig
     from paceline.data.datasets import DataShape
 
 _TASKS = {
@@ -156,6 +156,6 @@ def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     return {name: apply(name, plain) for name in names}
 
 
-def source_folder(config: Any) -> Path | None:
-    """Returns the folder whose weights a model of a config begins with; None where it begins with random ones."""
-    return Path(config.path) if config.kind == "hf" and config.pretrained else None
+def model_folder(config: ModelConfig) -> Path | None:
+    """Returns the folder that a model is built from; None where it is another kind of model."""
+    return Path(config.path) if config.kind == "hf" else None

@@ -84,6 +84,15 @@ def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, is_transposed:
     return (weight.double() + (product.t() if is_transposed else product)).to(weight.dtype)
 
 
+def adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Returns the adapted layers by name: the scale, and whether the weight is (inputs, outputs)."""
+    return {
+        name: {"scale": module.lora_scale, "is_transposed": not isinstance(module, nn.Linear)}
+        for name, module in model.named_modules()
+        if isinstance(module, _Adapted)
+    }
+
+
 def fits(name: str, pattern: str) -> bool:
     """Says whether a parameter's name, or that of its layer, ends with what a pattern says."""
     return _fits(name, pattern) or _fits(name.rpartition(".")[0], pattern)

@@ -34,7 +34,7 @@ from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16
 from paceline.errors import ConfigError, TrainingError
 from paceline.free_memory import MemoryGauge
-from paceline.models.hugging_face import source_folder
+from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
@@ -51,6 +51,7 @@ from paceline.train.batch_search import Found, microbatch_sizes, search_microbat
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
+from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
@@ -222,7 +223,7 @@ def build_workload(
     is_late = layout.is_fully_sharded and config.model.kind not in ("factory", "hf")
     # What is cut into parts first, or lies otherwise in memory, would draw other numbers.
     is_late = is_late and not layout.is_split and not channels_last
-    folder = source_folder(config.model) if reads_later else None
+    folder = model_folder(config.model) if reads_later and getattr(config.model, "pretrained", False) else None
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape, is_unfilled=folder is not None)
         model.to(getattr(torch, config.train.dtype))
@@ -266,6 +267,7 @@ def build_trainer(
     check_enough(plan.train_samples, layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
     sample = cost_of_sample(config, work.data, work.model)  # before an engine has it
+    files = kept_files(work.model, work.data, model_folder(config.model))
     seed_everything(config.train.seed)  # a model without values draws them now
     compressor = build_compressor(layout)
     talking = _build_comm(config, comm, trace, node_ranks)
@@ -311,6 +313,7 @@ def build_trainer(
         evaluates_average=config.train.ema_eval,
         graphs=_choose_graphs(config, plan, loss, policy.dtype),
         sample=sample,
+        files=files,
     )
     if layout.tunes_buckets:
         hooks = [BucketHook(), *hooks]
