@@ -45,9 +45,8 @@ def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -
         if hasattr(settings, "use_cache"):
             settings.use_cache = True  # off while it trains
         files[HUGGING_FACE + "config.json"] = settings.to_json_string().encode()
-        for name in _BESIDE if folder is not None else ():
-            if (folder / name).is_file():
-                files[HUGGING_FACE + name] = (folder / name).read_bytes()
+        beside = [] if folder is None else [folder / name for name in _BESIDE]
+        files |= {HUGGING_FACE + path.name: path.read_bytes() for path in beside if path.is_file()}
     if found := adapters(model):
         files[LORA] = json.dumps(found).encode()
     return files

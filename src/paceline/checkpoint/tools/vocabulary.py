@@ -22,7 +22,7 @@ def as_tokenizer_json(vocabulary: bytes) -> dict[str, bytes]:
         return {}
     tokens = {character: number for number, character in enumerate(characters)}
     model: dict[str, Any] = {"type": "WordLevel", "vocab": tokens, "unk_token": "<unknown>"}
-    content = {
+    content: dict[str, Any] = {
         "version": "1.0",
         "added_tokens": [],
         "normalizer": None,
