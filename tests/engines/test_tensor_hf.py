@@ -1,4 +1,4 @@
-"""Tensor parallelism of Hugging Face models, unchanged, against one plain process. Needs the extra ``hf``."""
+"""Tensor parallelism of Hugging Face models, unchanged, against one plain process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ Values = dict[str, torch.Tensor]
 
 
 def build(kind: str, config: str, **options: Any) -> nn.Module:
-    library = pytest.importorskip("transformers")  # here: to load it takes seconds, which every worker would pay
+    import transformers as library  # here: to load it takes seconds, which every worker would pay
+
     model: nn.Module = getattr(library, kind)(getattr(library, config)(**options))
     return model
 

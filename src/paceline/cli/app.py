@@ -21,6 +21,7 @@ from paceline.cli.doctor import doctor
 from paceline.cli.plan import plan
 from paceline.cli.predict import predict
 from paceline.cli.report import report
+from paceline.cli.sample import sample
 from paceline.cli.schedule import schedule
 from paceline.cli.simulate import simulate
 from paceline.cli.train import train
@@ -41,7 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (train, verify, validate, plan, predict, report, simulate, chaos, schedule, doctor, calibrate):
+for _verb in (train, verify, validate, plan, predict, report, sample, simulate, chaos, schedule, doctor, calibrate):
     app.command()(_verb)
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")

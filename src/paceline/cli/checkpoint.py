@@ -73,7 +73,7 @@ def inspect(
     from paceline.checkpoint.tools.listing import summarize
 
     with _reading():
-        found = summarize(_find(path), tensors)
+        found = summarize(find_any(path), tensors)
     text.show_summary(found, lists_tensors=tensors is not None, as_json=as_json)
 
 
@@ -108,7 +108,7 @@ def verify(
     from paceline.checkpoint.tools.audit import audit
 
     with _reading():
-        chosen = _find(path)
+        chosen = find_any(path)
         with _progress("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
             found = audit(chosen, "fast" if fast else "full", tell)
     text.show_audit(found, as_json=as_json)
@@ -133,7 +133,7 @@ def diff(
     from paceline.checkpoint.tools.difference import compare
 
     with _reading():
-        ours, theirs = open_checkpoint(_find(left)), open_checkpoint(_find(right))
+        ours, theirs = open_checkpoint(find_any(left)), open_checkpoint(find_any(right))
         with _progress("comparing", ours.manifest.num_bytes, as_json) as tell:
             found = compare(ours, theirs, tell)
     text.show_difference(found, str(ours.path), str(theirs.path), as_json=as_json)
@@ -192,8 +192,9 @@ def export(
     """Write the model of a checkpoint in a format that others read.
 
     safetensors is one file; torch a state dict for torch.load; dcp a folder for torch.distributed.checkpoint.load, as
-    {"model": ..., "optim": ...}. With --hf a GPT becomes a Llama or a GPT-2 for from_pretrained. A source that is
-    damaged is refused.
+    {"model": ..., "optim": ...}. With --hf it is a folder for from_pretrained: a model of Hugging Face as it was, with
+    its tokenizer, and a GPT as a Llama or a GPT-2. Adapters are added to their weights. A source that is damaged is
+    refused.
 
     Examples:
 
@@ -208,7 +209,8 @@ def export(
     from paceline.checkpoint.tools.outgoing import export as write
 
     if kind is not None:
-        _check_word("--format", kind, ("safetensors", "torch", "dcp"))
+        _check_word("--format", kind, ("safetensors", "torch", "dcp", "hf"))
+    hf, kind = hf or kind == "hf", "safetensors" if kind == "hf" else kind
     chosen = format_by_name(target) if kind is None else cast("Format", kind)
     options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
     checkpoint = open_checkpoint(_find_whole(source, fast))
@@ -261,7 +263,7 @@ def take(
     text.show_written("imported", path, as_json=as_json)
 
 
-def _find(where: str) -> Path:
+def find_any(where: str) -> Path:
     """Returns the checkpoint that is named, as it is; of a run or folder, the newest whole one."""
     from paceline.checkpoint import find_checkpoint
     from paceline.checkpoint.manifest import MANIFEST
@@ -279,7 +281,7 @@ def _find_whole(where: str, fast: bool) -> Path:
     from paceline.checkpoint.find import verify_checkpoint
 
     with _reading():
-        path = _find(where)
+        path = find_any(where)
         verify_checkpoint(path, "fast" if fast else "full")
         return path
 

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias, cast
 
 from paceline.config.batch import check_batch
 from paceline.config.data_sections import known_shape
+from paceline.config.hf_folder import check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
 from paceline.config.sections import (
@@ -468,4 +469,5 @@ CHECKS: tuple[Check, ...] = (
         fix="remove one of them",
     ),
     check_batch_fits,
+    check_hf_folder,
 )

@@ -189,7 +189,38 @@ class FactoryModelConfig(_Model):
     )
 
 
-ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig
+class LoraConfig(Section):
+    """Low-rank adapters: the model is frozen, and thin matrices beside its linear layers learn."""
+
+    rank: NotNegativeCount = Field(
+        default=0, description="width of an adapter, such as 8; 0: all parameters are trained"
+    )
+    alpha: Positive = Field(default=16.0, description="an adapter's output is multiplied by alpha / rank")
+    dropout: Probability = Field(default=0.0, description="dropout of what an adapter reads")
+    targets: list[str] = Field(
+        default=[],
+        description="layers, by the last parts of their names, such as q_proj; []: all linear ones but the output",
+    )
+
+
+class HFModelConfig(_Model):
+    """A model that transformers builds from a local folder of Hugging Face."""
+
+    kind: Literal["hf"] = Field(description="which model")
+    path: str = Field(min_length=1, description="a folder with config.json and, where pretrained, safetensors")
+    task: Literal["causal_lm", "sequence_classification", "image_classification"] | None = Field(
+        default=None, description="what its head is for; null: the class that config.json names"
+    )
+    pretrained: bool = Field(default=True, description="begin with the folder's weights; false: with random ones")
+    fresh: list[str] = Field(
+        default=[],
+        description="parameters that the folder lacks and that begin with random values, by patterns such as score or "
+        "classifier.*; what the model has no place for is then left out",
+    )
+    lora: LoraConfig = Field(default=LoraConfig(), description="low-rank adapters, which are trained alone")
+
+
+ModelConfig: TypeAlias = MLPModelConfig | ResNetModelConfig | GPTModelConfig | FactoryModelConfig | HFModelConfig
 
 
 class CheckpointConfig(Section):

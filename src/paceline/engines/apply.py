@@ -37,6 +37,7 @@ from paceline.errors import ConfigError, UsageError
 from paceline.free_memory import measure_room
 from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends, num_parameters
+from paceline.models.unfilled import allocate_unfilled, is_unfilled
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
@@ -250,8 +251,9 @@ def _engine(
     """Replicates or shards a model whose blocks are ready."""
     if layout.is_fully_sharded:
         return _shard(model, comm, layout, precision, compressor)
+    allocate_unfilled([model], comm.device)
     model.to(comm.device)
-    broadcast_tensors(comm, [*model.parameters(), *model.buffers()])
+    broadcast_tensors(comm, [each for each in (*model.parameters(), *model.buffers()) if not is_unfilled(each)])
     layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
     if layout.strategy == "ddp":
         return DataParallel(model, comm, layout, precision, compressor)
@@ -332,7 +334,7 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
             "  build the model inside the function that each rank runs"
         )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta and not is_unfilled(tensor)]
     if meta and not may_be_meta:
         raise UsageError(
             f"{meta[0]} and {len(meta) - 1} more are on the meta device and hold no values\n"

@@ -31,6 +31,7 @@ from paceline.free_memory import measure_room
 from paceline.mesh import Mesh
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
+from paceline.models.unfilled import allocate_unfilled
 from paceline.plan.layout import Layout
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Schedule
@@ -58,6 +59,7 @@ def combine(
     tied = tied_names(model, bounds, layers=layers) if layers else {}
     mark_alone(dict(model.named_parameters())[name] for name in tied)
     parts = split_model(model, bounds, mine, layers=layers) if layers else {0: model}
+    allocate_unfilled(parts.values(), comm.device)
     engines = {stage: share(part, axes.data) for stage, part in parts.items()}
     pipeline = Pipeline(engines, axes.pipe, schedule, lambda microbatches: _schedule(asked, microbatches))
     return CombinedParallel(axes, pipeline, names, tied, layout, num_parameters)

@@ -11,6 +11,7 @@ from torch import nn
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.imports import import_from_path
 from paceline.models.gpt import GPT, SIZES, GPTConfig, gpt_config
+from paceline.models.hugging_face import build_hugging_face
 from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
 
@@ -25,11 +26,11 @@ if TYPE_CHECKING:
     from paceline.data.datasets import DataShape
 
 
-def build_model(config: ModelConfig, shape: DataShape) -> nn.Module:
+def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
     """Builds the model that ``config`` asks for, on the default device and dtype; what is None follows from ``shape``.
 
     The random numbers are torch's, so seed before. Does not compile the model, whatever ``config.compile`` says: that
-    happens where engines are applied.
+    happens where engines are applied. ``is_unfilled`` is for pretrained models: see ``models/unfilled.py``.
 
     Raises ConfigError with all problems when config and data do not fit together or leave a field open, UsageError for
     a factory that cannot be imported, raises, or returns something else.
@@ -40,6 +41,8 @@ def build_model(config: ModelConfig, shape: DataShape) -> nn.Module:
         return _build_resnet(config, shape)
     if config.kind == "gpt":
         return _build_gpt(config, shape)
+    if config.kind == "hf":
+        return build_hugging_face(config, shape, is_unfilled=is_unfilled)
     return _build_from_factory(config)
 
 

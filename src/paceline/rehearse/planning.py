@@ -99,7 +99,7 @@ def read_source(
             "  pass one of these"
         )
     config = _config_of(model, overrides)
-    facts = _measure(config) if config.model.kind == "factory" else None
+    facts = _measure(config) if config.model.kind in ("factory", "hf") else None
     return request_for(config, cluster, precision=precision, facts=facts)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from paceline.checkpoint.pretrained import Pretrained, open_pretrained
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import detect_topology, share_table
@@ -33,6 +34,7 @@ from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16
 from paceline.errors import ConfigError, TrainingError
 from paceline.free_memory import MemoryGauge
+from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
@@ -49,6 +51,7 @@ from paceline.train.batch_search import Found, microbatch_sizes, search_microbat
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
+from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
@@ -189,10 +192,14 @@ def _least(engine: Engine, value: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAndModel:
-    """The data and the model of a config, before any rank is involved."""
+    """The data and the model of a config, before any rank is involved.
+
+    ``weights`` are a pretrained model's, which has none itself: an engine of it is filled with them.
+    """
 
     data: DataSplits
     model: nn.Module
+    weights: Pretrained | None = None
 
 
 def build_workload(
@@ -201,19 +208,28 @@ def build_workload(
     *,
     channels_last: bool = False,
     on_part: Callable[[str], None] = ignore_phase,
+    reads_later: bool = False,
 ) -> DataAndModel:
-    """Builds data and model; the weights depend on ``train.seed`` alone. ``on_part`` hears that the data are there."""
+    """Builds data and model; the weights depend on ``train.seed`` alone. ``on_part`` hears that the data are there.
+
+    With ``reads_later`` a pretrained model comes without values, and with what fills an engine; else with random ones.
+    """
     seed = config.train.seed
     data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
     on_part("data")
     seed_everything(seed)
     layout = layout_of(config) if layout is None else layout
     # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
-    is_late = layout.is_fully_sharded and config.model.kind != "factory"
+    is_late = layout.is_fully_sharded and config.model.kind not in ("factory", "hf")
     # What is cut into parts first, or lies otherwise in memory, would draw other numbers.
     is_late = is_late and not layout.is_split and not channels_last
+    folder = model_folder(config.model) if reads_later and getattr(config.model, "pretrained", False) else None
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
-        model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
+        model = build_model(config.model, data.shape, is_unfilled=folder is not None)
+        model.to(getattr(torch, config.train.dtype))
+    if folder is not None:
+        weights = open_pretrained(folder, model, getattr(config.model, "fresh", ()))
+        return DataAndModel(data=data, model=model, weights=weights)
     if channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return DataAndModel(data=data, model=model)
@@ -242,16 +258,19 @@ def build_trainer(
     if layout.is_compiled and not _has_own_code(config):
         load_compiler()
     channels_last = keeps_channels_last(config, layout, comm.device)
-    work = build_workload(config, layout, channels_last=channels_last, on_part=on_part)
+    work = build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
     num_eval = 0 if work.data.eval is None else len(work.data.eval)
     plan = with_length(plan, config, train_samples=len(work.data.train), eval_samples=num_eval)
     check_enough(plan.train_samples, layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
     sample = cost_of_sample(config, work.data, work.model)  # before an engine has it
+    files = kept_files(work.model, work.data, model_folder(config.model))
     seed_everything(config.train.seed)  # a model without values draws them now
     talking, compressor = _build_comm(config, comm, trace, node_ranks), build_compressor(layout)
     is_fused = fuses_loss(config.train.loss, layout, work.model, comm.device.type)
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
+    if work.weights is not None:
+        work.weights.fill(engine)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     policy = build_policy(config)
     loss = build_loss(
@@ -286,6 +305,7 @@ def build_trainer(
         evaluates_average=config.train.ema_eval,
         graphs=_choose_graphs(config, plan, loss, policy.dtype),
         sample=sample,
+        files=files,
     )
     on_part("model")
     return Trainer(parts, [*_notes(engine, choice), *_tuning(layout), *hooks], sink)
@@ -321,7 +341,7 @@ def _notes(engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
 
 def _has_own_code(config: Config) -> bool:
     """Says whether data or model are code of the user's, which may import anything."""
-    return "factory" in (config.model.kind, config.data.kind)
+    return config.model.kind in ("factory", "hf") or config.data.kind == "factory"
 
 
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:

@@ -70,7 +70,7 @@ class CrossEntropy:
         inputs, targets = batch
         if self.is_fused:
             return LossValue(model(inputs, targets=targets), self._count(targets))
-        return self._sum_and_count(_logits(model(inputs)), targets)
+        return self._sum_and_count(logits_of(model(inputs)), targets)
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """Returns the summed cross entropy and the number of right answers."""
@@ -78,7 +78,7 @@ class CrossEntropy:
         if self.is_fused:
             total, correct = model(inputs, targets=targets, counts=True)
             return LossValue(total, self._count(targets), correct)
-        logits = _logits(model(inputs))
+        logits = logits_of(model(inputs))
         return replace(self._sum_and_count(logits, targets), correct=(logits.argmax(-1) == targets).sum())
 
     def _sum_and_count(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> LossValue:
@@ -95,7 +95,7 @@ class CrossEntropy:
         return self.sum(rows, flat)
 
 
-def _logits(output: Any) -> Any:
+def logits_of(output: Any) -> Any:
     """Returns the logits of what a model gave: itself, or a part of it, as Hugging Face's models return."""
     return output if isinstance(output, torch.Tensor | SplitLogits) else getattr(output, "logits", output)
 

@@ -41,7 +41,7 @@ def needs_values(error: BaseException) -> bool:
 
 def is_users(config: Config) -> bool:
     """Says whether model, data or loss of a config are of the user's own code."""
-    return "factory" in (config.model.kind, config.data.kind) or config.train.loss != "auto"
+    return config.model.kind in ("factory", "hf") or config.data.kind == "factory" or config.train.loss != "auto"
 
 
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:

@@ -7,11 +7,13 @@ each rank's   random states
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from paceline.checkpoint.files import file_shards
 from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import COMPRESSION, MODEL, Line, State, line_from, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
@@ -56,6 +58,7 @@ class TrainerParts:
     evaluates_average: bool = False
     graphs: GraphedStep | None = None  # None: every step is run kernel by kernel
     sample: SampleCost = SampleCost()  # noqa: RUF009 (frozen)
+    files: Mapping[str, bytes] = field(default_factory=dict)  # of the model: see ``train/kept_files.py``
 
 
 class RunState:
@@ -79,7 +82,7 @@ class RunState:
         parts, comm = self.parts, self.parts.engine.world
         held = list(parts.engine.shards())
         optimizer, found = optimizer_shards(parts.optimizer, held)
-        shards = [*prefixed(MODEL, held), *optimizer]
+        shards = [*prefixed(MODEL, held), *optimizer, *file_shards(parts.files, comm.rank)]
         values: dict[str, Any] = {
             "bad_steps": self.bad_steps.state_dict(),
             "schedule": {"lr": [float(group["lr"]) for group in parts.optimizer.param_groups]},

@@ -172,10 +172,10 @@ def test_hugging_faces_folder_names_its_architecture(
     assert json.loads((path / "config.json").read_text())["model_type"] == architecture
 
 
-@pytest.mark.exhaustive  # to load transformers takes seconds
 @pytest.mark.parametrize("model", [LLAMA, CLASSIC], ids=["llama", "classic"])
 def test_hugging_faces_model_computes_the_same(saved: Save, tmp_path: Path, model: dict[str, object]) -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers  # here: to load it takes seconds, which every worker would pay
+
     path = out_of(saved("fsdp", 2, model), tmp_path / "hf", is_hugging_face=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path).eval()
     ours = make_model(model).eval()

@@ -61,7 +61,8 @@ def shape_of(manifest: Manifest) -> GPTShape:
     if kind != "gpt":
         raise UsageError(
             f"--hf for {f'model.kind = {kind}' if kind else 'a checkpoint without a config'}\n"
-            "  Hugging Face has a counterpart of the package's GPT\n  leave --hf out: tensors keep their own names"
+            "  Hugging Face has counterparts of its own models, also from factories, and of the package's GPT\n"
+            "  leave --hf out: tensors keep their own names"
         )
     try:
         shape = gpt_shape(GPTModelConfig.model_validate(manifest.setting("model")))

@@ -153,11 +153,11 @@ def save_incoming(
 
 
 def _open_safetensors(path: Path) -> Incoming:
-    files, config = _safetensors_files(path)
+    files, config = safetensors_files(path)
     streams: dict[str, Stream] = {}
     extra: dict[str, Any] = {}
     for file in files:
-        header = _safetensors_header(file)
+        header = safetensors_header(file)
         if twice := streams.keys() & header.tensors.keys():
             raise CheckpointError(
                 f"{file} has {min(twice)}, and another file too\n  each tensor is in one file\n  copy the folder again"
@@ -186,7 +186,7 @@ def _ours(file: Path, text: str) -> dict[str, Any]:
         ) from error
 
 
-def _safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
+def safetensors_files(path: Path) -> tuple[list[Path], dict[str, Any] | None]:
     if not path.is_dir():
         return [path], None
     _check_folder(path)
@@ -219,7 +219,7 @@ def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def _safetensors_header(path: Path) -> Header:
+def safetensors_header(path: Path) -> Header:
     try:
         return parse_header(LocalFiles(), path)
     except OSError as error:

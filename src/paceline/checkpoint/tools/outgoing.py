@@ -24,12 +24,15 @@ from typing import Any, Literal
 
 import torch
 
+from paceline.checkpoint.files import HUGGING_FACE, TOKENIZER, read_files, write_files
 from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, damaged
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
+from paceline.checkpoint.tools.adapters import merged_streams
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
 from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors
+from paceline.checkpoint.tools.vocabulary import VOCABULARY, as_tokenizer_json
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import row_major
 
@@ -146,6 +149,8 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
     check_parent(out)
     names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
     streams = {name.removeprefix(MODEL): stream_saved(checkpoint, name, name.removeprefix(MODEL)) for name in names}
+    if not options.with_optimizer:
+        streams = merged_streams(checkpoint, streams)
     if not streams:
         raise CheckpointError(
             f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
@@ -189,11 +194,19 @@ def exported_bytes(manifest: Manifest, options: ExportOptions) -> int:
 def _hugging_face_writer(
     checkpoint: Checkpoint, streams: dict[str, Stream], progress: Progress
 ) -> Callable[[Path], object]:
-    config, made = to_hugging_face(shape_of(checkpoint.manifest), streams)
+    kept = read_files(checkpoint, HUGGING_FACE)
+    if "config.json" in kept:
+        made = list(streams.values())
+    else:
+        config, made = to_hugging_face(shape_of(checkpoint.manifest), streams)
+        kept["config.json"] = (json.dumps(config, indent=2) + "\n").encode()
+    kept |= read_files(checkpoint, TOKENIZER)
+    if VOCABULARY in kept and "tokenizer.json" not in kept:
+        kept |= as_tokenizer_json(kept[VOCABULARY])
 
     def write(path: Path) -> None:
         path.mkdir()
-        (path / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_files(kept, path)
         write_safetensors(path / "model.safetensors", made, {"format": "pt"}, progress)
 
     return write

@@ -22,6 +22,7 @@ from torch import nn
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.engines.flat.side_stream import SideStream, host_empty
 from paceline.engines.precision import Precision
+from paceline.models.unfilled import is_unfilled
 from paceline.plan.layout import Offload
 from paceline.shards import FlatLayout, flat_layout, row_major
 
@@ -73,8 +74,10 @@ class FlatGroup:
         self.shard_bytes = (self.stop - self.start) * self.dtype.itemsize
         self._offload = offload
         self.is_on_host = (offload.optimizer or offload.parameters) and comm.device.type != "cpu"
+        self.is_unfilled = all(p.is_meta and is_unfilled(p) for p in originals)
         # The values are laid out in the dtype of the masters, so that these lose nothing.
-        self.full = torch.zeros(self.layout.length, dtype=self.dtype, device=comm.device)
+        make = torch.empty if self.is_unfilled else torch.zeros
+        self.full = make(self.layout.length, dtype=self.dtype, device=comm.device)
         views = [slot.view(self.full) for slot in self.layout.slots]
         self.parameters = [self._move(p, view) for p, view in zip(originals, views, strict=True)]
         self.master = torch.empty(0)

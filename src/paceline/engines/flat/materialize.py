@@ -24,6 +24,7 @@ from paceline.engines.agree import broadcast_tensors
 from paceline.engines.flat.unit import Attribute, Unit
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
+from paceline.models.unfilled import is_unfilled
 from paceline.plan.layout import Offload
 from paceline.units import MIB
 
@@ -139,13 +140,15 @@ def build_units(
     def cut(unit: Unit) -> None:
         """Ends a unit: rank 0's values for all, of which each rank keeps its slice."""
         for group in unit.groups:
-            if comm.size > 1:
+            if group.is_unfilled:
+                group.full.data[group.start : group.stop].zero_()
+            elif comm.size > 1:
                 comm.broadcast(group.full.data).wait()
         unit.keep_slices(places)
 
     made: dict[int, Unit] = {}
     # A device without values needs none.
-    if comm.device.type != "meta" and any(parameter.is_meta for parameter in model.parameters()):
+    if comm.device.type != "meta" and any(p.is_meta and not is_unfilled(p) for p in model.parameters()):
         made = _initialise(model, owned, make, cut)
     for index in range(len(owned)):
         if index not in made:

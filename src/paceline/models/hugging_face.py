@@ -1,0 +1,161 @@
+"""Models that transformers builds from a local folder of Hugging Face. No network, and no code but the library's.
+
+A pretrained model is built without values, whatever the strategy: parameters have shapes alone and are marked as
+unfilled (``models/unfilled.py``), and each rank later reads what it holds (``checkpoint/pretrained.py``). One from its
+config alone has the values that the library draws.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from paceline.errors import ConfigError, Problem, UsageError
+from paceline.models.lora import add_lora, fits
+from paceline.models.unfilled import mark_unfilled, parameters_on_meta
+
+if TYPE_CHECKING:
+    from paceline.config.sections import HFModelConfig, ModelConfig
+    from paceline.data.datasets import DataShape
+
+_TASKS = {
+    "causal_lm": "AutoModelForCausalLM",
+    "sequence_classification": "AutoModelForSequenceClassification",
+    "image_classification": "AutoModelForImageClassification",
+}
+
+
+def load_transformers() -> Any:
+    """Imports the library. Raises UsageError where it is missing."""
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise UsageError(
+            f"model.kind = hf needs transformers, which cannot be imported: {error}\n"
+            "  it builds the models of Hugging Face folders\n  pip install 'paceline[hf]'"
+        ) from error
+
+
+def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: bool = False) -> nn.Module:
+    """Builds the model of a folder; ``is_unfilled``: without values, which a pretrained one gets later.
+
+    Raises ConfigError where it cannot read the data, UsageError for a folder of which no model can be made.
+    """
+    library = load_transformers()
+    settings = _settings(library, config)
+    kind = _class(library, settings, config)
+    problems = [*_problems(settings, shape, config)]
+    if problems:
+        raise ConfigError(problems)
+    settings.use_cache = False  # keys and values of tokens before: of use where text is written, and memory here
+    try:
+        with parameters_on_meta() if is_unfilled else contextlib.nullcontext():
+            model: nn.Module = kind(settings)
+    except (ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise UsageError(
+            f"model.path = {config.path!r}: {kind.__name__} cannot be built: {error}\n"
+            "  transformers builds it from config.json\n  check that file, or set model.task"
+        ) from error
+    model.train()
+    if is_unfilled:
+        _draw(model, config.fresh)
+        mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
+    if config.lora.rank:
+        add_lora(model, **config.lora.model_dump(), trained=config.fresh)
+    return model
+
+
+def _settings(library: Any, config: HFModelConfig) -> Any:
+    try:
+        found = library.AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"model.path = {config.path!r}: transformers makes no config of it: {str(error).splitlines()[0]}\n"
+            "  it must know the model_type in config.json; code of the folder is never run\n"
+            "  use a newer transformers, or a factory: model: {kind: factory, ...}"
+        ) from error
+    return found
+
+
+def _class(library: Any, settings: Any, config: HFModelConfig) -> Any:
+    """Returns the class of the model: that of the task, or the one that the config names."""
+    if config.task is not None:
+        automatic = getattr(library, _TASKS[config.task])
+        try:
+            return automatic._model_mapping[type(settings)]
+        except KeyError:
+            raise UsageError(
+                f"model.task = {config.task} for a {settings.model_type}\n"
+                "  transformers has no such model of this family\n  choose another task, or leave it out"
+            ) from None
+    names = getattr(settings, "architectures", None) or []
+    found = getattr(library, str(names[0]), None) if names else None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise UsageError(
+            f"model.path = {config.path!r}: architectures = {names} in config.json is no class of transformers\n"
+            f"  it names the class of the model\n  set model.task to one of {', '.join(_TASKS)}"
+        )
+    return found
+
+
+def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterator[Problem]:
+    """Yields what the model has no room for. The number of classes follows the data where the head is new."""
+    if shape.kind == "classes" and shape.classes is not None:
+        if not config.pretrained or config.fresh:
+            settings.num_labels = shape.classes
+        elif settings.num_labels < shape.classes:
+            yield Problem(
+                what=f"the model has {settings.num_labels} classes, and the data {shape.classes}",
+                rule="its head is that of the folder",
+                fix="name the head in model.fresh, such as [classifier], and it begins anew with the data's classes",
+            )
+    # Models of text and images keep the transformer in a part.
+    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    for name, needed, unit in (
+        ("vocab_size", shape.vocab_size, "tokens of the vocabulary"),
+        ("max_position_embeddings", shape.context, "tokens of a sample"),
+    ):
+        has = getattr(text, name, None)
+        if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has:
+            yield Problem(
+                what=f"{name} = {has} in config.json, but the data has {needed} {unit}",
+                rule="the model needs room for all that the data has",
+                fix="choose the data's tokenizer and context for this model",
+            )
+
+
+@torch.no_grad()
+def _draw(model: Any, patterns: list[str]) -> None:
+    """Gives fresh parameters the values that the library draws for their modules."""
+    for prefix, module in model.named_modules():
+        names = [name for name, value in module._parameters.items() if value is not None]
+        if not any(fits(f"{prefix}.{name}", pattern) for name in names for pattern in patterns):
+            continue
+        for name in names:
+            old = module._parameters[name]
+            module._parameters[name] = nn.Parameter(torch.zeros(old.shape, dtype=old.dtype))
+        if callable(getattr(module, "reset_parameters", None)):
+            module.reset_parameters()
+        model._init_weights(module)
+
+
+def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
+    """Returns what the model calls each tensor of its files, by the renamings that the library knows of its classes."""
+    try:
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        apply = importlib.import_module("transformers.core_model_loading").apply_renamings
+    except (ImportError, AttributeError):  # releases before 5 build models with the names of their files
+        return {name: name for name in names}
+    plain = [each for each in mapping if not getattr(each, "operations", None)]
+    return {name: apply(name, plain) for name in names}
+
+
+def model_folder(config: ModelConfig) -> Path | None:
+    """Returns the folder that a model is built from; None where it is another kind of model."""
+    return Path(config.path) if config.kind == "hf" else None

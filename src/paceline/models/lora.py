@@ -1,0 +1,134 @@
+"""Low-rank adapters: a frozen linear layer, and beside it a product of two thin matrices that learns.
+
+    y = x W^T + scale * dropout(x) A^T B^T        A: rank x inputs, B: outputs x rank, scale = alpha / rank
+
+B begins with zeros, so the model begins as it was. Trained are rank * (inputs + outputs) numbers a layer instead of
+inputs * outputs; gradients and the optimizer's state are of these alone. The layer keeps its class, its names and its
+weight, and has ``lora_a`` and ``lora_b`` besides: what reads or shards the model needs to know nothing of it. An export
+adds the product to the weight.
+
+Layers are nn.Linear, and GPT-2's with a weight of (inputs, outputs), which is known by its attribute ``nf``.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from paceline.errors import UsageError
+
+A, B = "lora_a", "lora_b"
+
+
+class _Adapted(nn.Module):
+    """Mixed into the class of a layer."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns what the layer does, and what its adapter adds."""
+        thin = F.linear(F.dropout(x, self.lora_dropout, self.training), self.lora_a)
+        found: Tensor = super().forward(x)
+        return found + self.lora_scale * F.linear(thin, self.lora_b)
+
+
+def add_lora(
+    model: nn.Module,
+    *,
+    rank: int = 8,
+    alpha: float = 16.0,
+    dropout: float = 0.0,
+    targets: Sequence[str] = (),
+    trained: Sequence[str] = (),
+) -> list[str]:
+    """Freezes a model and gives linear layers adapters, in place; returns the layers' names.
+
+    ``targets`` are patterns of the last parts of names, such as ``q_proj`` or ``mlp.*``; without any, it is every
+    linear layer but the output layer. ``trained`` are patterns of parameters that stay trainable besides, such as a
+    new head. Raises UsageError where a pattern fits no linear layer.
+    """
+    ask = getattr(model, "get_output_embeddings", None)
+    head = ask() if callable(ask) else None
+    layers = {n: m for n, m in model.named_modules() if _sizes(m) is not None and m is not head}
+    lost = [pattern for pattern in targets if not any(_fits(name, pattern) for name in layers)]
+    if lost or not layers:
+        known = sorted({name.rpartition(".")[2] for name in layers})
+        raise UsageError(
+            f"lora.targets = {list(targets)}: {', '.join(lost) or 'no pattern'} fits no linear layer\n"
+            f"  adapters are for linear layers, by the last parts of their names\n"
+            f"  the model has {', '.join(known) or 'none'}"
+        )
+    model.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if any(fits(name, pattern) for pattern in trained):
+            parameter.requires_grad_(True)
+    chosen = {n: m for n, m in layers.items() if not targets or any(_fits(n, pattern) for pattern in targets)}
+    for layer in chosen.values():
+        _adapt(layer, rank, alpha / rank, dropout)
+    return list(chosen)
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, is_transposed: bool) -> Tensor:
+    """Returns the weight with its adapter's product."""
+    product = scale * (b.double() @ a.double())
+    return (weight.double() + (product.t() if is_transposed else product)).to(weight.dtype)
+
+
+def adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Returns the adapted layers by name: the scale, and whether the weight is (inputs, outputs)."""
+    return {
+        name: {"scale": module.lora_scale, "is_transposed": not isinstance(module, nn.Linear)}
+        for name, module in model.named_modules()
+        if isinstance(module, _Adapted)
+    }
+
+
+def fits(name: str, pattern: str) -> bool:
+    """Says whether a parameter's name, or that of its layer, ends with what a pattern says."""
+    return _fits(name, pattern) or _fits(name.rpartition(".")[0], pattern)
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, reversed(parts), reversed(wanted)))
+
+
+def _sizes(module: nn.Module) -> tuple[int, int] | None:
+    """Returns inputs and outputs of a linear layer; None of anything else."""
+    weight = module._parameters.get("weight")
+    if weight is None or weight.ndim != 2 or isinstance(module, _Adapted):
+        return None
+    if isinstance(module, nn.Linear):
+        return weight.shape[1], weight.shape[0]
+    return (weight.shape[0], weight.shape[1]) if hasattr(module, "nf") else None
+
+
+def _adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
+    sizes = _sizes(layer)
+    assert sizes is not None
+    weight = layer._parameters["weight"]
+    assert weight is not None
+    inputs, outputs = sizes
+    device = "cpu" if weight.is_meta else weight.device
+    a = torch.empty(rank, inputs, dtype=weight.dtype, device=device)
+    nn.init.kaiming_uniform_(a, a=math.sqrt(5))
+    layer.__class__ = _mixed(cast("Any", type(layer)))
+    layer.register_parameter(A, nn.Parameter(a))
+    layer.register_parameter(B, nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=device)))
+    vars(layer).update(lora_scale=scale, lora_dropout=dropout)
+
+
+@functools.cache
+def _mixed(own: Any) -> Any:
+    """Makes the class that is both; always the same, as compiled code looks at it."""
+    return type(f"Adapted{own.__name__}", (_Adapted, own), {})

@@ -1,0 +1,157 @@
+"""Text from a language model: a checkpoint made into a model on one device, and its next token again and again.
+
+Each token is drawn from the logits of the last position: the ``top_k`` most likely ones alone, divided by the
+temperature; at temperature 0 the most likely one. The model sees at most its context, and reads it whole for every
+token: cost n forwards for n tokens.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.files import HUGGING_FACE, TOKENIZER, read_files, write_files
+from paceline.checkpoint.manifest import MODEL
+from paceline.checkpoint.read import Checkpoint
+from paceline.config import Config, config_from_dict
+from paceline.data.datasets import DataShape
+from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
+from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.models.registry import build_model
+from paceline.models.unfilled import allocate_unfilled
+from paceline.shards import Shard, whole_region
+from paceline.train.loss import logits_of
+from paceline.untrusted import is_count
+
+_EMBEDDING = "token_embedding.weight"  # of the package's GPT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOptions:
+    """How many tokens are drawn, and how. ``top_k`` 0: of all."""
+
+    tokens: int = 200
+    temperature: float = 0.8
+    top_k: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """A model with what its tokens stand for. ``context``: the most tokens that it reads."""
+
+    model: nn.Module
+    tokenizer: Tokenizer
+    context: int
+    device: torch.device
+
+
+def open_language_model(checkpoint: Checkpoint, device: torch.device) -> LanguageModel:
+    """Builds the model of a run's checkpoint with its weights. Raises UsageError where it writes no text."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        tokenizer = _tokenizer(checkpoint, folder)
+        config = _config(checkpoint, folder)
+        shape = DataShape(kind="custom", vocab_size=_vocabulary(checkpoint), context=_data_context(checkpoint))
+        model = build_model(config.model, shape, is_unfilled=True)
+        tokenizer = tokenizer if tokenizer is not None else _refuse_tokens(checkpoint)
+    dtype = getattr(torch, config.train.dtype)
+    allocate_unfilled([model], torch.device("cpu"))
+    model.to(dtype)
+    lacking = [each for each in _named(model) if MODEL + each not in checkpoint.manifest.tensors]
+    if lacking:
+        raise CheckpointError(f"{checkpoint.path} has no {lacking[0]}\n  the model has {len(lacking)} such tensors")
+    for each, tensor in _named(model).items():
+        checkpoint.fill(Shard(name=each, region=whole_region(tuple(tensor.shape)), tensor=tensor), MODEL + each)
+    settings = getattr(model, "config", None)
+    context = getattr(settings, "context", None) or getattr(settings, "max_position_embeddings", None)
+    context = context if is_count(context) else _data_context(checkpoint)
+    return LanguageModel(
+        model=model.to(device).eval(), tokenizer=tokenizer, context=int(context or 1024), device=device
+    )
+
+
+@torch.no_grad()
+def sample(language: LanguageModel, prompt: str, options: SampleOptions) -> list[int]:
+    """Returns the tokens that follow a prompt, up to the end of a document. Raises UsageError for an empty prompt."""
+    given = language.tokenizer.encode(prompt)
+    if not given:
+        raise UsageError("the prompt has no tokens\n  the model goes on from them\n  give --prompt a text")
+    generator = torch.Generator().manual_seed(options.seed)
+    tokens: list[int] = []
+    for _ in range(options.tokens):
+        window = torch.tensor([(given + tokens)[-language.context :]], device=language.device)
+        logits = logits_of(language.model(window))[0, -1].float().cpu()
+        token = _draw(logits[: language.tokenizer.vocab_size], options, generator)
+        if token == language.tokenizer.end_token:
+            break
+        tokens.append(token)
+    return tokens
+
+
+def _draw(logits: torch.Tensor, options: SampleOptions, generator: torch.Generator) -> int:
+    if options.temperature == 0:
+        return int(logits.argmax())
+    if 0 < options.top_k < len(logits):
+        least = logits.topk(options.top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    return int(torch.multinomial((logits / options.temperature).softmax(-1), 1, generator=generator))
+
+
+def _tokenizer(checkpoint: Checkpoint, folder: Path) -> Tokenizer | None:
+    for place in (TOKENIZER, HUGGING_FACE):
+        inside = folder / place
+        inside.mkdir()
+        write_files(read_files(checkpoint, place), inside)
+    found = [folder / place for place in (TOKENIZER, HUGGING_FACE) if has_tokenizer(folder / place)]
+    return open_tokenizer(found[0]) if found else None
+
+
+def _refuse_tokens(checkpoint: Checkpoint) -> Tokenizer:
+    raise UsageError(
+        f"{checkpoint.path} does not say what its tokens stand for\n"
+        "  a run keeps the vocabulary of its text, or the tokenizer of its Hugging Face folder\n"
+        "  sample from a run on data: {kind: text} or a folder with tokenizer.json"
+    )
+
+
+def _config(checkpoint: Checkpoint, folder: Path) -> Config:
+    """Returns the config of the run; a Hugging Face model is built from what the checkpoint keeps of its folder."""
+    values: dict[str, Any] = dict(checkpoint.manifest.about.get("config") or {})
+    if not isinstance(values.get("model"), dict):
+        raise UsageError(
+            f"{checkpoint.path} does not say which model it is of\n  checkpoints of paceline train do\n"
+            "  name the folder of such a run"
+        )
+    model = dict(values["model"])
+    if model.get("kind") == "hf":
+        model |= {"path": str(folder / HUGGING_FACE), "task": None, "pretrained": False, "fresh": []}
+    train = values.get("train")
+    kept = {"dtype": train["dtype"]} if isinstance(train, dict) and "dtype" in train else {}
+    data = {"kind": "factory", "factory": "no:data"}  # none are made
+    try:
+        return config_from_dict({"model": model, "data": data, "train": {**kept, "steps": 1}})
+    except PacelineError as error:
+        raise UsageError(f"{checkpoint.path}: the config of its model cannot be used\n  {error}") from error
+
+
+def _vocabulary(checkpoint: Checkpoint) -> int | None:
+    saved = checkpoint.manifest.tensors.get(MODEL + _EMBEDDING)
+    return None if saved is None else saved.shape[0]
+
+
+def _data_context(checkpoint: Checkpoint) -> int | None:
+    context = checkpoint.manifest.setting("data", "context")
+    return context if is_count(context) else None
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Returns what a checkpoint has: parameters once each, and buffers that are saved."""
+    saved = model.state_dict(keep_vars=True)
+    buffers = {name: each for name, each in model.named_buffers() if name in saved}
+    return {**dict(model.named_parameters()), **buffers}

@@ -1,0 +1,126 @@
+"""From a run to text, and to a folder that ``from_pretrained`` and a tokenizer load."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from paceline.checkpoint import open_checkpoint
+from paceline.checkpoint.tools.outgoing import ExportOptions, export
+from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.config import config_from_dict
+from paceline.errors import UsageError
+from paceline.run.attempt import make_hooks
+from paceline.train.assemble import build_trainer
+from paceline.train.sampling import SampleOptions, open_language_model, sample
+from paceline.train.survive.recovery import StopRequest
+
+CPU = torch.device("cpu")
+TEXT = "to be or not to be, that is the question\n" * 20
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def make_llama() -> Any:
+    """Makes a model of the library, as a factory of the user's would."""
+    import transformers  # here: to load it takes seconds
+
+    config = transformers.LlamaConfig(
+        **SIZES, num_key_value_heads=1, vocab_size=24, max_position_embeddings=16, bos_token_id=None, eos_token_id=None
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a small Llama."""
+    path = tmp_path_factory.mktemp("hf") / "llama"
+    torch.manual_seed(0)
+    make_llama().save_pretrained(path)
+    return path
+
+
+def save(tmp_path: Path, model: dict[str, Any], strategy: str = "fsdp") -> Path:
+    """Trains two steps on two ranks; returns the checkpoint."""
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = config_from_dict(
+        {
+            "name": "run",
+            "model": model,
+            "data": {"kind": "text", "path": str(tmp_path / "text.txt"), "context": 8},
+            "train": {"steps": 2, "global_batch": 4},
+            "optim": {"lr": 0.05},
+            "parallel": {"ranks": 2, "strategy": strategy, "device": "cpu"},
+            "comm": {"backend": "virtual"},
+        }
+    )
+
+    def work(comm: VirtualCommunicator) -> None:
+        build_trainer(config, comm, hooks=make_hooks(config, tmp_path, StopRequest())).run()
+
+    run_virtual(work, 2)
+    return tmp_path / "checkpoints" / "step-00000002"
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "adapters": {"kind": "hf", "lora": {"rank": 2, "targets": ["q_proj", "o_proj"]}},
+    "factory": {"kind": "factory", "factory": f"{__name__.rpartition('.')[2]}:make_llama"},
+    "gpt": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_run_is_exported_loaded_and_sampled(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    model = MODELS[name]
+    own = tmp_path / "model"
+    if model["kind"] == "hf":
+        shutil.copytree(folder, own)
+        model = {**model, "path": str(own)}
+    path = save(tmp_path, model)
+    shutil.rmtree(own, ignore_errors=True)  # the checkpoint has all that it takes
+    checkpoint = open_checkpoint(path)
+    language = open_language_model(checkpoint, CPU)
+    found = sample(language, "to be", SampleOptions(tokens=4, temperature=0))
+    out = export(checkpoint, tmp_path / "out", ExportOptions(is_hugging_face=True))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    tokens = tokenizer("to be")["input_ids"]
+    assert tokens == language.tokenizer.encode("to be")
+    assert tokenizer.decode(tokens) == "to be"
+    logits = [m(torch.tensor([tokens])) for m in (language.model, theirs.eval())]
+    first, second = (getattr(each, "logits", each) for each in logits)
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
+    assert found[0] == int(second[0, -1].argmax())
+    assert not any("lora" in name for name in theirs.state_dict())
+
+
+def test_the_same_seed_writes_the_same_text(tmp_path: Path) -> None:
+    language = open_language_model(open_checkpoint(save(tmp_path, MODELS["gpt"])), CPU)
+    one, two, other = (sample(language, "to ", SampleOptions(tokens=12, seed=seed)) for seed in (1, 1, 2))
+    assert one == two != other
+    assert len(one) == 12
+    likely = sample(language, "to ", SampleOptions(tokens=12, top_k=1))
+    assert likely == sample(language, "to ", SampleOptions(tokens=12, temperature=0))
+    with pytest.raises(UsageError, match="the prompt has no tokens"):
+        sample(language, "", SampleOptions())
+
+
+def test_a_run_without_a_vocabulary_writes_no_text(tmp_path: Path) -> None:
+    path = save(tmp_path, MODELS["gpt"])
+    manifest = json.loads((path / "manifest.json").read_text())
+    names = manifest["tensors"]
+    assert any("files/tokenizer" in str(name) for name in names)
+    checkpoint = open_checkpoint(path)
+    tensors = {name: each for name, each in checkpoint.manifest.tensors.items() if not name.startswith("files/")}
+    object.__setattr__(checkpoint.manifest, "tensors", tensors)
+    with pytest.raises(UsageError, match="does not say what its tokens stand for"):
+        open_language_model(checkpoint, CPU)
