@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -98,6 +99,7 @@ class Engine(ABC):
     pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     holds_first_copy: bool = True  # whether no rank before this one holds the same gradients
+    checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass
 
     @property
@@ -119,6 +121,11 @@ class Engine(ABC):
     def num_parameters(self) -> int:
         """How many parameters the whole model has."""
         return sum(math.prod(full_shape(parameter)) for parameter in self.parameters())
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether this rank updates parts of the parameters, of which others have the rest."""
+        return False
 
     # Passes.
 
@@ -260,6 +267,7 @@ class Engine(ABC):
                 "  an optimizer updates what engine.parameters() gives, or training would change nothing\n"
                 f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
             )
+        self.checked_optimizer = weakref.ref(optimizer)
 
     # States.
 
