@@ -8,6 +8,8 @@ then arrive block by block, and communication overlaps with backward.
 from __future__ import annotations
 
 import difflib
+import itertools
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -66,7 +68,8 @@ def parallelize(
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
     ``ddp``, the default, replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too,
-    ``fsdp`` (or ``zero3``) everything; ``hybrid`` shards within groups of ``shard_ranks`` and replicates across. The
+    ``fsdp`` (or ``zero3``) everything; ``hybrid`` shards within hosts, or groups of ``shard_ranks``, and replicates
+    across. The
     module stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its
     own. Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on
     the meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone.
@@ -98,7 +101,7 @@ def parallelize(
         compressor = Compressor(layout.compression)
     if is_auto:
         layout = _choose(model, comm, layout)
-    layout = check_layout(layout, comm.size)
+    layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
         _check_compressor(layout)
     if policy.float8 and isinstance(model, nn.Module):
@@ -138,6 +141,27 @@ def _state_to_adopt(optimizer: torch.optim.Optimizer, comm: Communicator) -> dic
                 "  load it on all ranks before parallelize(), or afterwards with paceline.load()"
             )
     return state
+
+
+def _ranks_of_hosts(layout: Layout, comm: Communicator) -> int | None:
+    """Returns how many ranks a host has, where the shard groups of ``hybrid`` follow the hosts; None: all."""
+    if layout.strategy != "hybrid" or layout.shard_ranks or layout.node_ranks or comm.size == 1:
+        return None
+    hosts = gather_objects(comm, _host(comm))
+    sizes = [len(list(same)) for _, same in itertools.groupby(hosts)]
+    if len(set(sizes)) > 1 or len(sizes) != len(set(hosts)):
+        raise UsageError(
+            f"strategy = 'hybrid' on hosts with {', '.join(map(str, sizes))} ranks, in this order\n"
+            "  hybrid shards inside a host and replicates across hosts: all have as many ranks, one after another\n"
+            "  give shard_ranks=..., which divides the number of ranks, or strategy = 'fsdp'"
+        )
+    return sizes[0]
+
+
+def _host(comm: Communicator) -> str:
+    """Returns a name that ranks of one host share, for a rank of ``comm``."""
+    del comm
+    return socket.gethostname()
 
 
 def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layout:

@@ -24,6 +24,7 @@ from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
 from paceline.engines.float8 import Float8Layers
+from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
@@ -88,7 +89,7 @@ class StageRunner(Protocol):
         """Returns what this rank does in a step of so many microbatches."""
 
 
-class Engine(ABC):
+class Engine(ModuleFace, ABC):
     """A model that trains on the ranks of ``comm``, which share out every batch among them."""
 
     module: nn.Module
@@ -303,7 +304,7 @@ class Engine(ABC):
         for group in self.flat_groups:
             group.mark_changed()
 
-    def mark_updated(self) -> None:  # noqa: B027 - most engines have nothing to note
+    def mark_updated(self) -> None:
         """Tells the engine that a step was replayed: parameters have changed, and none of its passes has run."""
 
 

@@ -153,8 +153,8 @@ def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]],
     """Replaces a function of torch for all who have imported it: torch's own wrapper of it calls another one then."""
     outer = getattr(module, name)
     for cell in outer.__closure__ or () if isinstance(outer, FunctionType) else ():
-        inner: Any = cell.cell_contents
-        if inner is getattr(outer, "__wrapped__", None):
+        inner: Callable[..., Any] = cell.cell_contents
+        if inner == getattr(outer, "__wrapped__", None):
             cell.cell_contents = wrap(inner)
             return
     ours = wrap(outer)  # another torch, without such a wrapper: for those who look it up from now on
@@ -239,8 +239,7 @@ def _averaged(function: Callable[..., Any]) -> Callable[..., Any]:
             raise UsageError(
                 "AveragedModel with an engine that holds parts of the parameters\n"
                 "  whole averages cannot be updated from parts\n"
-                "  average what the rank updates, and swap it in to evaluate: "
-                "paceline.train.ema.WeightAverage(engine, decay)"
+                "  average what the rank updates, and swap it in to evaluate: paceline.WeightAverage(engine, decay)"
             )
         return function(self, model)
 
