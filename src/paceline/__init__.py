@@ -25,9 +25,12 @@ if TYPE_CHECKING:
     from paceline.classic.trainer import DistributedConfig as DistributedConfig
     from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
     from paceline.comm.base import Communicator as Communicator
+    from paceline.comm.mean import mean as mean
     from paceline.comm.torch_dist import disconnect as disconnect
     from paceline.comm.virtual.communicator import run_virtual as run_virtual
     from paceline.config.load import load_config as load_config
+    from paceline.data.own_loader import loader as loader
+    from paceline.data.own_loader import shard as shard
     from paceline.engines.apply import parallelize as parallelize
     from paceline.engines.engine import Engine as Engine
     from paceline.models.mlp import MLPClassifier as MLPClassifier
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from paceline.run.own_loop import connect as connect
     from paceline.run.own_loop import watch as watch
     from paceline.run.train import train as train
+    from paceline.train.ema import WeightAverage as WeightAverage
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
@@ -48,6 +52,9 @@ _NAMES = {
     "paceline.engines.apply": ("parallelize",),
     "paceline.plan.layout": ("Layout", "Offload", "Compression"),
     "paceline.engines.engine": ("Engine",),
+    "paceline.data.own_loader": ("loader", "shard"),
+    "paceline.comm.mean": ("mean",),
+    "paceline.train.ema": ("WeightAverage",),
     "paceline.checkpoint.loops": ("save", "load"),
     "paceline.comm.virtual.communicator": ("run_virtual",),
     "paceline.verify.certificate": ("verify",),

@@ -8,6 +8,8 @@ then arrive block by block, and communication overlaps with backward.
 from __future__ import annotations
 
 import difflib
+import itertools
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
@@ -15,10 +17,11 @@ from typing import Any
 import psutil
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
-from paceline.comm.objects import broadcast_object
+from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.buckets.choice import choose_for_link
@@ -32,6 +35,7 @@ from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded, Groups
 from paceline.engines.precision import Precision, check_precision, precision_named
+from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, UsageError
 from paceline.free_memory import measure_room
@@ -59,12 +63,14 @@ def parallelize(
     layout: Layout | None = None,
     precision: str | Precision | None = None,
     compressor: GradientCompression | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
     **options: Any,
 ) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
 
     ``ddp``, the default, replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too,
-    ``fsdp`` (or ``zero3``) everything; ``hybrid`` shards within groups of ``shard_ranks`` and replicates across. The
+    ``fsdp`` (or ``zero3``) everything; ``hybrid`` shards within hosts, or groups of ``shard_ranks``, and replicates
+    across. The
     module stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its
     own. Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on
     the meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone.
@@ -74,6 +80,9 @@ def parallelize(
     smaller on their way; ``tunes_buckets=True`` finds the size of buckets by measuring (``engine.bucket_choice`` says
     what was found; virtual ranks, whose times mean nothing, keep the default). ``precision`` is a name, or a policy of
     your own; ``compressor`` one of your own in place of the layout's.
+
+    ``optimizer`` is one that was built of ``model.parameters()``: it updates the engine's from now on, with its groups,
+    its settings and its state, which every rank has alike. Without it, build one of ``engine.parameters()``.
 
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another, and
     what is given twice.
@@ -93,11 +102,13 @@ def parallelize(
         compressor = Compressor(layout.compression)
     if is_auto:
         layout = _choose(model, comm, layout)
-    layout = check_layout(layout, comm.size)
+    layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
         _check_compressor(layout)
     if policy.float8 and isinstance(model, nn.Module):
         check_float8(model, model_blocks(model), policy.name)
+    before = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine
     if layout.is_split:
         _check_model(model, may_be_meta=comm.device.type == "meta")
@@ -107,7 +118,51 @@ def parallelize(
         engine = _share(model, comm, layout, policy, compressor)
     if comm.trained is not None:
         comm.trained.add(engine.parameters())
+    if optimizer is not None and state is not None:
+        adopt_optimizer(engine, optimizer, before, state)
+    watch_engine(engine, before)
     return engine
+
+
+def _state_to_adopt(optimizer: torch.optim.Optimizer, comm: Communicator) -> dict[str, Any]:
+    """Returns an optimizer's state. Raises UsageError where it is no optimizer, or ranks have different states."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(
+            f"optimizer = a {type(optimizer).__name__}\n  it is an optimizer of the model's parameters, to be adopted\n"
+            "  give optimizer=torch.optim.AdamW(model.parameters(), ...)"
+        )
+    state = optimizer.state_dict()
+    tensors = [leaf for leaf in tree_leaves(state["state"]) if isinstance(leaf, torch.Tensor)]
+    sums = [float(tensor.double().abs().sum()) for tensor in tensors]
+    for rank, others in enumerate(gather_objects(comm, sums)):
+        if others != sums:
+            raise UsageError(
+                f"the optimizer's state of rank {comm.rank} is not that of rank {rank}\n"
+                "  every rank gives the whole state, as one process has it\n"
+                "  load it on all ranks before parallelize(), or afterwards with paceline.load()"
+            )
+    return state
+
+
+def _ranks_of_hosts(layout: Layout, comm: Communicator) -> int | None:
+    """Returns how many ranks a host has, where the shard groups of ``hybrid`` follow the hosts; None: all."""
+    if layout.strategy != "hybrid" or layout.shard_ranks or layout.node_ranks or comm.size == 1:
+        return None
+    hosts = gather_objects(comm, _host(comm))
+    sizes = [len(list(same)) for _, same in itertools.groupby(hosts)]
+    if len(set(sizes)) > 1 or len(sizes) != len(set(hosts)):
+        raise UsageError(
+            f"strategy = 'hybrid' on hosts with {', '.join(map(str, sizes))} ranks, in this order\n"
+            "  hybrid shards inside a host and replicates across hosts: all have as many ranks, one after another\n"
+            "  give shard_ranks=..., which divides the number of ranks, or strategy = 'fsdp'"
+        )
+    return sizes[0]
+
+
+def _host(comm: Communicator) -> str:
+    """Returns a name that ranks of one host share, for a rank of ``comm``."""
+    del comm
+    return socket.gethostname()
 
 
 def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layout:

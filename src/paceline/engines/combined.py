@@ -209,6 +209,10 @@ class CombinedParallel(Engine):
         return self._num_parameters
 
     @property
+    def holds_parts(self) -> bool:
+        return True
+
+    @property
     def random_stream(self) -> int:
         """One for each stage and share of the batch: what tensor ranks do not split, they compute alike."""
         return self.axes.pipe.rank * self.comm.size + self.comm.rank

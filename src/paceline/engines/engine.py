@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
 from paceline.engines.float8 import Float8Layers
+from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
@@ -87,7 +89,7 @@ class StageRunner(Protocol):
         """Returns what this rank does in a step of so many microbatches."""
 
 
-class Engine(ABC):
+class Engine(ModuleFace, ABC):
     """A model that trains on the ranks of ``comm``, which share out every batch among them."""
 
     module: nn.Module
@@ -98,6 +100,7 @@ class Engine(ABC):
     pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     holds_first_copy: bool = True  # whether no rank before this one holds the same gradients
+    checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass
 
     @property
@@ -119,6 +122,11 @@ class Engine(ABC):
     def num_parameters(self) -> int:
         """How many parameters the whole model has."""
         return sum(math.prod(full_shape(parameter)) for parameter in self.parameters())
+
+    @property
+    def holds_parts(self) -> bool:
+        """Whether this rank updates parts of the parameters, of which others have the rest."""
+        return False
 
     # Passes.
 
@@ -260,6 +268,7 @@ class Engine(ABC):
                 "  an optimizer updates what engine.parameters() gives, or training would change nothing\n"
                 f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
             )
+        self.checked_optimizer = weakref.ref(optimizer)
 
     # States.
 
@@ -295,7 +304,7 @@ class Engine(ABC):
         for group in self.flat_groups:
             group.mark_changed()
 
-    def mark_updated(self) -> None:  # noqa: B027 - most engines have nothing to note
+    def mark_updated(self) -> None:
         """Tells the engine that a step was replayed: parameters have changed, and none of its passes has run."""
 
 

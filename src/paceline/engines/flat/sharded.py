@@ -23,6 +23,10 @@ class ShardedEngine(ModuleEngine):
     _updated: dict[str, nn.Parameter]  # this rank's flat pieces, some of them empty, and what is not cut
     _is_plain = False  # whether pieces and parameters are the same, as on one rank that keeps no copies
 
+    @property
+    def holds_parts(self) -> bool:
+        return not self._is_plain and self.comm.size > 1
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._updated.items())
 

@@ -1,0 +1,199 @@
+"""Batches of one's own data for loops of one's own: the exact order, ragged ends and resume of ``TrainLoader``.
+
+    loader = paceline.loader(dataset, comm, batch_size=64)        # a batch of 64 over all ranks
+    loader = paceline.shard(dataloader, comm)                     # the same from a DataLoader of one process
+
+for epoch in range(loader.epoch, epochs):
+    for inputs, targets in loader: ...
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from paceline.data.datasets import Batch, MapDataset, check_map_style
+from paceline.data.fetch import LoaderOptions
+from paceline.data.loader import StepBatch, TrainLoader
+from paceline.data.order import DataOrder
+from paceline.errors import DataError, UsageError
+
+
+class Ranks(Protocol):
+    """Who shares the batches out: a communicator."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+
+class OwnLoader:
+    """Iterates over one epoch at a time; every rank gets its share of each batch, in the order of one process.
+
+    A step's share differs by one sample between ranks where the batch does not divide, and the last batch of an epoch
+    may be short. A rank without a sample in it gets None. ``state_dict()`` is where the loop stands: it loads at any
+    number of ranks, and with another batch size.
+    """
+
+    def __init__(self, loader: TrainLoader, ranks: Ranks) -> None:
+        self._loader, self.order = loader, loader.order
+        self._position = 0  # samples consumed by all ranks
+        self._next = 0  # where the next epoch begins, or the rest of one that was loaded
+        self._stream: Generator[StepBatch, None, None] | None = None
+        self._stream_at = 0
+        short = self.order.samples_per_epoch % self.order.global_batch
+        if 0 < short < ranks.size:
+            warnings.warn(
+                f"the last batch of an epoch has {short} of {self.order.global_batch} samples, for {ranks.size} ranks: "
+                "ranks without one get None; call engine.sit_out() for it, or give drop_last=True",
+                stacklevel=3,
+            )
+
+    def __len__(self) -> int:
+        """Returns the number of batches of an epoch, the same on every rank."""
+        return self.order.steps_per_epoch
+
+    @property
+    def epoch(self) -> int:
+        """The number of the epoch that the next iteration reads: the one that was loaded in its middle, too."""
+        return self._next // self.order.samples_per_epoch
+
+    def __iter__(self) -> Iterator[Batch | None]:
+        """Yields this rank's batches of the next epoch, or of the rest of the one that was loaded."""
+        size = self.order.samples_per_epoch
+        position = self._next
+        self._next = end = (position // size + 1) * size
+        while position < end:
+            step = self._read(position)
+            if step.epoch * size >= end:  # what is left of an epoch, loaded with another batch size, is dropped
+                self.close()
+                break
+            self._position = self._stream_at = position = step.next_position
+            yield step.microbatches[0]
+
+    def _read(self, position: int) -> StepBatch:
+        """Returns the step at a position; workers live on from epoch to epoch."""
+        if self._stream is None or self._stream_at != position:
+            self.close()
+            self._stream = self._loader.steps(position)
+            self._stream_at = position
+        return next(self._stream)
+
+    def close(self) -> None:
+        """Ends the worker processes, if any; a later iteration starts new ones."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns where the loop stands after the batch that it was handed last: the same on every rank."""
+        order = self.order
+        sizes = {"length": order.length, "epoch_samples": order.samples_per_epoch}
+        return {"position": self._position, "seed": order.seed, **sizes}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Goes on after the batch at which ``state_dict`` was taken, at any number of ranks.
+
+        Raises DataError for a data set of another length, epochs of another length (``drop_last``) or another seed.
+        """
+        mine = self.state_dict()
+        for key in ("length", "epoch_samples", "seed"):
+            if state[key] != mine[key]:
+                raise DataError(
+                    f"the loader was saved with {key} = {state[key]}, this one has {mine[key]}\n"
+                    "  the order of samples follows from it\n  give the same data set, seed and drop_last"
+                )
+        self.close()
+        self._position = self._next = state["position"]
+
+
+def loader(
+    dataset: MapDataset,
+    comm: Ranks,
+    *,
+    batch_size: int,
+    shuffle: bool = True,
+    seed: int = 0,
+    drop_last: bool = False,
+    workers: int = 0,
+    collate: Callable[[list[Any]], Batch] | None = None,
+) -> OwnLoader:
+    """Makes the loader of a loop of one's own; ``batch_size`` samples are those of one step over *all* ranks.
+
+    Order and batches are a function of seed, epoch and position alone, so that the number of ranks changes nothing.
+    With ``workers`` processes batches are read ahead. ``collate`` joins samples to a batch. On CUDA, batches are on
+    the device of ``comm``.
+
+    Raises DataError for a data set without a length, or without samples.
+    """
+    length = check_map_style(dataset, "the data set")
+    data: Any = dataset if collate is None else _Collated(dataset, collate)
+    order = DataOrder(length=length, global_batch=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
+    options = LoaderOptions(workers=workers, device=comm.device if comm.device.type == "cuda" else None)
+    return OwnLoader(TrainLoader(data, order, rank=comm.rank, ranks=comm.size, options=options), comm)
+
+
+def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
+    """Shares the batches of a torch ``DataLoader`` of one process out among the ranks.
+
+    Its batch size is then that of all ranks together, so that a step has the samples that it had; shuffled or not,
+    collate function, workers and ``drop_last`` are taken over. The order of a shuffle is ours, of ``seed``.
+
+    Raises UsageError for a stream, and for a sampler of one's own, whose order nobody could resume.
+    """
+    if not isinstance(batches, DataLoader):
+        raise UsageError(
+            f"shard() of a {type(batches).__name__}\n  it takes a torch DataLoader\n"
+            "  for a data set, call paceline.loader(dataset, comm, batch_size=...)"
+        )
+    if isinstance(batches.dataset, IterableDataset) or batches.batch_size is None:
+        raise UsageError(
+            "shard() of a DataLoader without indices or batches of its own (a stream, or batch_sampler=)\n"
+            "  ranks share batches out by the numbers of samples\n"
+            "  use a data set with __len__ and __getitem__ and batch_size=..., or let each rank read a share of its own"
+        )
+    sampler = batches.sampler
+    is_plain_shuffle = isinstance(sampler, RandomSampler) and not sampler.replacement
+    if not is_plain_shuffle and not isinstance(sampler, SequentialSampler):
+        what = type(sampler).__name__
+        fix = "draw the samples in the data set itself"
+        if isinstance(sampler, DistributedSampler):
+            fix = "give the DataLoader without it, or use that DataLoader as it is"
+        raise UsageError(
+            f"shard() of a DataLoader with a {what}\n"
+            f"  the order is that of shuffle=True or False, which can be resumed\n  {fix}"
+        )
+    dataset: Any = batches.dataset
+    return loader(
+        dataset,
+        comm,
+        batch_size=batches.batch_size,
+        shuffle=is_plain_shuffle,
+        seed=seed,
+        drop_last=batches.drop_last,
+        workers=batches.num_workers,
+        collate=batches.collate_fn,
+    )
+
+
+class _Collated:
+    """A data set whose batches are joined by a function of the user's own."""
+
+    def __init__(self, dataset: MapDataset, collate: Callable[[list[Any]], Batch]) -> None:
+        self._dataset, self._collate = dataset, collate
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index]
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        read: Any = getattr(self._dataset, "__getitems__", None)
+        samples = read(indices) if read is not None else [self._dataset[index] for index in indices]
+        batch = self._collate(samples)
+        return tuple(batch) if isinstance(batch, list) else batch

@@ -1,0 +1,261 @@
+"""What torch's own helpers do with the parameters of an engine: the right thing, or an error that names what to call.
+
+Under sharding a rank holds parts of the parameters and of their gradients. A helper that looks at one element at a time
+is right as it is (``clip_grad_value_``). One that looks at all of them is not, and is made right here, or refuses:
+
+    clip_grad_norm_, get_total_norm            right: the norm over all ranks, which all of them ask for
+    GradScaler.unscale_                        right: what is not finite on one rank is so on all, and all skip the step
+    parameters_to_vector, AveragedModel        refused
+    Optimizer.step                             refused for parameters that an engine has replaced
+
+Optimizers have global hooks. For the other helpers, the function inside torch's wrapper is replaced when the first such
+engine is made, so that it does not matter when a script imported them. A subclass of tensors would need no
+replacement, but would turn off foreach and fused optimizers, and slow every step down. Without an engine that holds
+parts, a call costs a look into an empty dict.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils import clip_grad, convert_parameters
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.swa_utils import AveragedModel
+
+from paceline.engines.engine import Engine
+from paceline.errors import UsageError
+
+_Parts = weakref.WeakKeyDictionary[Engine, frozenset[int]]
+
+
+class _Watch:
+    """The engines of this process that hold parts, what they replaced, and the optimizers that were looked at."""
+
+    def __init__(self) -> None:
+        self.parts: _Parts = weakref.WeakKeyDictionary()  # by engine, the ids of what it updates, which it keeps
+        self.replaced: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self.is_installed = False
+
+    def engines_of(self, parameters: Iterable[torch.Tensor]) -> list[Engine]:
+        """Returns the engines that update some of these."""
+        if not self.parts:
+            return []
+        given = {id(parameter) for parameter in parameters}
+        return [engine for engine, ids in list(self.parts.items()) if not ids.isdisjoint(given)]
+
+    def num_replaced(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Counts those that an engine has put others in the place of."""
+        found = ((self.replaced.get(id(parameter)), parameter) for parameter in parameters)
+        return sum(reference is not None and reference() is parameter for reference, parameter in found)
+
+
+_WATCH = _Watch()
+
+
+def watch_engine(engine: Engine, before: Mapping[str, nn.Parameter]) -> None:
+    """Takes note of an engine, and of the parameters that the module had ``before``."""
+    updated = {id(parameter) for parameter in engine.parameters()}
+    for parameter in before.values():
+        number = id(parameter)
+        if number not in updated:
+            forget = functools.partial(_forget, _WATCH.replaced, number)
+            _WATCH.replaced[number] = weakref.ref(parameter, forget)
+    if engine.holds_parts:
+        _WATCH.parts[engine] = frozenset(updated)
+    if not _WATCH.is_installed:
+        _WATCH.is_installed = True
+        _install()
+
+
+def _forget(replaced: dict[int, weakref.ref[nn.Parameter]], number: int, reference: object) -> None:
+    if replaced.get(number) is reference:
+        del replaced[number]
+
+
+# Optimizers.
+
+
+def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """Runs before every step of every optimizer; looks at one when it is new, or has other groups."""
+    groups = optimizer.param_groups
+    if _WATCH.seen.get(optimizer) == len(groups):
+        return
+    _WATCH.seen[optimizer] = len(groups)
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    num_replaced = _WATCH.num_replaced(parameters)
+    if num_replaced:
+        del _WATCH.seen[optimizer]  # the next step says the same
+        kind = type(optimizer).__name__
+        raise UsageError(
+            f"{num_replaced} of the {len(parameters)} tensors of this {kind} are no longer the parameters that train\n"
+            "  parallelize() gave the engine others in their place, and this step would change nothing\n"
+            f"  give parallelize(..., optimizer=optimizer), or build it afterwards: {kind}(engine.parameters(), ...)"
+        )
+    for engine in _WATCH.engines_of(parameters):
+        is_checked = engine.checked_optimizer is not None and engine.checked_optimizer() is optimizer
+        if not is_checked and engine.comm.device.type != "meta":  # a dry run records what happens in a step
+            engine.check_optimizer(optimizer)
+
+
+def adopt_optimizer(
+    engine: Engine, optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], state: Mapping[str, Any]
+) -> None:
+    """Lets an optimizer of the module's parameters ``before`` update those of the engine: groups, settings and state.
+
+    ``state`` is the optimizer's own, taken before. A rank that has only some layers keeps the state of these.
+    """
+    names = {id(parameter): name for name, parameter in before.items()}
+    now = dict(engine.named_parameters())
+    strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise UsageError(
+            f"{strangers} tensors of the optimizer are no parameters of the model\n"
+            "  parallelize(..., optimizer=...) puts those of the engine in the place of the model's\n"
+            "  build the optimizer of model.parameters() alone, or afterwards of engine.parameters()"
+        )
+    for group in optimizer.param_groups:
+        held = [names[id(parameter)] for parameter in group["params"]]
+        group["params"] = [now[name] for name in held if name in now]
+        if "param_names" in group:
+            pairs = zip(group["param_names"], held, strict=True)
+            group["param_names"] = [given for given, name in pairs if name in now]
+    optimizer.state.clear()
+    engine.check_optimizer(optimizer)
+    if state["state"]:
+        engine.load_full_optimizer_state(optimizer, dict(state))
+
+
+# Other helpers.
+
+
+def _install() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+    _replace_inside(clip_grad, "_get_total_norm", _total_norm)
+    _replace_inside(clip_grad, "clip_grad_norm_", _checked)
+    _replace_inside(clip_grad, "clip_grad_value_", _checked)
+    names: dict[str, Any] = vars(convert_parameters)
+    names["_check_param_device"] = _whole(names["_check_param_device"])
+    averages: Any = AveragedModel
+    averages.update_parameters = _averaged(averages.update_parameters)
+    scaler: Any = torch.amp.GradScaler
+    scaler._unscale_grads_ = _unscaled(scaler._unscale_grads_)
+
+
+def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replaces a function of torch for all who have imported it: torch's own wrapper of it calls another one then."""
+    outer = getattr(module, name)
+    for cell in outer.__closure__ or () if isinstance(outer, FunctionType) else ():
+        inner: Callable[..., Any] = cell.cell_contents
+        if inner == getattr(outer, "__wrapped__", None):
+            cell.cell_contents = wrap(inner)
+            return
+    ours = wrap(outer)  # another torch, without such a wrapper: for those who look it up from now on
+    for owner in (module, nn.utils):
+        for key in (name, name.lstrip("_")):
+            if getattr(owner, key, None) is outer:
+                setattr(owner, key, ours)
+
+
+def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses parameters that an engine has replaced: these have no gradients."""
+
+    @functools.wraps(function)
+    def check(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        num_replaced = _WATCH.num_replaced(given)
+        if num_replaced:
+            raise UsageError(
+                f"{function.__name__} was given {num_replaced} parameters that an engine has replaced\n"
+                "  gradients are at the engine's own parameters, and these have none\n"
+                "  call engine.clip_grad_norm_(max_norm), or give engine.parameters()"
+            )
+        return function(given, *args, **kwargs)
+
+    return check
+
+
+def _total_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Gives the norm over all ranks: one number with this norm takes the place of an engine's gradients."""
+
+    @functools.wraps(function)
+    def measure(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
+        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        for engine in list(_WATCH.parts):
+            ours = {id(gradient): gradient.numel() for gradient in _gradients_of(engine)}
+            found = ours.keys() & {id(tensor) for tensor in given}
+            if not found:
+                continue
+            if any(size for number, size in ours.items() if number not in found):
+                raise UsageError(
+                    f"a norm of {len(found)} of the engine's {len(ours)} gradients\n"
+                    "  a rank holds a part of each gradient, and the ranks know the norm of all of them\n"
+                    "  call engine.clip_grad_norm_(max_norm), with infinity to measure, or give the gradients of all "
+                    "engine.parameters()"
+                )
+            norm = engine.clip_grad_norm_(math.inf, float(norm_type))
+            given = [tensor for tensor in given if id(tensor) not in found]
+            given.insert(0, norm.reshape(1))
+        return function(given, norm_type, *args, **kwargs)
+
+    return measure
+
+
+def _gradients_of(engine: Engine) -> Sequence[torch.Tensor]:
+    return [parameter.grad for parameter in engine.parameters() if parameter.grad is not None]
+
+
+def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses a part of a parameter where a vector of all parameters is made, or taken apart."""
+
+    @functools.wraps(function)
+    def check(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _WATCH.engines_of([param]) or _WATCH.num_replaced([param]):
+            raise UsageError(
+                "a vector of the parameters of an engine that holds parts of them\n"
+                "  it would be another vector on every rank\n"
+                "  take engine.full_state_dict() on all ranks, which has whole tensors, and "
+                "engine.load_full_state_dict(state)"
+            )
+        return function(param, *args, **kwargs)
+
+    return check
+
+
+def _averaged(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuses an average of parts, or of parameters that an update has not come to yet."""
+
+    @functools.wraps(function)
+    def check(self: Any, model: Any) -> Any:
+        given = list(model.parameters())
+        if _WATCH.engines_of(given) or _WATCH.num_replaced(given):
+            raise UsageError(
+                "AveragedModel with an engine that holds parts of the parameters\n"
+                "  whole averages cannot be updated from parts\n"
+                "  average what the rank updates, and swap it in to evaluate: paceline.WeightAverage(engine, decay)"
+            )
+        return function(self, model)
+
+    return check
+
+
+def _unscaled(function: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
+    """Lets all ranks know of gradients that are not finite on one of them."""
+
+    @functools.wraps(function)
+    def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        found = function(self, optimizer, *args, **kwargs)
+        for engine in _WATCH.engines_of(p for group in optimizer.param_groups for p in group["params"]):
+            device = engine.world.device
+            bad = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
+            engine.world.all_reduce(bad, "max").wait()
+        return found
+
+    return unscale
