@@ -282,13 +282,29 @@ def _degrees(parallel: ParallelConfig) -> str:
 
 def check_warmup(config: Config) -> Iterator[Problem]:
     """Checks that the warmup ends before the schedule does, where the config alone says how long that is."""
+    if known := known_length(config):
+        yield from warmup_problems(config.optim.schedule, *known)
+
+
+def known_length(config: Config) -> tuple[float, str] | None:
+    """Returns how long the schedule of the rate is, and what says so; None where only the data can tell."""
     schedule, train = config.optim.schedule, config.train
     if schedule.length is not None:
-        yield from warmup_problems(schedule, schedule.length, "optim.schedule.length")
-    elif schedule.unit == "steps" and train.steps is not None:
-        yield from warmup_problems(schedule, train.steps, "train.steps")
-    elif train.steps is not None and train.global_batch is not None:
-        yield from warmup_problems(schedule, train.steps * train.global_batch, "train.steps x train.global_batch")
+        return schedule.length, "optim.schedule.length"
+    if schedule.unit == "steps" and train.steps is not None:
+        return train.steps, "train.steps"
+    if train.steps is not None and train.global_batch is not None:
+        return train.steps * train.global_batch, "train.steps x train.global_batch"
+    return None
+
+
+def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[float, str]:
+    """Returns a warmup for which a schedule of this length has room, and what to tell of it if that is another one."""
+    if not any(warmup_problems(schedule, length, name)):
+        return schedule.warmup, ""
+    shorter = float(length // 10)
+    told = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
+    return shorter, f"{told}: it is {shorter:g} here"
 
 
 def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Iterator[Problem]:

@@ -284,6 +284,8 @@ def _eval_line(evaluation: EvalRecord) -> Text:
 def _event_line(event: EventRecord) -> Text:
     if event.name == "straggler":
         return Text(f"step {event.step}{_GAP}{event.detail.get('sentence', '')}", style="yellow")
+    if "note" in event.detail:
+        return Text(f"step {event.step}{_GAP}{event.detail['note']}")
     detail = "".join(f"{_GAP}{key} {value}" for key, value in event.detail.items())
     return Text(f"step {event.step}{_GAP}{event.name}").append(detail, style="dim")
 

@@ -20,7 +20,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
-from paceline.config.checks import warmup_problems
+from paceline.config.checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader
@@ -31,7 +31,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16
-from paceline.errors import ConfigError, TrainingError
+from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout
@@ -277,6 +277,8 @@ def build_trainer(
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     options, choice = loader_options(config, comm, work.data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
+    notes: list[Hook] = []
+    schedule = build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note})))
     parts = TrainerParts(
         plan=plan,
         engine=engine,
@@ -284,7 +286,7 @@ def build_trainer(
         loader=_train_loader(config, plan, work.data, engine.comm, options),
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,
-        schedule=build_schedule(config, plan),
+        schedule=schedule,
         policy=policy,
         meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
@@ -304,7 +306,7 @@ def build_trainer(
     if choice is not None:
         hooks = [NoteHook("loader", choice.detail()), *hooks]
     on_part("model")
-    return Trainer(parts, hooks, sink)
+    return Trainer(parts, [*notes, *hooks], sink)
 
 
 def _has_own_code(config: Config) -> bool:
@@ -389,15 +391,19 @@ def build_policy(config: Config) -> StepPolicy:
     )
 
 
-def build_schedule(config: Config, plan: Plan) -> RateSchedule:
-    """Makes the learning-rate schedule; without a length of its own it spans the run."""
+def build_schedule(config: Config, plan: Plan, tell: Callable[[str], None] = ignore_phase) -> RateSchedule:
+    """Makes the learning-rate schedule; without a length of its own it spans the run.
+
+    A warmup that is longer than the run is shortened where only the data says how long an epoch is; ``tell`` hears it.
+    """
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
-    if asked.length is None and config.train.steps is None:  # how long an epoch is, the data alone says
-        name = f"train.epochs = {config.train.epochs_to_run:g}"
-        if problems := list(warmup_problems(asked, whole_run, name)):
-            raise ConfigError(problems)
-    return RateSchedule(**{**asked.model_dump(), "length": float(asked.length or whole_run)})
+    warmup, note = asked.warmup, ""
+    if asked.length is None and config.train.steps is None:
+        warmup, note = shorter_warmup(asked, whole_run, f"train.epochs = {config.train.epochs_to_run:g}")
+    if note:
+        tell(note)
+    return RateSchedule(**{**asked.model_dump(), "warmup": warmup, "length": float(asked.length or whole_run)})
 
 
 def _fit_microbatch(
