@@ -258,6 +258,7 @@ def build_trainer(
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     policy = build_policy(config)
+    notes: list[Hook] = []
     may_ignore = config.data.kind == "factory"
     loss = build_loss(
         config.train.loss,
@@ -273,11 +274,11 @@ def build_trainer(
         sums = getattr(loss, "sum", None)
         fix_sizes(engine.module, sums, training=is_even and batch % at_once == 0, evaluation=num_eval % at_once == 0)
     if plan.finds_microbatch:
-        plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
+        plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
+        notes.append(NoteHook("microbatch", {"note": found}))
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     options, choice = loader_options(config, comm, work.data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
-    notes: list[Hook] = []
     schedule = build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note})))
     parts = TrainerParts(
         plan=plan,
@@ -408,8 +409,8 @@ def build_schedule(config: Config, plan: Plan, tell: Callable[[str], None] = ign
 
 def _fit_microbatch(
     config: Config, plan: Plan, engine: Engine, loss: Loss, data: DataSplits, node_ranks: int | None
-) -> Plan:
-    """Finds the largest microbatch that all ranks can hold; the global batch stays."""
+) -> tuple[Plan, str]:
+    """Finds the largest microbatch that all ranks can hold, and says why it is that; the global batch stays."""
     device = engine.comm.device
     hosts = node_ranks or engine.comm.size
     slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
@@ -427,7 +428,15 @@ def _fit_microbatch(
     )
     found = find_microbatch(engine, loss, data.train, getattr(torch, config.train.dtype), limits)
     assert found.samples is not None
-    return plan.with_microbatch(found.samples)
+    tried = "; ".join(
+        f"{each.samples}: {'out of memory' if each.peak_bytes is None else format_bytes(each.peak_bytes)}"
+        + ("" if each.fits else ", too much")
+        for each in found.trials
+    )
+    whole = plan.batch.samples_per_rank
+    reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
+    text = f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
+    return plan.with_microbatch(found.samples), text
 
 
 def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_ranks: int, device: str) -> int:
