@@ -26,7 +26,7 @@ from paceline.config.sections import (
     missing_dimensions,
 )
 from paceline.config.settings import check_backend_settings
-from paceline.config.suggest import near_files
+from paceline.config.suggest import near_files, nearest
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect, text_of
 
@@ -377,7 +377,8 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
     """Checks that a run that goes back saves checkpoints to go back to."""
     answers = {"recovery.on_nan": config.recovery.on_nan, "recovery.on_spike": config.recovery.on_spike}
     asked = [key for key, value in answers.items() if value in ("roll_back", "lower_rate")]
-    if asked and config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
+    times = (config.checkpoint.every_steps, config.checkpoint.every_epochs, config.checkpoint.every_minutes)
+    if asked and not any(times):
         yield Problem(
             what=f"{' and '.join(asked)} without checkpoints during the run",
             rule="a run goes back to its last checkpoint",
@@ -385,7 +386,29 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
         )
 
 
+def check_metric_names(config: Config) -> Iterator[Problem]:
+    """Checks that the metrics by which runs stop and checkpoints are best are evaluated."""
+    own = [f"eval_{name}" for name in config.train.metrics]
+    known = ["eval_loss", "eval_accuracy", "eval_perplexity", *own]
+    asked = {
+        "train.early_stop.metric": config.train.early_stop.metric,
+        "checkpoint.best_metric": config.checkpoint.best_metric,
+    }
+    for key, name in asked.items():
+        if name not in known:
+            near = nearest(name, known)
+            yield Problem(
+                what=f"{key} = {name} is not evaluated",
+                rule=f"it is one of {', '.join(known)}; train.metrics adds others",
+                fix=f"did you mean {near}?" if near else "",
+            )
+    taken = sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys())
+    if taken:
+        yield Problem(what=f"train.metrics.{taken[0]} has the name of one that is there", fix="give it another name")
+
+
 CHECKS: tuple[Check, ...] = (
+    check_metric_names,
     check_name,
     check_model_reads_data,
     check_model_dimensions,
@@ -466,8 +489,14 @@ CHECKS: tuple[Check, ...] = (
     _refuse(
         when=lambda c: bool(c.checkpoint.keep_best and c.checkpoint.every_steps) and c.train.eval_every is None,
         what="checkpoint.keep_best = {c.checkpoint.keep_best} without train.eval_every",
-        rule="the best are told by evaluations at the steps that are saved",
+        rule="the best are told by evaluations on the way",
         fix="set train.eval_every = {c.checkpoint.every_steps}",
+    ),
+    _refuse(
+        when=lambda c: c.train.early_stop.patience is not None and c.train.eval_every is None,
+        what="train.early_stop.patience = {c.train.early_stop.patience} without train.eval_every",
+        rule="a run stops early by evaluations on the way",
+        fix="set train.eval_every = epoch",
     ),
     _refuse(
         when=lambda c: c.train.ema_eval and c.train.ema_decay is None,

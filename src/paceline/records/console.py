@@ -276,6 +276,7 @@ def _eval_line(evaluation: EvalRecord) -> Text:
     parts = [f"step {evaluation.step}", "evaluation", f"loss {format_loss(evaluation.loss)}"]
     if evaluation.accuracy is not None:
         parts.append(f"accuracy {format_percent(evaluation.accuracy)}")
+    parts += [f"{name} {format_loss(value)}" for name, value in evaluation.metrics.items()]
     line = Text(_GAP.join(parts))
     cost = f"{_GAP}{evaluation.samples} samples in {format_seconds(evaluation.seconds)}"
     return line.append(cost, style="dim")

@@ -50,7 +50,8 @@ from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.loss import Loss, build_loss, fuses_loss
-from paceline.train.optim import RateSchedule, build_optimizer
+from paceline.train.metrics import load_metrics
+from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
@@ -214,6 +215,7 @@ def build_workload(
     is_late = is_late and not layout.is_split and not channels_last
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape).to(getattr(torch, config.train.dtype))
+    freeze_parameters(model, config.optim.groups)
     if channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return DataAndModel(data=data, model=model)
@@ -283,7 +285,7 @@ def build_trainer(
     parts = TrainerParts(
         plan=plan,
         engine=engine,
-        optimizer=build_optimizer(optim, engine.named_parameters(), engine),
+        optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
         loader=_train_loader(config, plan, work.data, engine.comm, options),
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,
@@ -297,6 +299,9 @@ def build_trainer(
         evaluates_average=config.train.ema_eval,
         graphs=_choose_graphs(config, plan, loss, policy.dtype),
         sample=sample,
+        metrics=load_metrics(config.train.metrics),
+        has_perplexity=work.data.shape.kind == "tokens" and config.train.loss == "auto",
+        early_stop=config.train.early_stop,
     )
     if layout.tunes_buckets:
         hooks = [BucketHook(), *hooks]
