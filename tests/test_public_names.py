@@ -37,6 +37,7 @@ HOMES = {
     "errors": "paceline",
     "DistributedConfig": "paceline.classic.trainer",
     "DistributedTrainer": "paceline.classic.trainer",
+    "EnhancedDistributedTrainer": "paceline.classic.trainer",
     "SimulatedTrainer": "paceline.classic.simulated",
     "MockDistributedTrainer": "paceline.classic.simulated",
     "DistributedTrainingAnalyzer": "paceline.classic.analysis",

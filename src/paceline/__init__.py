@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from paceline.classic.simulated import SimulatedTrainer as SimulatedTrainer
     from paceline.classic.trainer import DistributedConfig as DistributedConfig
     from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
+    from paceline.classic.trainer import EnhancedDistributedTrainer as EnhancedDistributedTrainer
     from paceline.comm.base import Communicator as Communicator
     from paceline.comm.mean import mean as mean
     from paceline.comm.torch_dist import disconnect as disconnect
@@ -63,7 +64,7 @@ _NAMES = {
     "paceline.rehearse.planning": ("plan",),
     "paceline.rehearse.prediction": ("predict",),
     "paceline": ("errors",),
-    "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer"),
+    "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer", "EnhancedDistributedTrainer"),
     "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
     "paceline.classic.analysis": ("DistributedTrainingAnalyzer",),
     "paceline.classic.communication": ("CommunicationOptimizer",),

@@ -35,11 +35,15 @@ class PacelineError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong with a config: what (with values), the rule that it breaks, and what to do."""
+    """One thing wrong with a config: what (with values), the rule that it breaks, and what to do.
+
+    ``idle_key`` is the key that nothing reads, where that is all that is wrong.
+    """
 
     what: str
     rule: str = ""
     fix: str = ""
+    idle_key: str = ""
 
     def __str__(self) -> str:
         return "\n  ".join(part for part in (self.what, self.rule, self.fix) if part)

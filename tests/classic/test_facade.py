@@ -388,9 +388,12 @@ class Blocks(nn.Module):
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_the_usual_script_runs_with_everything_switched_on(strategy: str, tmp_path: Path) -> None:
+def test_the_usual_script_runs_with_everything_switched_on(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Sharded or not: mixed precision, accumulation, clipping, checkpointed activations, offload, saving."""
     loader = [b for group in ragged(2) for b in group[0]]
+    monkeypatch.setattr("paceline.classic.choices.bf16_slowdown", lambda: 1.0)
 
     def work(comm: Communicator) -> dict[str, Any]:
         trainer = DistributedTrainer(
@@ -720,7 +723,6 @@ def test_no_checkpoint_is_an_error_that_names_the_folder(tmp_path: Path) -> None
         ({"cpu_offload": True}, r"cpu_offload = True with strategy = 'ddp'(.|\n)*use strategy = 'fsdp'"),
         ({"cpu_offload": "yes"}, "cpu_offload is of type str"),
         ({"enable_activation_checkpointing": "full"}, "enable_activation_checkpointing is of type str"),
-        ({"enable_activation_checkpointing": True}, "the model has no blocks"),
         ({"comm": 2}, "comm is of type int"),
         ({"checkpoint_folder": "a"}, r"checkpoint_folder is not an argument(.|\n)*did you mean checkpoint_dir\?"),
         ({"model": "mlp"}, "model is of type str"),

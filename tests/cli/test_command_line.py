@@ -55,7 +55,6 @@ def test_summaries_of_commands_fit_a_terminal_of_80_columns(group: str) -> None:
     ("arguments", "message"),
     [
         (["trian"], "No such command 'trian'"),
-        (["train", "tiny.yaml", "--froce"], "No such option: --froce"),
         (["train"], "Missing argument 'CONFIG'"),
         (["train", "tiny.yaml", "--node-ranks", "0"], "'--node-ranks': "),
         (["train", "tiny.yaml", "--node-ranks", "all"], "'--node-ranks': "),
@@ -166,15 +165,15 @@ def test_a_report_on_nothing_is_refused(call: Call, name: str, code: int) -> Non
     assert called.err.startswith(f"paceline: no run to report on in {name}: ")
 
 
-def test_an_older_run_is_found_before_torch_is_loaded(project: Path) -> None:
+def test_what_is_in_the_way_of_a_run_is_found_before_torch_is_loaded(project: Path) -> None:
     (project / "runs" / "tiny").mkdir(parents=True)
-    (project / "runs" / "tiny" / "config.yaml").write_text("")
+    (project / "runs" / "tiny" / "thesis.tex").write_text("")
     shown = subprocess.run(
-        [sys.executable, "-c", CALL, "train", "tiny.yaml"], capture_output=True, text=True, check=False
+        [sys.executable, "-c", CALL, "train", "tiny.yaml", "--force"], capture_output=True, text=True, check=False
     )
     assert shown.returncode == 2
     message, *_, loaded = shown.stderr.splitlines()
-    assert message == "paceline: the run's folder runs/tiny exists already"
+    assert message == "paceline: runs/tiny exists and is not a run's folder: it has no config.yaml"
     assert "torch" not in loaded
 
 
@@ -190,3 +189,19 @@ def test_replacing_a_run_and_going_on_with_it_exclude_each_other(call: Call, pro
             f"paceline: --force would remove runs/tiny, from which --resume {resume} continues"
         )
     assert checkpoint.is_dir()
+
+
+@pytest.mark.usefixtures("project")
+def test_options_of_other_launchers_are_all_answered_with_ours(call: Call) -> None:
+    words = "train --config tiny.yaml --strategy fsdp --batch-size 32 --epochs=3 --resum auto"
+    called = call(*words.split())
+    assert (called.code, called.out) == (2, "")
+    answers = [block.splitlines()[-1].strip() for block in called.err.strip().split("\n\n")[1:]]
+    assert answers == [
+        "write paceline train tiny.yaml",
+        "write parallel.strategy=fsdp",
+        "write train.microbatch=32 or train.global_batch=32",
+        "write train.epochs=3",
+        "did you mean --resume?",
+    ]
+    assert call("train", "tiny.yaml", "--froce").err.endswith("did you mean --force?\n")

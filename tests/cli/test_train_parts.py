@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,15 +14,16 @@ import pytest
 from made_records import write_records
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
+from paceline.checkpoint.tools.listing import list_folder
 from paceline.cli.train import _next_steps, show_result
 from paceline.config import Config, load_config
-from paceline.errors import CheckpointError, LaunchError, RunFolderError
+from paceline.errors import CheckpointError, LaunchError
 from paceline.health.failure import Failure
 from paceline.records.records import EventRecord, to_line
 from paceline.run import under_launcher
 from paceline.run.console import live_progress
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
-from paceline.run.location import RunLocation, locate_run
+from paceline.run.location import RunLocation, claim_run, find_start, locate_run
 from paceline.run.result import read_result
 
 RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)
@@ -65,9 +67,89 @@ def test_the_checkpoint_of_another_run_starts_a_new_one(config: Config, project:
     assert (place.folder, place.is_continued) == (Path("runs/fork"), False)
     with claim_folder(project / "runs" / "fork", "name: fork\n"):
         pass
-    with pytest.raises(RunFolderError, match="runs/fork exists already"):
-        locate_run(other, force=False, resume="runs/tiny")
+    second = locate_run(other, force=False, resume="runs/tiny")
+    assert (second.folder, second.is_continued) == (Path("runs/fork-2"), False)
     assert not locate_run(other, force=True, resume="runs/tiny").is_continued
+
+
+def saved(folder: Path, step: int, best: int | None = None) -> Path:
+    """Leaves an empty checkpoint in a folder."""
+    path = folder / f"step-{step:08d}"
+    path.mkdir(parents=True)
+    values = {} if best is None else {"best": {"metric": "eval_loss", "value": 1.0, "step": best}}
+    whole = Manifest(step=step, position=0, world=0, tensors={}, files={}, values=values)
+    (path / "manifest.json").write_text(manifest_text(whole))
+    return path
+
+
+def start(config: Config, *, force: bool = False, resume: str | None = None) -> tuple[Path, Config]:
+    """Locates and claims a run as ``train`` does; returns its folder and the config in it."""
+    claimed, _ = claim_run(locate_run(config, force=force, resume=resume), config, force=force)
+    with claimed:
+        adopt_config(claimed.path)
+        return claimed.path, load_config(claimed.path / "config.yaml")
+
+
+def test_runs_of_one_name_number_themselves(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    taken = [start(config) for _ in range(3)]
+    assert [path.name for path, _ in taken] == ["tiny", "tiny-2", "tiny-3"]
+    assert [each.name for _, each in taken] == ["tiny", "tiny-2", "tiny-3"]
+    assert "runs/tiny exists: this run is runs/tiny-3" in capsys.readouterr().err
+    assert start(config, force=True)[0].name == "tiny"
+    assert (Path("runs/tiny-3/config.yaml")).is_file()
+
+
+def test_a_run_that_took_the_number_meanwhile_is_left_alone(config: Config) -> None:
+    place = locate_run(config, force=False, resume=None)
+    start(config)
+    claimed, moved = claim_run(place, config)
+    with claimed:
+        assert (claimed.path.name, moved.folder.name, moved.settle(config).name) == ("tiny-2", "tiny-2", "tiny-2")
+
+
+def test_the_newest_run_of_a_name_is_continued(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (path, _) in enumerate([start(config) for _ in range(3)]):
+        os.utime(path / "config.yaml", (number, number))
+        if number < 2:
+            saved(path / "checkpoints", 3 + number)
+    start(config.model_copy(update={"name": "tiny-9"}))  # somebody's own name: another run
+    saved(Path("runs/tiny-9/checkpoints"), 9)
+    place = locate_run(config, force=False, resume="auto")
+    assert (place.folder, place.is_continued) == (Path("runs/tiny-2"), True)
+    assert place.checkpoint is not None
+    assert place.checkpoint.name == "step-00000004"
+    assert "continuing runs/tiny-2: the last one with a checkpoint of 3 runs named tiny" in capsys.readouterr().err
+    assert start(config, resume="auto")[1].name == "tiny-2"
+    own = locate_run(config, force=False, resume="runs/tiny/checkpoints/step-00000003")
+    assert (own.folder, own.is_continued) == (Path("runs/tiny"), True)
+
+
+def test_a_run_that_keeps_its_checkpoints_elsewhere_is_continued(config: Config) -> None:
+    elsewhere = config.with_values("checkpoint", folder="./ck")
+    first, _ = start(elsewhere)
+    saved(Path("ck"), 5)
+    for resume in ("ck/step-00000005", "ck", "auto"):
+        place = locate_run(elsewhere, force=False, resume=resume)
+        assert (place.folder, place.is_continued) == (first, True)
+    assert [each.step for each in list_folder(first, 0.0)] == [5]
+    second, written = start(elsewhere)  # whose checkpoints must not push out those of the first
+    assert (second.name, written.checkpoint.folder) == ("tiny-2", "./ck/tiny-2")
+    saved(Path("ck/tiny-2"), 7)
+    assert locate_run(elsewhere, force=False, resume="ck/tiny-2/step-00000007").folder == second
+    assert find_start(written, second, "auto", print).name == "step-00000007"
+
+
+def test_the_best_checkpoint_is_continued(config: Config) -> None:
+    path, _ = start(config)
+    saved(path / "checkpoints", 4)
+    with pytest.raises(CheckpointError, match="has no best checkpoint"):
+        locate_run(config, force=False, resume="best")
+    saved(path / "checkpoints", 8, best=6)
+    with pytest.raises(CheckpointError, match="of step 6, was not kept"):
+        locate_run(config, force=False, resume="best")
+    best = saved(path / "checkpoints", 6)
+    place = locate_run(config, force=False, resume="best")
+    assert (place.checkpoint, place.is_continued) == (best.absolute(), True)
 
 
 def test_without_a_checkpoint_there_is_nothing_to_resume(config: Config) -> None:

@@ -12,7 +12,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from paceline.config import Config, MLPModelConfig, config_from_dict, dump_yaml, load_config, load_config_with_sources
+from paceline.config import (
+    Config,
+    LoadedConfig,
+    MLPModelConfig,
+    config_from_dict,
+    dump_yaml,
+    load_config,
+    load_config_with_sources,
+)
+from paceline.config.schema import CompressionConfig
 from paceline.config.yaml_text import dump_values, parse_document, parse_value
 from paceline.errors import ConfigError, Problem
 
@@ -321,3 +330,44 @@ def test_every_key_has_a_source() -> None:
 
     assert set(loaded.sources) == leaves(yaml.safe_load(dump_yaml(loaded.config)))
     assert isinstance(loaded.config, Config)
+
+
+# What an override undoes
+
+
+def loaded(tmp_path: Path, text: str, *overrides: str) -> LoadedConfig:
+    path = tmp_path / "undo.yaml"
+    path.write_text("model: {kind: mlp}\ndata: {kind: digits}\n" + text)
+    return load_config_with_sources(path, overrides)
+
+
+COMPRESSED = "comm:\n  compression:\n    policy: topk\n    ratio: 0.05\n"
+
+
+@pytest.mark.parametrize("override", ["comm.compression.policy=none", "comm.compression.policy=null"])
+def test_what_an_override_makes_idle_is_left_out_and_told(tmp_path: Path, override: str) -> None:
+    found = loaded(tmp_path, COMPRESSED, override)
+    assert found.config.comm.compression == CompressionConfig()
+    (note,) = found.notes
+    assert note.startswith("comm.compression.ratio = 0.05 has no effect with comm.compression.policy = none")
+    assert loaded(tmp_path, COMPRESSED, "comm.compression=null").config.comm.compression == CompressionConfig()
+
+
+def test_what_is_idle_in_the_file_or_by_two_overrides_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"ratio = 0\.05 has no effect"):
+        loaded(tmp_path, COMPRESSED.replace("topk", "none"), "train.steps=3")
+    with pytest.raises(ConfigError, match=r"ratio = 0\.5 has no effect"):
+        loaded(tmp_path, COMPRESSED, "comm.compression.policy=none", "comm.compression.ratio=0.5")
+
+
+def test_a_run_that_an_override_shortens_gets_a_shorter_warmup(tmp_path: Path) -> None:
+    text = "optim: {schedule: {kind: cosine, warmup: 100}}\ntrain: {steps: 1000}\n"
+    found = loaded(tmp_path, text, "train.steps=50")
+    assert found.config.optim.schedule.warmup == 5.0
+    assert found.notes == ("optim.schedule.warmup = 100 does not fit into train.steps = 50 steps: it is 5 here",)
+    assert loaded(tmp_path, text, "train.steps=500").notes == ()
+    for overrides in (["train.steps=50", "optim.schedule.warmup=60"], ["optim.schedule.warmup=2000"]):
+        with pytest.raises(ConfigError, match=r"is longer than train\.steps"):
+            loaded(tmp_path, text, *overrides)
+    with pytest.raises(ConfigError, match=r"is longer than train\.steps"):
+        loaded(tmp_path, text.replace("1000", "50"))

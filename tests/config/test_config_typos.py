@@ -69,7 +69,8 @@ KEY_TYPOS = [
     ("train.folder", "monitor.folder"),
     ("monitor.every_steps", "checkpoint.every_steps"),
     # what other frameworks call it
-    ("train.batch_size", "train.global_batch"),
+    ("train.batch_size", "train.microbatch = 1"),
+    ("num_epochs", "train.epochs"),
     ("optim.learning_rate", "optim.lr"),
     ("train.gradient_accumulation_steps", "train.accumulate"),
     ("parallel.world_size", "parallel.ranks"),
@@ -77,9 +78,9 @@ KEY_TYPOS = [
     ("data.num_workers", "data.workers"),
     ("optimizer", "optim"),
     ("optim.scheduler", "optim.schedule"),
-    ("train.mixed_precision", "train.precision"),
-    ("parallel.cpu_offload", "memory.offload"),
-    ("train.gradient_checkpointing", "memory.checkpoint_activations"),
+    ("train.mixed_precision", "train.precision = auto"),
+    ("parallel.cpu_offload", "memory.offload = [optimizer, parameters]"),
+    ("train.gradient_checkpointing", "memory.checkpoint_activations = full"),
 ]
 
 
@@ -247,3 +248,30 @@ def test_all_problems_come_together() -> None:
     assert "cannot read" not in text
     assert "multiple of train.microbatch" not in text
     assert len(problems) == 13
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "meant"),
+    [
+        ("batch_size", 32, "train.microbatch = 32 or train.global_batch = 32"),
+        ("zero_redundancy", "stage_2", "parallel.strategy = zero2"),
+        ("zero_redundancy", False, "parallel.strategy = ddp"),
+        ("zero_stage", 3, "parallel.strategy = zero3"),
+        ("pipeline_parallelism", True, "parallel.pipeline = 2"),
+        ("tensor_parallel", 4, "parallel.tensor = 4"),
+        ("communication_pattern", "ring", "comm.algorithm = ring"),
+        ("sharding_strategy", "auto", "parallel.sharding_strategy"),
+    ],
+)
+def test_keys_of_others_are_answered_with_ours_and_their_value(key: str, value: object, meant: str) -> None:
+    (problem,) = problems_of(with_value(key, value))
+    assert problem.fix == f"did you mean {meant}?"
+
+
+def test_one_word_for_a_section_is_answered_with_its_kind() -> None:
+    values = {**with_value("model", "transformer"), "data": "text", "optim": "adam"}
+    assert [each.fix for each in problems_of(values)] == [
+        "write model: {kind: gpt}",
+        "write data: {kind: text}",
+        "write optim: {kind: adamw}",
+    ]

@@ -17,12 +17,11 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.engines.ddp import DataParallel
 from paceline.engines.fsdp import FullySharded
-from paceline.errors import ConfigError, RankFailedError
 from paceline.plan.plan import Plan
 from paceline.search.make_plan import RunMachine, make_plan
 from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.master_adamw import MasterAdamW
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import NoteHook, Trainer
 
 GPT: dict[str, Any] = {
     "model": {"kind": "gpt", "layers": 3, "heads": 2, "width": 16, "context": 8},
@@ -168,11 +167,12 @@ def test_the_rate_grows_with_the_global_batch(rule: str, factor: float) -> None:
         assert found == pytest.approx([0.01 * factor] * ranks)
 
 
-def test_a_warmup_longer_than_the_epochs_is_refused_before_training() -> None:
+def test_a_warmup_longer_than_the_epochs_is_shortened_and_told() -> None:
     values = {**GPT, "optim": {"schedule": {"warmup": 9}}, "train": {"epochs": 1, "global_batch": 8}}
-    with pytest.raises(RankFailedError, match=r"warmup = 9 is longer than train\.epochs = 1 = 7 steps") as caught:
-        run_virtual(functools.partial(build, values=values), ranks=1)
-    assert isinstance(caught.value.__cause__, ConfigError)
+    (trainer,) = run_virtual(functools.partial(build, values=values), ranks=1)
+    assert trainer.parts.schedule.warmup == 0.0
+    told = [hook.detail["note"] for hook in trainer.hooks if isinstance(hook, NoteHook)]
+    assert told == ["optim.schedule.warmup = 9 does not fit into train.epochs = 1 = 7 steps: it is 0 here"]
 
 
 def test_policies_arrive() -> None:

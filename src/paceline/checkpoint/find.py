@@ -13,12 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from yaml import YAMLError
+
+from paceline.bounded_yaml import load_yaml
 from paceline.checkpoint.coverage import check_coverage, piece_problems
 from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
 from paceline.checkpoint.storage import FileStore, cannot_read, file_in, nothing_there, storage_of
 from paceline.checkpoint.values import check_values
 from paceline.errors import CheckpointError
-from paceline.untrusted import MOST_JSON_BYTES, parse_json_object
+from paceline.untrusted import MOST_JSON_BYTES, is_count, parse_json_object, read_regular
 
 Depth = Literal["none", "fast", "full"]
 
@@ -214,11 +217,44 @@ def find_checkpoint(
     return found
 
 
+def find_best(run_folder: Path, depth: Depth = "full") -> Path:
+    """Returns the best checkpoint of a run, by the metric that its newest one names.
+
+    Raises CheckpointError if nothing was evaluated, if the best one was not kept, or if it is damaged.
+    """
+    newest = find_checkpoint("auto", run_folder, "fast")
+    best = read_manifest(newest).values.get("best")
+    if not isinstance(best, dict) or not is_count(best.get("step")):
+        raise CheckpointError(
+            f"{newest.parent} has no best checkpoint\n  the best is told by evaluations on the way\n"
+            "  set train.eval_every and checkpoint.keep_best = 1, or take --resume auto"
+        )
+    path = newest.with_name(f"{_PREFIX}{best['step']:08d}")
+    if storage_of(path).size(path / MANIFEST) is None:
+        raise CheckpointError(
+            f"the best checkpoint of {newest.parent}, of step {best['step']}, was not kept\n"
+            "  checkpoint.keep newest ones are, and checkpoint.keep_best of the best\n"
+            "  set checkpoint.keep_best = 1 for the next run; --resume auto takes the newest"
+        )
+    verify_checkpoint(path, depth)
+    return path
+
+
+def places_of(path: Path) -> Iterator[Path]:
+    """Yields the folders in which the checkpoints of a run may lie, or those of a folder of them."""
+    yield from (path / "checkpoints", path)
+    try:  # one that keeps them elsewhere says so in its config
+        values = load_yaml(read_regular(path / "config.yaml").decode("utf-8"))
+        yield Path(values["checkpoint"]["folder"])
+    except (OSError, ValueError, KeyError, TypeError, YAMLError):
+        return
+
+
 def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None, own: Line | None) -> Path | None:
     if storage_of(path).size(path / MANIFEST) is not None:
         verify_checkpoint(path, depth)
         return path
-    for folder in (path / "checkpoints", path):
+    for folder in places_of(path):
         candidates = list_checkpoints(folder, own=own)
         choice = choose_checkpoint(candidates, "fast" if depth == "none" else depth)
         if choice is not None:

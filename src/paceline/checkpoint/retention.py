@@ -28,10 +28,15 @@ class Retention:
     mode: Literal["min", "max"] = "min"
 
 
+def best_mode(metric: str) -> Literal["min", "max"]:
+    """Returns whether less or more of a metric is better, where nothing is said."""
+    return "min" if metric in ("eval_loss", "eval_perplexity") else "max"
+
+
 def retention_of(settings: Mapping[str, Any]) -> Retention:
     """Returns the policy that a config's ``checkpoint`` section asks for; a saved one may have other values."""
     metric = str(settings.get("best_metric", "eval_loss"))
-    mode = settings.get("best_mode") or ("max" if metric == "eval_accuracy" else "min")
+    mode = settings.get("best_mode") or best_mode(metric)
     last, every, best = (settings.get(name) for name in ("keep", "keep_every", "keep_best"))
     return Retention(
         last=last if is_count(last) else None,

@@ -32,10 +32,13 @@ from paceline.checkpoint.loops import warn_of
 from paceline.checkpoint.manifest import MODEL, State, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
+from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
 from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
+from paceline.classic.choices import checkpoint_parts, usual_precision
 from paceline.classic.config import DistributedConfig as DistributedConfig
 from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
+from paceline.classic.fitting import Fitting
 from paceline.classic.step_metrics import StepMetrics, StepTimer
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, clock_of
@@ -46,7 +49,6 @@ from paceline.data.loader import StepBatch
 from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.apply import parallelize
 from paceline.engines.precision import PRECISIONS
-from paceline.engines.precision import mixed_precision as usual_mixed_precision
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
 from paceline.plan.layout import Offload
 from paceline.records.meter import peak_memory_bytes
@@ -67,14 +69,16 @@ class TrainerOptions:
     """What a trainer takes besides, by name.
 
     ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``checkpoint_dir`` is where
-    ``save_checkpoint`` writes; ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the
-    trainer writes nothing there. ``comm`` is for ranks that are connected already, virtual ones for instance, and
-    ``shard_ranks`` for the groups of hybrid.
+    ``save_checkpoint`` writes; of what it wrote the newest ``keep_checkpoints`` stay (None: all), besides the best.
+    ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the trainer writes nothing there.
+    ``comm`` is for ranks that are connected already, virtual ones for instance, and ``shard_ranks`` for the groups of
+    hybrid.
     """
 
     enable_activation_checkpointing: bool = False
     cpu_offload: bool = False
     checkpoint_dir: str | Path = "./checkpoints"
+    keep_checkpoints: int | None = None
     log_dir: str | Path = "./logs"
     comm: Communicator | None = None
     shard_ranks: int = 0
@@ -90,6 +94,12 @@ class TrainerOptions:
                 "data parallelism keeps whole parameters on the device",
                 "use strategy = 'fsdp', which works on one rank too",
             ),
+            *expect(
+                self.keep_checkpoints is None or (type(self.keep_checkpoints) is int and self.keep_checkpoints >= 1),
+                f"keep_checkpoints = {self.keep_checkpoints!r}",
+                "it is how many of the newest checkpoints stay, at least 1",
+                "for all of them, leave it out",
+            ),
             *check_type("checkpoint_dir", self.checkpoint_dir, (str, Path), "a path"),
             *check_type("log_dir", self.log_dir, (str, Path), "a path"),
             *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
@@ -99,7 +109,7 @@ class TrainerOptions:
 _OPTIONS = tuple(field.name for field in fields(TrainerOptions))
 
 
-class DistributedTrainer:
+class DistributedTrainer(Fitting):
     """Trains a plain module on the ranks that a launcher started, or on one where none did.
 
     All ranks make the same calls in the same order. ``mixed_precision`` is bf16 where the device has it and fp16 with a
@@ -147,16 +157,18 @@ class DistributedTrainer:
         self.log_dir = Path(more.log_dir)
         ranks = connect() if more.comm is None else more.comm
         trace = Trace(ranks.device, clock=clock_of(ranks))
-        precision = usual_mixed_precision(ranks.device) if mixed_precision is True else mixed_precision or "fp32"
+        precision = usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
+        checkpointing = checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
         self.engine = parallelize(
             model,
             TracedCommunicator(ranks, trace),
             strategy,
             precision=precision,
-            checkpoint_activations="full" if more.enable_activation_checkpointing else "none",
+            checkpoint_activations=checkpointing,
             offload=_offload(strategy) if more.cpu_offload else Offload(),
             shard_ranks=more.shard_ranks,
         )
+        self.fit_state = {}
         self.num_updates = 0
         self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
         self._scaler = make_scaler(self.engine.precision, ranks.device)
@@ -164,6 +176,7 @@ class DistributedTrainer:
         self._timer = StepTimer(trace)
         self._optimizer: torch.optim.Optimizer | None = None
         self._writer: CheckpointWriter | None = None
+        self._retention = Retention(last=more.keep_checkpoints)
         # The last microbatch and its loss, for a replay; before the first call one without samples.
         unused = CriterionLoss(nn.functional.cross_entropy, self.engine.precision)
         self._last: tuple[list[Any], CriterionLoss] = ([None], unused)
@@ -264,8 +277,10 @@ class DistributedTrainer:
             )
         value = loss.detach() if isinstance(loss, torch.Tensor) else loss
         if self._writer is None:
-            self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world)
-        path = self._writer.save(self._state(optimizer, {"epoch": int(epoch), "loss": float(value)}))
+            self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
+        path = self._writer.save(
+            self._state(optimizer, {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state})
+        )
         ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
         return path
 
@@ -283,6 +298,7 @@ class DistributedTrainer:
             checkpoint = open_checkpoint(chosen)
             self._restore(checkpoint, optimizer)
             extra = checkpoint.values.get("extra", {})
+            self.fit_state = extra.get("fit") or {}
         return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.num_updates}
 
     def get_performance_metrics(self) -> dict[str, Any]:
@@ -436,3 +452,6 @@ def _offload(strategy: str) -> Offload:
 def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
     rate = optimizer.param_groups[0]["lr"]
     return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
+
+
+EnhancedDistributedTrainer = DistributedTrainer

@@ -42,7 +42,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _verb in (train, verify, validate, plan, predict, report, sample, simulate, chaos, schedule, doctor, calibrate):
+app.command(context_settings={"ignore_unknown_options": True})(train)  # it answers those of other launchers
+for _verb in (verify, validate, plan, predict, report, sample, simulate, chaos, schedule, doctor, calibrate):
     app.command()(_verb)
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from paceline.cli.foreign_options import refuse_options
 from paceline.cli.options import ConfigPath, Overrides, print_json
 from paceline.terminal import echo
 
@@ -17,10 +18,14 @@ if TYPE_CHECKING:
 
 
 def train(
+    context: typer.Context,
     config: ConfigPath,
     overrides: Overrides = None,
-    resume: str = typer.Option(None, help="Continue from a checkpoint: auto (the run's newest), or a path."),
-    force: bool = typer.Option(False, "--force", help="Replace a run folder of the same name."),
+    resume: str = typer.Option(None, help="Continue: auto (the newest checkpoint), best, or a path."),
+    force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
+    auto_batch_size: bool = typer.Option(
+        False, "--auto-batch-size", help="The largest microbatch that fits: train.microbatch=auto."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
     nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
@@ -43,6 +48,10 @@ def train(
 
       paceline train configs/digits.yaml --nnodes 1:4 --rdzv host1:29400
     """
+    words = overrides or []
+    refuse_options(
+        [str(config), *words], [name for each in context.command.params for name in each.opts if name.startswith("--")]
+    )
     from paceline.run.nodes import parse_nodes
     from paceline.run.result import RunOptions
     from paceline.run.train import train as run
@@ -53,7 +62,7 @@ def train(
     elif nnodes is not None or rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
     options = RunOptions(force=force, resume=resume, is_quiet=as_json, checks_memory=not no_memory_check, hosts=hosts)
-    result = run(config, overrides or [], options)
+    result = run(config, [*words, *(["train.microbatch=auto"] if auto_batch_size else [])], options)
     if result is not None:
         show_result(result, as_json=as_json)
 

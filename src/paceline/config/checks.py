@@ -27,7 +27,7 @@ from paceline.config.sections import (
     missing_dimensions,
 )
 from paceline.config.settings import check_backend_settings
-from paceline.config.suggest import near_files
+from paceline.config.suggest import near_files, nearest
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect, text_of
 
@@ -283,13 +283,29 @@ def _degrees(parallel: ParallelConfig) -> str:
 
 def check_warmup(config: Config) -> Iterator[Problem]:
     """Checks that the warmup ends before the schedule does, where the config alone says how long that is."""
+    if known := known_length(config):
+        yield from warmup_problems(config.optim.schedule, *known)
+
+
+def known_length(config: Config) -> tuple[float, str] | None:
+    """Returns how long the schedule of the rate is, and what says so; None where only the data can tell."""
     schedule, train = config.optim.schedule, config.train
     if schedule.length is not None:
-        yield from warmup_problems(schedule, schedule.length, "optim.schedule.length")
-    elif schedule.unit == "steps" and train.steps is not None:
-        yield from warmup_problems(schedule, train.steps, "train.steps")
-    elif train.steps is not None and train.global_batch is not None:
-        yield from warmup_problems(schedule, train.steps * train.global_batch, "train.steps x train.global_batch")
+        return schedule.length, "optim.schedule.length"
+    if schedule.unit == "steps" and train.steps is not None:
+        return train.steps, "train.steps"
+    if train.steps is not None and train.global_batch is not None:
+        return train.steps * train.global_batch, "train.steps x train.global_batch"
+    return None
+
+
+def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[float, str]:
+    """Returns a warmup for which a schedule of this length has room, and what to tell of it if that is another one."""
+    if not any(warmup_problems(schedule, length, name)):
+        return schedule.warmup, ""
+    shorter = float(length // 10)
+    told = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
+    return shorter, f"{told}: it is {shorter:g} here"
 
 
 def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Iterator[Problem]:
@@ -362,7 +378,8 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
     """Checks that a run that goes back saves checkpoints to go back to."""
     answers = {"recovery.on_nan": config.recovery.on_nan, "recovery.on_spike": config.recovery.on_spike}
     asked = [key for key, value in answers.items() if value in ("roll_back", "lower_rate")]
-    if asked and config.checkpoint.every_steps is None and config.checkpoint.every_minutes is None:
+    times = (config.checkpoint.every_steps, config.checkpoint.every_epochs, config.checkpoint.every_minutes)
+    if asked and not any(times):
         yield Problem(
             what=f"{' and '.join(asked)} without checkpoints during the run",
             rule="a run goes back to its last checkpoint",
@@ -370,7 +387,29 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
         )
 
 
+def check_metric_names(config: Config) -> Iterator[Problem]:
+    """Checks that the metrics by which runs stop and checkpoints are best are evaluated."""
+    own = [f"eval_{name}" for name in config.train.metrics]
+    known = ["eval_loss", "eval_accuracy", "eval_perplexity", *own]
+    asked = {
+        "train.early_stop.metric": config.train.early_stop.metric,
+        "checkpoint.best_metric": config.checkpoint.best_metric,
+    }
+    for key, name in asked.items():
+        if name not in known:
+            near = nearest(name, known)
+            yield Problem(
+                what=f"{key} = {name} is not evaluated",
+                rule=f"it is one of {', '.join(known)}; train.metrics adds others",
+                fix=f"did you mean {near}?" if near else "",
+            )
+    taken = sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys())
+    if taken:
+        yield Problem(what=f"train.metrics.{taken[0]} has the name of one that is there", fix="give it another name")
+
+
 CHECKS: tuple[Check, ...] = (
+    check_metric_names,
     check_name,
     check_model_reads_data,
     check_model_dimensions,
@@ -451,8 +490,14 @@ CHECKS: tuple[Check, ...] = (
     _refuse(
         when=lambda c: bool(c.checkpoint.keep_best and c.checkpoint.every_steps) and c.train.eval_every is None,
         what="checkpoint.keep_best = {c.checkpoint.keep_best} without train.eval_every",
-        rule="the best are told by evaluations at the steps that are saved",
+        rule="the best are told by evaluations on the way",
         fix="set train.eval_every = {c.checkpoint.every_steps}",
+    ),
+    _refuse(
+        when=lambda c: c.train.early_stop.patience is not None and c.train.eval_every is None,
+        what="train.early_stop.patience = {c.train.early_stop.patience} without train.eval_every",
+        rule="a run stops early by evaluations on the way",
+        fix="set train.eval_every = epoch",
     ),
     _refuse(
         when=lambda c: c.train.ema_eval and c.train.ema_decay is None,

@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.bounded_yaml import MOST_BYTES
-from paceline.config.checks import run_checks
-from paceline.config.fields import known_fields
+from paceline.config.checks import known_length, run_checks, shorter_warmup
+from paceline.config.fields import find_field, known_fields
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
 from paceline.config.suggest import near_files
@@ -24,14 +24,21 @@ _PLACEHOLDER = {"kind": "factory", "factory": "nothing:here"}
 # Two keys of one section for one thing: an override of the one takes the place of the other that stands in the file.
 _OVERRIDE_RULE = "an override is section.key=value"
 _EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
+# What says how long a schedule is. A warmup of the file gives way where an override of these leaves no room for it.
+_LENGTHS = {"train.steps", "train.global_batch", "optim.schedule.length", "optim.schedule.unit"}
+_WARMUP = "optim.schedule.warmup"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config and where each of its keys came from: ``file <path>:<line>``, ``override`` or ``default``."""
+    """A config and where each of its keys came from: ``file <path>:<line>``, ``override`` or ``default``.
+
+    ``notes`` tell what of the file gave way to an override.
+    """
 
     config: Config
     sources: dict[str, str]
+    notes: tuple[str, ...] = ()
 
 
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
@@ -46,16 +53,17 @@ def load_config_with_sources(path: str | Path | None, overrides: str | Sequence[
     """Reads a config as ``load_config`` does, and keeps where each key came from."""
     source = str(path) if path is not None else "config"
     document = parse_document(_read(Path(path)), source) if path is not None else Document(values={})
-    asked = _AskedValues(values=copy.deepcopy(document.values), lines=document.lines)
+    asked = _AskedValues(values=copy.deepcopy(document.values), lines=document.lines, of_file=document.values)
     for text in [overrides] if isinstance(overrides, str) else overrides:
         asked.override(text)
     config = _validate(asked, source)
-    return LoadedConfig(config=config, sources={key: asked.source(key, source) for key in leaf_values(config)})
+    sources = {key: asked.source(key, source) for key in leaf_values(config)}
+    return LoadedConfig(config=config, sources=sources, notes=tuple(asked.notes))
 
 
 def config_from_dict(values: Mapping[str, Any], source: str = "config", overrides: Sequence[str] = ()) -> Config:
     """Checks plain values, and overrides of them, as a YAML file would be. Raises ConfigError with all problems."""
-    asked = _AskedValues(values=copy.deepcopy(dict(values)))
+    asked = _AskedValues(values=copy.deepcopy(dict(values)), of_file=values)
     for text in overrides:
         asked.override(text)
     return _validate(asked, source)
@@ -88,6 +96,8 @@ class _AskedValues:
     lines: dict[str, int] = field(default_factory=dict)
     overridden: set[str] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
+    of_file: Mapping[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     def override(self, text: str) -> None:
         """Sets one key from ``section.key=value``, or notes why it cannot."""
@@ -121,12 +131,41 @@ class _AskedValues:
                 self.problems.append(Problem(what=what, rule=f"{place} is not a section", fix=f"set {place} itself"))
                 return
             content = inner
-        content[parts[-1]] = value
         path = ".".join(parts)
+        known = find_field(path, None)
+        if value is None and known is not None and known.default is not None and "null" not in known.types:
+            content.pop(parts[-1], None)  # undone: the default holds again
+        else:
+            content[parts[-1]] = value
         other = _EXCLUSIVE.get(path)
         if other is not None and value is not None and other not in self.overridden:
             content.pop(other.rpartition(".")[2], None)
         self.overridden.add(path)
+
+    def make_way(self, config: Config, problems: list[Problem]) -> bool:
+        """Changes what stands in the file and does not go with an override; says whether there was anything.
+
+        A key that nothing reads any more is dropped, and a warmup that is too long is shortened. What contradicts
+        itself in the file alone is left to be refused.
+        """
+        if not self.overridden:
+            return False
+        told = len(self.notes)
+        known = known_length(config) if self.overridden & _LENGTHS and self._nearest(_WARMUP) != "override" else None
+        if known is not None:
+            warmup, note = shorter_warmup(config.optim.schedule, *known)
+            if note:
+                self.values["optim"]["schedule"]["warmup"] = warmup
+                self.notes.append(note)
+        idle = [each for each in problems if each.idle_key and self._nearest(each.idle_key).startswith("line")]
+        alone = {each.what for each in _problems_of(self.of_file)} if idle else set()
+        for each in idle:
+            place, _, key = each.idle_key.rpartition(".")
+            content = value_at(self.values, place)
+            if each.what not in alone and isinstance(content, dict) and key in content:
+                del content[key]
+                self.notes.append(f"{each.what}: left out, as an override has made it idle")
+        return len(self.notes) > told
 
     def locate(self, path: str) -> str:
         """Returns where a key was given, for messages: `` (override)``, `` (line 4)``, or nothing."""
@@ -193,7 +232,11 @@ def _validate(asked: _AskedValues, source: str) -> Config:
     problems = list(asked.problems)
     try:
         config = Config.model_validate(asked.values)
-        problems += run_checks(config)
+        found = run_checks(config)
+        if found and asked.make_way(config, found):
+            config = Config.model_validate(asked.values)
+            found = run_checks(config)
+        problems += found
     except ValidationError as error:
         problems += schema_problems(error, asked.values, asked.locate)
         problems += _check_the_rest(asked.values, broken={str(each["loc"][0]) for each in error.errors()})
@@ -201,6 +244,14 @@ def _validate(asked: _AskedValues, source: str) -> Config:
     if problems:
         raise ConfigError(problems, source=source)
     return config
+
+
+def _problems_of(values: Mapping[str, Any]) -> list[Problem]:
+    """Lists what the rules find in plain values; nothing where they are no config by themselves."""
+    try:
+        return run_checks(Config.model_validate(values))
+    except ValidationError:
+        return []
 
 
 def _open_empty_sections(values: dict[str, Any]) -> None:

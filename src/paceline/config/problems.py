@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.aliases import meant_by, other_kind
 from paceline.config.fields import KnownField, fields_at, find_field, section_kinds
 from paceline.config.suggest import nearest, suggest_keys
 from paceline.config.yaml_text import parse_value
@@ -42,7 +43,7 @@ def schema_problems(
     for each in error.errors(include_url=False, include_context=False, include_input=False):
         path = _path_of(each["loc"], kinds)
         if each["type"] in ("extra_forbidden", "invalid_key"):
-            problem = _unknown_key(path, kinds, locate(path))
+            problem = _unknown_key(path, kinds, locate(path), value_at(values, path))
         elif each["type"] == "missing" and value_at(values, path) is MISSING:
             problem = _missing_key(path, kinds)
         elif each["type"].startswith("union_tag"):
@@ -91,12 +92,12 @@ def value_at(values: Mapping[str, Any], path: str) -> Any:
     return content
 
 
-def _unknown_key(path: str, kinds: Mapping[str, str | None], where: str) -> Problem:
+def _unknown_key(path: str, kinds: Mapping[str, str | None], where: str, value: Any) -> Problem:
     place, _, key = path.rpartition(".")
     kind = kinds.get(place)
     keys = ", ".join(dict.fromkeys(each.key for each in fields_at(place, kind)))
     owner = f"{place} of kind {kind}" if kind else place or "the top of a config"
-    found = suggest_keys(place, key, kinds)
+    found = [f"{ours} = {setting}" for ours, setting in meant_by(key, value)] or suggest_keys(place, key, kinds)
     return Problem(
         what=f"{path} is not a known key{where}",
         rule=f"the keys of {owner} are {keys}",
@@ -129,9 +130,20 @@ def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str],
     )
 
 
+def _word_for_kind(section: str, value: Any) -> str | None:
+    """Returns the kind of a section that one word stands for, in the place of its keys."""
+    if not isinstance(value, str):
+        return None
+    known = find_field(f"{section}.kind", None)
+    kinds = section_kinds(section) if section in ("model", "data") else known.choices if known else ()
+    return value if value in kinds else other_kind(section, value)
+
+
 def _suggest_kind(section: str, value: Any, kinds: tuple[str, ...]) -> str:
     if not isinstance(value, str):
         return ""
+    if ours := other_kind(section, value):
+        return f"did you mean {section}.kind = {ours}?"
     other = "data" if section == "model" else "model"
     if value in section_kinds(other):
         return f"{value} is a kind of {other}: did you mean {other}.kind = {value}?"
@@ -153,7 +165,8 @@ def _wrong_value(
         rule = "arguments in a config are finite numbers, text, true, false, null, and lists and sections of these"
         return Problem(what=what + locate(path), rule=rule, fix="make other objects in the function that takes them")
     if known.is_section:
-        fix = f"write its keys indented below '{known.key}:'"
+        kind = _word_for_kind(path, value)
+        fix = f"write {path}: {{kind: {kind}}}" if kind else f"write its keys indented below '{known.key}:'"
         return Problem(what=f"{shown} is not a section of named values{locate(path)}", rule=known.description, fix=fix)
     return Problem(
         what=f"{shown} is not {known.expected}{locate(path)}",

@@ -294,6 +294,14 @@ class ScheduleConfig(Section):
     final_ratio: float = Field(default=0.0, ge=0, le=1, description="the last rate, as a share of optim.lr")
 
 
+class ParameterGroupConfig(Section):
+    """What is different for some parameters."""
+
+    lr: Positive | None = Field(default=None, description="their peak learning rate; null: optim.lr")
+    weight_decay: NotNegative | None = Field(default=None, description="their weight decay; null: as for all others")
+    frozen: bool = Field(default=False, description="they are not trained")
+
+
 class OptimConfig(Section):
     """The optimizer, its learning rate and clipping."""
 
@@ -313,8 +321,22 @@ class OptimConfig(Section):
     momentum: Probability = Field(default=0.9, description="sgd: momentum")
     nesterov: bool = Field(default=False, description="sgd: Nesterov's momentum")
     args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of an optimizer given by its path")
+    groups: dict[str, ParameterGroupConfig] = Field(
+        default={}, description="settings by patterns of parameter names, such as embed.*: the first that fits"
+    )
     clip_norm: Positive | None = Field(default=1.0, description="largest global gradient norm; null: no clipping")
     schedule: ScheduleConfig = Field(default=ScheduleConfig(), description="how the learning rate moves")
+
+
+class EarlyStopConfig(Section):
+    """When a run ends before its time: nothing has become better for some evaluations."""
+
+    patience: Count | None = Field(default=None, description="evaluations in a row without a better one; null: never")
+    metric: str = Field(default="eval_loss", description="what must become better: eval_loss, eval_accuracy, eval_NAME")
+    min_delta: NotNegative = Field(default=0.0, description="by how much, to count as better")
+    mode: Literal["min", "max"] | None = Field(
+        default=None, description="whether less or more is better; null: less of a loss or perplexity, else more"
+    )
 
 
 class TrainConfig(Section):
@@ -360,7 +382,19 @@ class TrainConfig(Section):
         description="compute the loss with the output layer, in chunks, so that there are never the logits of all "
         "tokens; auto: on a GPU, for vocabularies of 8192 and more",
     )
-    eval_every: Count | None = Field(default=None, description="steps between evaluations; null: at the end only")
+    eval_every: Count | Literal["epoch"] | None = Field(
+        default=None, description="steps between evaluations; epoch: after each; null: at the end only"
+    )
+    early_stop: EarlyStopConfig = Field(default=EarlyStopConfig(), description="when the run ends before its time")
+    metrics: dict[str, ImportPath] = Field(
+        default={},
+        description="evaluated beside the loss, as eval_NAME: package.module:function of (model, batch) that returns "
+        "(sum, count)",
+    )
+    hooks: Annotated[tuple[ImportPath, ...], Strict(False)] = Field(
+        default=(),
+        description="called as hook(trainer, result) after each step: package.module:name of a function, or class",
+    )
     ema_decay: Decay | None = Field(
         default=None, description="keep a moving average of the parameters with this decay, such as 0.999"
     )

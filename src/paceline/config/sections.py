@@ -227,16 +227,17 @@ class CheckpointConfig(Section):
     """When the run is saved, and how many saves are kept."""
 
     every_steps: Count | None = Field(default=None, description="steps between checkpoints; null: not by steps")
+    every_epochs: Count | None = Field(default=None, description="epochs between checkpoints; null: not by epochs")
     every_minutes: Positive | None = Field(default=None, description="minutes between checkpoints; null: not by time")
     at_end: bool = Field(default=True, description="save when the run ends")
     keep: Count = Field(default=2, description="newest checkpoints that are kept")
     keep_every: Count | None = Field(default=None, description="keep those of every so many steps, too")
     keep_best: NotNegativeCount = Field(default=0, description="keep so many of the best, too, by best_metric")
-    best_metric: Literal["eval_loss", "eval_accuracy"] = Field(
-        default="eval_loss", description="what is best, of the evaluations at the steps that are saved"
+    best_metric: str = Field(
+        default="eval_loss", description="by what: eval_loss, eval_accuracy, eval_perplexity, or eval_NAME of a metric"
     )
     best_mode: Literal["min", "max"] | None = Field(
-        default=None, description="whether less or more is better; null: less of a loss, more of an accuracy"
+        default=None, description="whether less or more is better; null: less of a loss or perplexity, else more"
     )
     asynchronous: bool | Literal["auto"] = Field(
         default="auto", description="copy to host memory, and write while training goes on; auto: from 32 MiB a rank on"

@@ -57,6 +57,22 @@ def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     )
 
 
+def half_precision(_: DoctorInputs) -> Iterator[MachineFinding]:
+    """Measures what bf16 costs on this CPU."""
+    from paceline.engines.precision import bf16_slowdown
+
+    times = bf16_slowdown()
+    is_slow = times > 2
+    yield finding(
+        "bf16 on the CPU",
+        f"a product of matrices takes {times:.1f} x the time of fp32",
+        "mixed_precision=True and train.precision=auto compute in fp32 on CPU ranks"
+        if is_slow
+        else "fast enough to use",
+        note="leave train.precision at auto on CPU ranks" if is_slow else "",
+    )
+
+
 def cpu_quota(text: str) -> float | None:
     """Reads a cgroup's ``cpu.max``: so many microseconds of every period, as cores. None: no quota."""
     parts = text.split()

@@ -80,7 +80,8 @@ class Rule:
 
 def no_effect(key: str, value: object, where: str, rule: str, instead: str) -> Problem:
     """Returns the problem of a key that nothing reads."""
-    return Problem(what=f"{key} = {value} has no effect {where}", rule=rule, fix=f"remove {key}, or {instead}")
+    what, fix = f"{key} = {value} has no effect {where}", f"remove {key}, or {instead}"
+    return Problem(what=what, rule=rule, fix=fix, idle_key=key)
 
 
 def nearest_divisor(number: int, wanted: int) -> int:

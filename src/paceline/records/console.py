@@ -276,6 +276,7 @@ def _eval_line(evaluation: EvalRecord) -> Text:
     parts = [f"step {evaluation.step}", "evaluation", f"loss {format_loss(evaluation.loss)}"]
     if evaluation.accuracy is not None:
         parts.append(f"accuracy {format_percent(evaluation.accuracy)}")
+    parts += [f"{name} {format_loss(value)}" for name, value in evaluation.metrics.items()]
     line = Text(_GAP.join(parts))
     cost = f"{_GAP}{evaluation.samples} samples in {format_seconds(evaluation.seconds)}"
     return line.append(cost, style="dim")
@@ -284,6 +285,8 @@ def _eval_line(evaluation: EvalRecord) -> Text:
 def _event_line(event: EventRecord) -> Text:
     if event.name == "straggler":
         return Text(f"step {event.step}{_GAP}{event.detail.get('sentence', '')}", style="yellow")
+    if "note" in event.detail:
+        return Text(f"step {event.step}{_GAP}{event.detail['note']}")
     detail = "".join(f"{_GAP}{key} {value}" for key, value in event.detail.items())
     return Text(f"step {event.step}{_GAP}{event.name}").append(detail, style="dim")
 

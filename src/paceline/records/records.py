@@ -20,7 +20,7 @@ import numbers
 import operator
 import time as clock
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -112,7 +112,7 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalRecord:
-    """One evaluation over all ranks, after ``step`` updates."""
+    """One evaluation over all ranks, after ``step`` updates. ``metrics``: perplexity, and those of one's own."""
 
     step: int
     loss: float
@@ -120,6 +120,7 @@ class EvalRecord:
     samples: int
     seconds: float
     time: float
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,11 +252,13 @@ class _Form:
         declared = fields(record_class)
         self.name = name
         self.record_class = record_class
-        self.keys = ("type", "schema", *(field.name for field in declared))
-        self.values: Callable[[Record], tuple[Any, ...]] = operator.attrgetter(*(field.name for field in declared))
+        self.keys = ("type", "schema", *(each.name for each in declared))
+        self.values: Callable[[Record], tuple[Any, ...]] = operator.attrgetter(*(each.name for each in declared))
         # Annotations are strings here (see the __future__ import), which is all that is needed to pick a reader.
-        self._readers = tuple((field.name, _READERS.get(str(field.type), lambda value: value)) for field in declared)
-        self._optional = {field.name for field in declared if field.default is not MISSING}
+        self._readers = tuple((each.name, _READERS.get(str(each.type), lambda value: value)) for each in declared)
+        self._optional = {
+            each.name for each in declared if each.default is not MISSING or each.default_factory is not MISSING
+        }
 
     def read(self, payload: dict[str, Any]) -> Record:
         missing = [name for name, _ in self._readers if name not in payload and name not in self._optional]
@@ -266,7 +269,7 @@ class _Form:
             if name in payload:
                 try:
                     values[name] = reader(payload[name])
-                except (TypeError, ValueError, OverflowError):
+                except (TypeError, ValueError, OverflowError, AttributeError):
                     shown = repr(payload[name])[:80]
                     raise ValueError(f"record of type {self.name} has {name} = {shown}") from None
         return self.record_class(**values)
@@ -278,6 +281,7 @@ _READERS: dict[str, Callable[[Any], Any]] = {
     "float | None": lambda value: None if value is None else float(value),
     "str": str,
     "dict[str, Any]": dict,
+    "dict[str, float]": lambda value: {str(name): float(number) for name, number in value.items()},
 }
 
 _ENCODE = json.JSONEncoder(separators=(",", ":"), allow_nan=False, check_circular=False).encode

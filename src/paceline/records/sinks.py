@@ -222,6 +222,7 @@ def _scalars(record: StepRecord | EvalRecord) -> Iterator[tuple[str, float]]:
         yield "eval/loss", record.loss
         if record.accuracy is not None:
             yield "eval/accuracy", record.accuracy
+        yield from ((f"eval/{name}", value) for name, value in record.metrics.items())
         yield "eval/seconds", record.seconds
         return
     if record.loss is not None:

@@ -45,6 +45,7 @@ from paceline.run.records import (
 from paceline.run.start_times import StartTimes
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
+from paceline.train.metrics import load_hooks
 from paceline.train.survive.consensus import ConsensusHook
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.saving import Saver
@@ -87,12 +88,14 @@ class RankRunner:
         started = time.monotonic()
         try:
             faults = find_faults(config, self.folder, self.rank)
+            own = load_hooks(config.train.hooks)
             hooks = make_hooks(config, self.folder, self.request, None if faults is None else faults.storage())
+            hooks[1:1] = own.values()  # they see the evaluation of the step, and what they change is saved
             on_part = ignore_phase if self.times is None else self.times.lap
             trainer = self._trainer = build_trainer(
                 config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config), on_part=on_part
             )
-            trainer.losses = config.recovery
+            trainer.losses, trainer.own_hooks = config.recovery, own
             trainer.find_checkpoint = lambda: find_start(config, self.folder, "auto", _log, trainer.line)
             checkpoint = None if resume is None else Path(resume)
             if str(resume) == "auto":
@@ -172,7 +175,7 @@ class RankRunner:
             for record in trainer.parts.meter.drain():  # steps that were finished before the one that failed
                 trainer.sink.write(record)
             raise
-        trainer.sink.write(end_record("done", trainer.step, time.monotonic() - started))
+        trainer.sink.write(end_record("done", trainer.step, time.monotonic() - started, trainer.end_reason))
 
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
         goes_on = config.recovery.on_full_disk == "warn"

@@ -2,6 +2,7 @@
 
 runs/<name>/   config.yaml plan.json  records/  checkpoints/  logs/  health/  tensorboard/
                prediction.json        what a step was expected to take, where that can be told
+               .name                  the name that was asked for, where the folder has a number: digits in digits-2
                .lock                  held by the process that runs it, and let go by the system when that ends
                .config.yaml           while a resumed run is set up: becomes config.yaml when that has worked;
                .plan.json, .prediction.json   so do these
@@ -16,6 +17,7 @@ import glob
 import os
 import shutil
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Self
@@ -28,7 +30,7 @@ from paceline.untrusted import parse_json_object, read_regular
 
 _PARTS = ("records", "checkpoints", "logs")
 _LEFTOVER_S = 60.0
-_CONFIG, _PLAN, _PREDICTION = "config.yaml", "plan.json", "prediction.json"
+_CONFIG, _PLAN, _PREDICTION, _NAME = "config.yaml", "plan.json", "prediction.json", ".name"
 
 
 class RunFolder:
@@ -75,7 +77,7 @@ def check_folder(path: Path, *, force: bool = False, resume: bool = False) -> No
     in_the_way = next((each for each in path.parents if each.exists() and not each.is_dir()), None)
     if in_the_way is not None:
         raise _cannot_make(path, f"{in_the_way} is a file")
-    if resume or not _is_taken(path):
+    if resume or not is_taken(path):
         return
     if not force:
         raise _exists(path)
@@ -99,20 +101,30 @@ def find_write_error(folder: Path) -> OSError | None:
 
 
 def claim_folder(
-    path: Path, config_yaml: str, plan_json: str = "", *, force: bool = False, resume: bool = False
+    path: Path, config_yaml: str, plan_json: str = "", *, force: bool = False, resume: bool = False, name: str = ""
 ) -> RunFolder:
     """Makes a run's folder with its config and plan, and keeps others from it.
 
-    ``force`` replaces an older run, at the last moment; ``resume`` keeps it and everything in it. Raises RunFolderError
+    ``force`` replaces an older run, at the last moment; ``resume`` keeps it and everything in it. ``name`` is the one
+    that was asked for, where the folder has another. Raises RunFolderError
     if the folder exists and neither was said, if a run is going on in it, or if it cannot be written.
     """
     check_folder(path, force=force, resume=resume)
     try:
         if resume and path.is_dir():
             return _reopen(path, config_yaml, plan_json)
-        return _make(path, config_yaml, plan_json, force=force)
+        texts = {_CONFIG: config_yaml, _PLAN: plan_json, _NAME: name}
+        return _make(path, texts, force=force)
     except OSError as error:
         raise _cannot_make(path, error.strerror or str(error)) from error
+
+
+def name_of(path: Path) -> str:
+    """Returns the name that was asked for when a run got its folder: what is in ``.name``, or that of the folder."""
+    try:
+        return read_regular(path / _NAME).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return path.name
 
 
 def is_in_use(path: Path) -> bool:
@@ -172,24 +184,24 @@ def _reopen(path: Path, config_yaml: str, plan_json: str) -> RunFolder:
     return RunFolder(path, lock, is_new=False)
 
 
-def _make(path: Path, config_yaml: str, plan_json: str, *, force: bool) -> RunFolder:
+def _make(path: Path, texts: Mapping[str, str], *, force: bool) -> RunFolder:
     _remove_leftovers(path)
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)  # of a process that had the same number
     try:
         for part in _PARTS:
             (partial / part).mkdir(parents=True)
-        (partial / _CONFIG).write_text(config_yaml, encoding="utf-8")
-        if plan_json:
-            (partial / _PLAN).write_text(plan_json, encoding="utf-8")
+        for name, text in texts.items():
+            if text:
+                (partial / name).write_text(text, encoding="utf-8")
         lock = _lock(partial, path)  # before others can see it
-        if force and _is_taken(path):
+        if force and is_taken(path):
             _replace(path, partial)
         else:
             partial.rename(path)
     except (OSError, RunFolderError) as error:
         shutil.rmtree(partial, ignore_errors=True)
-        if getattr(error, "errno", None) in (errno.EEXIST, errno.ENOTEMPTY) and _is_taken(path):
+        if getattr(error, "errno", None) in (errno.EEXIST, errno.ENOTEMPTY) and is_taken(path):
             raise _exists(path) from None  # another run came first
         raise
     return RunFolder(path, lock, is_new=True)
@@ -240,7 +252,7 @@ def _try_lock(lock: int) -> bool:
     return True
 
 
-def _is_taken(path: Path) -> bool:
+def is_taken(path: Path) -> bool:
     """Says whether something is there that may not be overwritten: anything but an empty folder."""
     if not path.is_dir():
         return path.exists() or path.is_symlink()

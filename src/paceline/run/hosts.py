@@ -11,16 +11,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.comm.control.wire import SECRET, SECRET_FILE, write_secret
-from paceline.config import Config, dump_yaml
+from paceline.config import Config
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.diagnosis import Stop, after_failure
 from paceline.run.console import live_progress, say
-from paceline.run.folder import claim_folder, is_in_use
-from paceline.run.location import locate_run, run_folder
+from paceline.run.folder import is_in_use
+from paceline.run.location import RunLocation, claim_run, locate_run, run_folder, runs_of
 from paceline.run.nodes import Nodes
 from paceline.run.notes import HANGS, forget, hung_attempts
 from paceline.run.result import RunOptions, RunResult, explain_end, read_result
@@ -39,32 +40,38 @@ def train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResul
             f"--resume {options.resume} with --nnodes\n"
             "  hosts that come and go start from the run's newest checkpoint\n  use --resume auto"
         )
-    folder = run_folder(asked)
-    is_guest = is_in_use(folder)
-    if not is_guest:
-        locate_run(asked, force=options.force, resume=options.resume)
+    running = next((folder for folder in runs_of(asked) if is_in_use(folder)), None)
+    location = RunLocation(folder=running or run_folder(asked))
+    if running is None:
+        location = locate_run(asked, force=options.force, resume=options.resume)
     with warm_ranks_of(asked, nodes.ranks) as warm:
         from paceline.run.decide import Participants, decide_run
 
         config = decide_run(
             asked, Participants(hosts=range(nodes.least, nodes.most + 1), host_ranks=nodes.ranks), checks_memory=False
         ).config
-        if not is_guest:
+        folder = location.folder
+        if running is None:
             try:
-                return _run_as_first(config, folder, nodes, warm, options)
+                return _run_as_first(config, location, nodes, warm, options)
             except RunFolderError:
                 if not is_in_use(folder):
                     raise  # else another host's launcher came first, in between
+        config = location.settle(config)
         say(f"joining the run in {folder} with {_ranks_here(config, nodes)} ranks")
         _run(config, folder, nodes, warm)
         return None
 
 
-def _run_as_first(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, options: RunOptions) -> RunResult:
+def _run_as_first(
+    config: Config, location: RunLocation, nodes: Nodes, warm: WarmRanks | None, options: RunOptions
+) -> RunResult:
     from paceline.run.watch import forget_health
 
-    is_continued = (folder / "config.yaml").is_file() and not options.force
-    with claim_folder(folder, dump_yaml(config), force=options.force, resume=is_continued) as claimed:
+    # The first host to claim the folder has it, and the others join: no other number.
+    claimed, _ = claim_run(replace(location, takes_number=False), config, force=options.force)
+    config, folder = location.settle(config), location.folder
+    with claimed:
         if not _given_secret():
             write_secret(folder / _SECRET)
         forget(folder, HANGS)

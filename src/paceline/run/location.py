@@ -1,19 +1,25 @@
-"""Where a run lives, and from which checkpoint it starts: looked at before anything else is done."""
+"""Where a run lives, and from which checkpoint it starts: looked at before anything else is done.
+
+A name that is taken gets a number: ``runs/digits``, ``runs/digits-2``, ``runs/digits-3``. Each of these keeps the name
+that was asked for in ``.name`` (``folder.py``): a run that somebody called digits-2 is not taken for one of them.
+"""
 
 from __future__ import annotations
 
 import errno
+import glob
+import itertools
 import os
 import shlex
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.chaos.notes import VARIABLE
-from paceline.errors import CheckpointError, UsageError
+from paceline.errors import CheckpointError, RunFolderError, UsageError
 from paceline.run.console import say
-from paceline.run.folder import check_folder, find_write_error
+from paceline.run.folder import RunFolder, check_folder, claim_folder, find_write_error, is_taken, name_of
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
@@ -24,70 +30,183 @@ _SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID",
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
-    """Where a run lives and where it starts from. ``is_continued``: from a checkpoint of its own."""
+    """Where a run lives and where it starts from. ``is_continued``: from a checkpoint of its own.
+
+    ``takes_number``: a folder that is taken meanwhile is left for the next number.
+    """
 
     folder: Path
     checkpoint: Path | None = None
     is_continued: bool = False
+    takes_number: bool = False
+
+    def settle(self, config: Config) -> Config:
+        """Returns the config under the run's own name. Its checkpoints have a folder of their own, too."""
+        if config.name == self.folder.name:
+            return config
+        asked = config.checkpoint.folder
+        if asked is not None:
+            config = config.with_values("checkpoint", folder=f"{asked.rstrip('/')}/{self.folder.name}")
+        return config.model_copy(update={"name": self.folder.name})
 
 
 def run_folder(config: Config) -> Path:
-    """Returns the folder of a config's run."""
+    """Returns the folder of a config's first run."""
     return Path(config.monitor.folder) / config.name
 
 
-def locate_run(config: Config, *, force: bool, resume: str | None) -> RunLocation:
+def runs_of(config: Config) -> list[Path]:
+    """Returns the folders of all runs of a config's name, the one that was started or continued last first."""
+    first = run_folder(config)
+    others = [
+        path
+        for path in first.parent.glob(f"{glob.escape(first.name)}-*")
+        if path.name.removeprefix(f"{first.name}-").isdecimal() and name_of(path) == first.name
+    ]
+    runs = [path for path in (first, *others) if (path / "config.yaml").is_file()]
+    return sorted(runs, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name), reverse=True)
+
+
+def locate_run(config: Config, *, force: bool, resume: str | None, may_number: bool = True) -> RunLocation:
     """Finds a run's folder, and the checkpoint to start from; changes nothing.
 
-    Raises RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint or if none could
-    be written to ``checkpoint.folder``.
+    ``resume`` is ``auto`` (the newest checkpoint of the newest run of that name), ``best`` (its best), or a path. A
+    name that is taken gets a number, unless ``force`` replaces the run, or ``may_number`` is False. Raises
+    RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint or if none could be
+    written to ``checkpoint.folder``.
     """
-    folder = run_folder(config)
     _check_checkpoint_folder(config.checkpoint.folder)
     if resume is None:
-        check_folder(folder, force=force)
-        return RunLocation(folder=folder)
-    from paceline.checkpoint.storage import absolute_path
-
+        return _new_run(config, force=force, may_number=may_number)
     try:
-        checkpoint = absolute_path(find_start(config, folder, resume, say))
+        location = _own_start(config, resume) or _start_of_another(config, resume, force=force)
     except CheckpointError:
         if resume != "auto" or not any(name in os.environ for name in _SCHEDULERS):
             raise
         # A scheduler starts the same command again: also a run that had nothing to save yet.
+        folder = next(iter(runs_of(config)), run_folder(config))
         say(f"no checkpoint in {folder} yet: starting from the beginning")
-        check_folder(folder, force=force, resume=(folder / "config.yaml").is_file())
-        return RunLocation(folder=folder, is_continued=(folder / "config.yaml").is_file())
-    is_continued = resume == "auto" or checkpoint.is_relative_to(folder.resolve())
-    if is_continued and force:
+        is_continued = (folder / "config.yaml").is_file()
+        check_folder(folder, force=force, resume=is_continued)
+        return RunLocation(folder=folder, is_continued=is_continued)
+    if location.is_continued and force:
         raise UsageError(
-            f"--force would remove {folder}, from which --resume {resume} continues\n"
+            f"--force would remove {location.folder}, from which --resume {resume} continues\n"
             "  one replaces a run, the other goes on with it\n  give one of them"
         )
-    check_folder(folder, force=force, resume=is_continued)
-    return RunLocation(folder=folder, checkpoint=checkpoint, is_continued=is_continued)
+    check_folder(location.folder, force=force, resume=location.is_continued)
+    return location
+
+
+def claim_run(
+    location: RunLocation, config: Config, plan_json: str = "", *, force: bool = False
+) -> tuple[RunFolder, RunLocation]:
+    """Claims the folder of a run, which another run may have taken since it was located: then the next number's.
+
+    Raises RunFolderError as ``claim_folder`` does.
+    """
+    from paceline.config import dump_yaml
+
+    while True:
+        folder, settled = location.folder, location.settle(config)
+        try:
+            name = config.name if settled.name != config.name else ""
+            text = dump_yaml(settled)
+            resume = location.is_continued
+            return claim_folder(folder, text, plan_json, force=force, resume=resume, name=name), location
+        except RunFolderError:
+            if not location.takes_number or not is_taken(folder):
+                raise
+        location = replace(location, folder=_free_folder(config))
 
 
 def find_start(config: Config, folder: Path, resume: str, tell: Callable[[str], None], own: Line | None = None) -> Path:
     """Finds the checkpoint that ``resume`` names; ``auto``: the newest whole one of the run, and of its line ``own``.
 
-    ``tell`` hears of newer ones that are not whole. Raises CheckpointError where there is none.
+    ``best``: the best one of the run by its metric. ``tell`` hears of newer ones that are not whole. Raises
+    CheckpointError where there is none.
     """
-    from paceline.checkpoint import find_checkpoint
+    from paceline.checkpoint import find_best, find_checkpoint
 
     where = folder if config.checkpoint.folder is None else Path(config.checkpoint.folder)
+    if resume == "best":
+        return find_best(where, config.checkpoint.verify)
     return find_checkpoint(resume, where, config.checkpoint.verify, lambda passed: tell(str(passed)), own)
 
 
 def how_to_continue(folder: Path) -> str:
     """Returns the words that say how to go on from the newest checkpoint, if there is one."""
-    from paceline.checkpoint import list_checkpoints
+    from paceline.checkpoint.find import list_checkpoints, places_of
 
-    found = list_checkpoints(folder / "checkpoints")
-    if not found:
+    found = next(filter(None, map(list_checkpoints, places_of(folder))), None)
+    if found is None:
         return ""
     command = shlex.join(["paceline", "train", str(folder / "config.yaml"), "--resume", "auto"])
     return f"to go on from step {int(found[-1].name.rpartition('-')[2])}:  {command}"
+
+
+def _new_run(config: Config, *, force: bool, may_number: bool = True, checkpoint: Path | None = None) -> RunLocation:
+    """Returns the folder of a run that does not continue another: the asked one, or where it is taken the next."""
+    folder = run_folder(config)
+    if not force and may_number and is_taken(folder):
+        check_folder(folder, resume=True)  # what is above it
+        free = _free_folder(config)
+        say(f"{folder} exists: this run is {free}  (--resume auto goes on with the last one, --force replaces it)")
+        return RunLocation(folder=free, checkpoint=checkpoint, takes_number=True)
+    check_folder(folder, force=force)
+    return RunLocation(folder=folder, checkpoint=checkpoint, takes_number=may_number and not force)
+
+
+def _free_folder(config: Config) -> Path:
+    first = run_folder(config)
+    numbered = (first.with_name(f"{first.name}-{number}") for number in itertools.count(2))
+    return next(path for path in numbered if not is_taken(path))
+
+
+def _own_start(config: Config, resume: str) -> RunLocation | None:
+    """Returns the run of this name that ``resume`` continues; None where it names another's checkpoint.
+
+    Raises CheckpointError where no run of this name has one.
+    """
+    from paceline.checkpoint.storage import absolute_path
+
+    first = run_folder(config)
+    runs = runs_of(config) or [first]
+    if resume not in ("auto", "best"):
+        checkpoint = absolute_path(find_start(config, first, resume, say))
+        # A numbered run's folder of checkpoints may lie in that of the first.
+        for folder in sorted({*runs, first}, key=lambda path: (path == first, path.name)):
+            where = absolute_path(_checkpoint_root(config, folder))
+            if checkpoint.is_relative_to(where) or checkpoint.is_relative_to(folder.resolve()):
+                return RunLocation(folder=folder, checkpoint=checkpoint, is_continued=folder.is_dir())
+        return None
+    problem: CheckpointError | None = None
+    for folder in runs:
+        try:
+            found = find_start(RunLocation(folder=folder).settle(config), folder, resume, say)
+        except CheckpointError as error:
+            problem = problem or error
+            continue
+        if len(runs) > 1:
+            which = "the last one with a checkpoint" if problem else "the last one"
+            say(f"continuing {folder}: {which} of {len(runs)} runs named {config.name}")
+        return RunLocation(folder=folder, checkpoint=absolute_path(found), is_continued=folder.is_dir())
+    assert problem is not None
+    raise problem
+
+
+def _checkpoint_root(config: Config, folder: Path) -> Path:
+    """Returns the folder that has a run's checkpoints, and nobody else's."""
+    asked = RunLocation(folder=folder).settle(config).checkpoint.folder
+    return folder if asked is None else Path(asked)
+
+
+def _start_of_another(config: Config, resume: str, *, force: bool) -> RunLocation:
+    """Returns a new run that starts from a checkpoint of another one."""
+    from paceline.checkpoint.storage import absolute_path
+
+    checkpoint = absolute_path(find_start(config, run_folder(config), resume, say))
+    return _new_run(config, force=force, checkpoint=checkpoint)
 
 
 def _check_checkpoint_folder(where: str | None) -> None:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster.detect import ask_ahead
-from paceline.config import Config, dump_yaml, load_config
-from paceline.run.console import live_progress
-from paceline.run.folder import claim_folder
-from paceline.run.location import RunLocation, locate_run
+from paceline.config import Config, load_config_with_sources
+from paceline.run.console import live_progress, say
+from paceline.run.location import RunLocation, claim_run, locate_run
 from paceline.run.result import RunOptions, RunResult, explain_end, read_result
 from paceline.run.warm import WarmRanks, warm_ranks_of
 
@@ -37,7 +36,13 @@ def train(
     another one's run. Raises ConfigError, UsageError, RunFolderError or CheckpointError for what cannot be started, and
     LaunchError for a run that failed.
     """
-    asked = config if isinstance(config, Config) else load_config(config, overrides)
+    if isinstance(config, Config):
+        asked = config
+    else:
+        loaded = load_config_with_sources(config, overrides)
+        asked = loaded.config
+        for note in loaded.notes if os.environ.get("RANK", "0") == "0" else ():
+            say(note)
     chosen = options or RunOptions()
     if "RANK" in os.environ:
         from paceline.run.under_launcher import run_under_launcher
@@ -72,7 +77,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
     if is_shown:
         show_decisions(config, decision.choice, decision.notes)
     expected = predict_run(config)
-    folder, ranks = location.folder, plan.layout.ranks
+    ranks = plan.layout.ranks
     asked = LocalRanks(
         ranks=1 if config.comm.backend == "virtual" else ranks,
         num_records=ranks,
@@ -82,8 +87,9 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         watch=watch_policy(config),
     )
 
-    is_continued, written = location.is_continued, plan.to_text()
-    with claim_folder(folder, dump_yaml(config), written, force=options.force, resume=is_continued) as claimed:
+    claimed, location = claim_run(location, config, plan.to_text(), force=options.force)
+    config, folder = location.settle(config), location.folder
+    with claimed:
         if expected is not None:
             claimed.write_prediction(expected.to_text())
         prediction = BackgroundPrediction(config, folder, expected, warm)

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,7 +18,7 @@ from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
 from paceline.comm.torch_dist import connect, disconnect
-from paceline.config import Config, dump_yaml
+from paceline.config import Config
 from paceline.errors import PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
@@ -25,8 +26,8 @@ from paceline.records.console import ProgressView
 from paceline.run.attempt import RankRunner
 from paceline.run.console import say
 from paceline.run.decide import Decision, Participants, decide_run, show_decisions
-from paceline.run.folder import RunFolder, claim_folder
-from paceline.run.location import RunLocation, locate_run
+from paceline.run.folder import RunFolder
+from paceline.run.location import RunLocation, claim_run, locate_run
 from paceline.run.prediction import BackgroundPrediction, predict_run
 from paceline.run.rank_process import (
     end_with_parent,
@@ -56,7 +57,9 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     times.lap("processes")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
         end_with_parent(os.getppid())
-    location = locate_run(asked, force=options.force, resume=options.resume)
+    # Ranks that an agent has started again are of the same run: no new number.
+    is_first = restarted_by_launcher() is None
+    location = locate_run(asked, force=options.force, resume=options.resume, may_number=is_first)
     set_variables(asked, uses_nccl=uses_nccl(asked))
     if asked.comm.backend == "virtual":
         raise UsageError(
@@ -70,8 +73,9 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     participants = Participants(comm=comm, machine=machine)
     decision = decide_run(asked, participants, checks_memory=options.checks_memory)
+    claimed, location, prediction = _claim_together(comm, location, decision, cores, force=options.force)
+    decision = replace(decision, config=location.settle(decision.config))
     config, choice = decision.config, decision.choice
-    claimed, prediction = _claim_together(comm, location, decision, cores, force=options.force)
     view = ProgressView() if comm.rank == 0 and config.monitor.console and not options.is_quiet else None
     if view is not None:
         show_decisions(config, choice, decision.notes)
@@ -113,22 +117,21 @@ def _run_rank(
 
 def _claim_together(
     comm: Communicator, location: RunLocation, decision: Decision, cores: Sequence[int], *, force: bool
-) -> tuple[RunFolder | None, AbstractContextManager[None]]:
-    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked.
+) -> tuple[RunFolder | None, RunLocation, AbstractContextManager[None]]:
+    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked, and where.
 
     ``cores`` are those that the ranks of this host share.
     """
     claimed: RunFolder | None = None
     prediction: AbstractContextManager[None] = contextlib.nullcontext()
 
-    def claim() -> None:
+    def claim() -> RunLocation:
         nonlocal claimed, prediction
-        texts = dump_yaml(decision.config), decision.plan.to_text()
-        claimed = claim_folder(location.folder, *texts, force=force, resume=location.is_continued)
+        claimed, found = claim_run(location, decision.config, decision.plan.to_text(), force=force)
         prediction = _predict(decision.config, claimed, cores)
+        return found
 
-    ask_first_rank(comm, claim)
-    return claimed, prediction
+    return claimed, ask_first_rank(comm, claim), prediction
 
 
 def _predict(config: Config, claimed: RunFolder, cores: Sequence[int]) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
-from paceline.config.checks import warmup_problems
+from paceline.config.checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader
@@ -32,7 +32,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16
-from paceline.errors import ConfigError, TrainingError
+from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model, model_context
@@ -53,7 +53,8 @@ from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, build_loss, fuses_loss
-from paceline.train.optim import RateSchedule, build_optimizer
+from paceline.train.metrics import load_metrics
+from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
@@ -227,6 +228,7 @@ def build_workload(
     with torch.device("meta") if is_late and config.train.dtype == "float32" else contextlib.nullcontext():
         model = build_model(config.model, data.shape, is_unfilled=folder is not None)
         model.to(getattr(torch, config.train.dtype))
+    freeze_parameters(model, config.optim.groups)
     if folder is not None:
         weights = open_pretrained(folder, model, getattr(config.model, "fresh", ()))
         return DataAndModel(data=data, model=model, weights=weights)
@@ -273,6 +275,7 @@ def build_trainer(
         work.weights.fill(engine)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     policy = build_policy(config)
+    notes: list[Hook] = []
     loss = build_loss(
         config.train.loss,
         work.data.shape,
@@ -284,18 +287,20 @@ def build_trainer(
     if layout.is_compiled and not plan.finds_microbatch:
         _fix_sizes(config, plan, engine, loss, num_eval)
     if plan.finds_microbatch:
-        plan = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
+        plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
+        notes.append(NoteHook("microbatch", {"note": found}))
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     options, choice = loader_options(config, comm, work.data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
+    schedule = build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note})))
     parts = TrainerParts(
         plan=plan,
         engine=engine,
-        optimizer=build_optimizer(optim, engine.named_parameters(), engine),
+        optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
         loader=_train_loader(config, plan, work.data, engine.comm, options),
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,
-        schedule=build_schedule(config, plan),
+        schedule=schedule,
         policy=policy,
         meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
@@ -306,9 +311,12 @@ def build_trainer(
         graphs=_choose_graphs(config, plan, loss, policy.dtype),
         sample=sample,
         files=files,
+        metrics=load_metrics(config.train.metrics),
+        has_perplexity=work.data.shape.kind == "tokens" and config.train.loss == "auto",
+        early_stop=config.train.early_stop,
     )
     on_part("model")
-    return Trainer(parts, [*_notes(engine, choice), *_tuning(layout), *hooks], sink)
+    return Trainer(parts, [*notes, *_notes(engine, choice), *_tuning(layout), *hooks], sink)
 
 
 def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:
@@ -421,21 +429,25 @@ def build_policy(config: Config) -> StepPolicy:
     )
 
 
-def build_schedule(config: Config, plan: Plan) -> RateSchedule:
-    """Makes the learning-rate schedule; without a length of its own it spans the run."""
+def build_schedule(config: Config, plan: Plan, tell: Callable[[str], None] = ignore_phase) -> RateSchedule:
+    """Makes the learning-rate schedule; without a length of its own it spans the run.
+
+    A warmup that is longer than the run is shortened where only the data says how long an epoch is; ``tell`` hears it.
+    """
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
-    if asked.length is None and config.train.steps is None:  # how long an epoch is, the data alone says
-        name = f"train.epochs = {config.train.epochs_to_run:g}"
-        if problems := list(warmup_problems(asked, whole_run, name)):
-            raise ConfigError(problems)
-    return RateSchedule(**{**asked.model_dump(), "length": float(asked.length or whole_run)})
+    warmup, note = asked.warmup, ""
+    if asked.length is None and config.train.steps is None:
+        warmup, note = shorter_warmup(asked, whole_run, f"train.epochs = {config.train.epochs_to_run:g}")
+    if note:
+        tell(note)
+    return RateSchedule(**{**asked.model_dump(), "warmup": warmup, "length": float(asked.length or whole_run)})
 
 
 def _fit_microbatch(
     config: Config, plan: Plan, engine: Engine, loss: Loss, data: DataSplits, node_ranks: int | None
-) -> Plan:
-    """Finds the largest microbatch that all ranks can hold; the global batch stays."""
+) -> tuple[Plan, str]:
+    """Finds the largest microbatch that all ranks can hold, and says why it is that; the global batch stays."""
     device = engine.comm.device
     hosts = node_ranks or engine.comm.size
     slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
@@ -453,7 +465,15 @@ def _fit_microbatch(
     )
     found = find_microbatch(engine, loss, data.train, getattr(torch, config.train.dtype), limits)
     assert found.samples is not None
-    return plan.with_microbatch(found.samples)
+    tried = "; ".join(
+        f"{each.samples}: {'out of memory' if each.peak_bytes is None else format_bytes(each.peak_bytes)}"
+        + ("" if each.fits else ", too much")
+        for each in found.trials
+    )
+    whole = plan.batch.samples_per_rank
+    reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
+    text = f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
+    return plan.with_microbatch(found.samples), text
 
 
 def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_ranks: int, device: str) -> int:

@@ -144,18 +144,25 @@ class OnNormalised:
         self._loss = loss
         self._normalise = normalise
         self._dtype = dtype
+        self._last: tuple[Any, Any] | None = None
 
     @property
     def elements_per_sample(self) -> float | None:
         """Elements that each sample contributes."""
         return self._loss.elements_per_sample
 
+    def prepare(self, batch: Any) -> Any:
+        """Returns the batch as the model gets it; the same one for the same batch."""
+        if self._last is None or self._last[0] is not batch:
+            self._last = batch, self._normalise(batch, self._dtype)
+        return self._last[1]
+
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
         return self._loss(model, self._normalise(batch, self._dtype))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """The same for evaluation, with ``correct``."""
-        return self._loss.score(model, self._normalise(batch, self._dtype))
+        return self._loss.score(model, self.prepare(batch))
 
 
 def fuses_loss(kind: str, layout: Layout, model: nn.Module, device: str) -> bool:

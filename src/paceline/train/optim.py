@@ -13,8 +13,10 @@ t = (before - w) / (n - w):
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +24,7 @@ import torch
 from torch import nn
 
 from paceline.config import OptimConfig
+from paceline.config.schema import ParameterGroupConfig
 from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import full_shape
 from paceline.errors import UsageError
@@ -34,19 +37,20 @@ _ONE_CYCLE_RISE = 0.3
 
 
 def build_optimizer(
-    config: OptimConfig, named: Iterable[tuple[str, nn.Parameter]], engine: Engine | None = None
+    config: OptimConfig,
+    named: Iterable[tuple[str, nn.Parameter]],
+    engine: Engine | None = None,
+    rate_scale: float = 1.0,
 ) -> torch.optim.Optimizer:
     """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
 
     A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` lends its copies of
-    masters, where AdamW can update both in one pass.
+    masters, where AdamW can update both in one pass. ``config.lr`` is scaled already; ``rate_scale`` is for the rates
+    of ``config.groups``.
     """
-    parameters = [parameter for _, parameter in named if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if len(full_shape(p)) >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if len(full_shape(p)) < 2], "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    parameters = [parameter for _, parameter in trained]
+    groups = _groups(config, trained, rate_scale)
     if config.kind == "adamw":
         # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
         betas = (config.betas[0], config.betas[1])
@@ -58,6 +62,48 @@ def build_optimizer(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=_can_fuse(parameters)
         )
     return _from_path(config, groups)
+
+
+def freeze_parameters(model: nn.Module, groups: Mapping[str, ParameterGroupConfig]) -> None:
+    """Freezes the parameters whose group asks for it: before an engine has them.
+
+    Raises UsageError for a pattern that fits no parameter, and where nothing is left to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in groups:
+        if not fnmatch.filter(names, pattern):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            raise UsageError(
+                f"optim.groups: {pattern!r} fits no parameter\n  '*' stands for any text in a parameter's name\n"
+                f"  some names are {', '.join(near)}"
+            )
+    for name, parameter in model.named_parameters():
+        pattern = _pattern_of(name, groups)
+        if pattern is not None and groups[pattern].frozen:
+            parameter.requires_grad_(False)
+    if groups and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError("optim.groups freezes every parameter\n  at least one must be trained")
+
+
+def _pattern_of(name: str, groups: Mapping[str, ParameterGroupConfig]) -> str | None:
+    return next((pattern for pattern in groups if fnmatch.fnmatchcase(name, pattern)), None)
+
+
+def _groups(config: OptimConfig, trained: list[tuple[str, nn.Parameter]], rate_scale: float) -> list[dict[str, Any]]:
+    """Returns the optimizer's groups: for all parameters, and for each pattern, those with decay and those without.
+
+    All ranks have the same groups in the same order, but for those of which they have no parameter.
+    """
+    found: list[dict[str, Any]] = []
+    for pattern in (None, *config.groups):
+        given = ParameterGroupConfig() if pattern is None else config.groups[pattern]
+        own = [p for name, p in trained if _pattern_of(name, config.groups) == pattern]
+        decay = config.weight_decay if given.weight_decay is None else given.weight_decay
+        rate = {} if given.lr is None else {"lr": given.lr * rate_scale}
+        matrices, vectors = ([p for p in own if (len(full_shape(p)) >= 2) is wide] for wide in (True, False))
+        found.append({"params": matrices, "weight_decay": decay, **rate})
+        found.append({"params": vectors, "weight_decay": given.weight_decay or 0.0, **rate})
+    return [group for group in found if group["params"]]
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, factor: float) -> float:

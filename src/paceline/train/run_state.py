@@ -1,7 +1,8 @@
 """A trainer's state: what a checkpoint of a run holds, and how a trainer goes on from one.
 
 tensors       parameters, buffers, optimizer state, what compression owes, the average of parameters
-values        loss scale, bad steps, roll-backs, rates, metrics, consumed samples: the same on every rank
+values        loss scale, bad steps, roll-backs, rates, metrics, early stopping, hooks, consumed samples: the same on
+              every rank
 each rank's   random states
 """
 
@@ -19,6 +20,7 @@ from paceline.checkpoint.manifest import COMPRESSION, MODEL, Line, State, line_f
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model
 from paceline.comm.compress import Compressor
+from paceline.config.schema import EarlyStopConfig
 from paceline.data.consumed import ConsumedIds
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.engines.engine import Engine
@@ -30,6 +32,7 @@ from paceline.train.ema import WeightAverage
 from paceline.train.flops import SampleCost
 from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
+from paceline.train.metrics import EarlyStop, Metric
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.scaler import make_scaler
@@ -59,6 +62,9 @@ class TrainerParts:
     graphs: GraphedStep | None = None  # None: every step is run kernel by kernel
     sample: SampleCost = SampleCost()  # noqa: RUF009 (frozen)
     files: Mapping[str, bytes] = field(default_factory=dict)  # of the model: see ``train/kept_files.py``
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    has_perplexity: bool = False
+    early_stop: EarlyStopConfig = EarlyStopConfig()  # noqa: RUF009 (frozen)
 
 
 class RunState:
@@ -73,6 +79,8 @@ class RunState:
         self.consumed = ConsumedIds(parts.loader.order)
         self.metrics: dict[str, float] = {}  # of the last evaluation, with its step
         self.best: dict[str, Any] | None = None
+        self.early_stop = EarlyStop(parts.early_stop)
+        self.own_hooks: dict[str, Any] = {}  # of train.hooks; what has a state_dict() is saved
         self.num_roll_backs = 0
         self.rate_scale = 1.0
         self.line: Line | None = None  # of rank 0, which knows what was saved before
@@ -91,6 +99,10 @@ class RunState:
             "metrics": self.metrics if self.metrics.get("step") == self.step else {},
             "best": self.best,
         }
+        if parts.early_stop.patience is not None:
+            values["early_stop"] = self.early_stop.state_dict()
+        if states := {name: hook.state_dict() for name, hook in self.own_hooks.items() if hasattr(hook, "state_dict")}:
+            values["hooks"] = states
         if self.num_roll_backs:
             values["recovery"] = {"rate_scale": self.rate_scale, "num_roll_backs": self.num_roll_backs}
         if self.scaler is not None:
@@ -135,6 +147,10 @@ class RunState:
         recovery = values.get("recovery", {})
         self.rate_scale = recovery.get("rate_scale", 1.0)
         self.num_roll_backs = recovery.get("num_roll_backs", 0)
+        self.early_stop.load_state_dict(values.get("early_stop", {}))
+        for name, state in values.get("hooks", {}).items():
+            if hasattr(self.own_hooks.get(name), "load_state_dict"):
+                self.own_hooks[name].load_state_dict(state)
         if "bad_steps" in values:
             self.bad_steps.load_state_dict(values["bad_steps"])
         if "consumed" in values:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -30,12 +30,15 @@ from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
 from paceline.train.loss import Loss
+from paceline.train.metrics import Metric, score_all
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import Passes, StepOutcome, place, train_step
 from paceline.train.survive.bad_steps import BadStep
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
 from paceline.train.survive.recovery import GoBack, GoOn, on_bad_steps
+
+_LARGEST_EXPONENT = 700.0  # of a float
 
 # Exact evaluation: every sample once, sums and counts added over ranks, divided once at the end.
 #
@@ -50,38 +53,44 @@ class Evaluation:
     loss: float
     accuracy: float | None
     samples: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 @torch.no_grad()
-def evaluate(engine: Engine, loader: EvalLoader, loss: Loss, dtype: torch.dtype) -> Evaluation:
-    """Evaluates the engine over all ranks. One all-reduce of five numbers, and one wait for the device."""
+def evaluate(
+    engine: Engine, loader: EvalLoader, loss: Loss, dtype: torch.dtype, metrics: Mapping[str, Metric] | None = None
+) -> Evaluation:
+    """Evaluates the engine over all ranks. One all-reduce of a few numbers, and one wait for the device."""
     engine.share_buffers()
     device = engine.comm.device
     modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
-    # Summed loss, elements, right answers, samples, batches without a count of right answers.
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    names, score = list(metrics or {}), score_all(loss, metrics or {})
+    # Summed loss, elements, right answers, samples, batches without a count of right answers; of metrics sum and count.
+    sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64, device=device)
     try:
         for batch, samples in zip(loader, loader.local_samples(), strict=True):
             if batch is None:
                 engine.sit_out()
                 continue
             with engine.precision.context(device):
-                value = engine.apply_loss(loss.score, place(batch, device, dtype))
-            if value is None:  # another stage of the pipeline has it
+                scored = engine.apply_loss(score, place(batch, device, dtype))
+            if scored is None:  # another stage of the pipeline has it
                 continue
+            value, rest = scored
             correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
-            row = [value.total, value.count, correct, float(samples), unscored]
+            row = [value.total, value.count, correct, float(samples), unscored, *rest]
             sums += torch.stack([on_device(number, device) for number in row])
     finally:
         for module, was_training in modes:  # one by one: a frozen part may have been in evaluation mode all along
             module.training = was_training
     engine.add_up(sums)
-    total, count, correct_sum, num_samples, num_unscored = sums.tolist()  # sync point
+    total, count, correct_sum, num_samples, num_unscored, *rest = sums.tolist()  # sync point
     return Evaluation(
         loss=total / max(count, 1.0),
         accuracy=correct_sum / max(count, 1.0) if num_unscored == 0 else None,
         samples=int(num_samples),
+        metrics={name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else math.nan for i, name in enumerate(names)},
     )
 
 
@@ -123,14 +132,15 @@ Hook: TypeAlias = "Callable[[Trainer, StepResult], None]"
 
 @dataclass(slots=True)
 class Every:
-    """Runs a hook every ``steps`` steps, and after the last one if ``at_end``."""
+    """Runs a hook every ``steps`` steps, or after each epoch, and after the last step if ``at_end``."""
 
-    steps: int | None
+    steps: int | Literal["epoch"] | None
     hook: Hook
     at_end: bool = True
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        is_due = self.steps is not None and result.step % self.steps == 0
+        steps = max(result.steps_per_epoch, 1) if self.steps == "epoch" else self.steps
+        is_due = steps is not None and result.step % steps == 0
         if is_due or (self.at_end and result.is_last):
             self.hook(trainer, result)
 
@@ -145,7 +155,7 @@ def is_time(trainer: Trainer, since: float, seconds: float) -> bool:
 
 @dataclass(slots=True)
 class EvaluateHook:
-    """Evaluates over all ranks; the result goes to the records."""
+    """Evaluates over all ranks; the result goes to the records. Ends a run that does not get better, where asked to."""
 
     last_step: int = -1
 
@@ -153,6 +163,10 @@ class EvaluateHook:
         if self.last_step != result.step:
             self.last_step = result.step
             trainer.evaluate()
+            if trainer.early_stop.is_over and not result.is_last:
+                result.is_last = True  # for what comes at the end, such as the last checkpoint
+                trainer.end_reason = trainer.early_stop.reason
+                trainer.note("early_stop", {"note": trainer.end_reason}, step=result.step)
 
 
 @dataclass(slots=True)
@@ -227,6 +241,7 @@ class Trainer(RunState):
         self.hooks = list(hooks)
         self.sink = sink
         self.losses = RecoveryConfig()
+        self.end_reason = ""  # why the run ends before its time
         self.find_checkpoint: Callable[[], Path] | None = None  # the newest to go back to; rank 0 asks
         self._has_constant_rate = parts.schedule.is_constant
         self._reports_samples = parts.engine.reports_samples
@@ -264,6 +279,9 @@ class Trainer(RunState):
     def steps(self) -> Generator[StepResult, None, None]:
         """Yields the remaining steps as they are issued."""
         meter, total = self.parts.meter, self.parts.plan.total_steps
+        if self.early_stop.is_over:  # of a checkpoint: a run that was over then still is
+            self.end_reason = self.early_stop.reason
+            total = self.step
         batches = self.parts.loader.steps(self.position, max(0, total - self.step))
         meter.start()
         try:
@@ -277,6 +295,8 @@ class Trainer(RunState):
                     for bad in self.bad_steps.note(self.step, outcome, batch):
                         self._note_bad(bad)
                 yield result
+                if self.end_reason:
+                    return
         finally:
             batches.close()
 
@@ -307,11 +327,15 @@ class Trainer(RunState):
         start = meter.take()
         average = parts.average if parts.evaluates_average else None
         with contextlib.nullcontext() if average is None else average.in_place():
-            result = evaluate(parts.engine, parts.eval_loader, parts.loss, parts.policy.dtype)
+            result = evaluate(parts.engine, parts.eval_loader, parts.loss, parts.policy.dtype, parts.metrics)
+        if parts.has_perplexity:
+            result.metrics["perplexity"] = math.exp(min(result.loss, _LARGEST_EXPONENT))
         seconds = seconds_between(start, meter.take())
         self.metrics = {"step": self.step, "eval_loss": result.loss}
         if result.accuracy is not None:
             self.metrics["eval_accuracy"] = result.accuracy
+        self.metrics.update({f"eval_{name}": value for name, value in result.metrics.items()})
+        self.early_stop.note(self.metrics)
         if self.sink is not None:
             self.sink.write(EvalRecord(**asdict(result), step=self.step, seconds=seconds, time=time.time()))
         meter.start()

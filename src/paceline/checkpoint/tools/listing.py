@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.find import list_checkpoints, read_manifest, step_of
+from paceline.checkpoint.find import list_checkpoints, places_of, read_manifest, step_of
 from paceline.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, Manifest, SavedTensor, newest_line
 from paceline.checkpoint.read import decode_found
 from paceline.checkpoint.retention import Saved, retention_of, why_kept
@@ -49,7 +49,8 @@ def folder_of(where: Path) -> Path:
     storage = storage_of(where)
     if storage.size(where / MANIFEST) is not None:
         return where.parent
-    for folder in (where / "checkpoints", where):
+    for folder in places_of(where):
+        storage = storage_of(folder)
         if list_checkpoints(folder, storage) or any(_is_rest(name) for name in storage.names(folder)):
             return folder
     raise nothing_there(where, "name a run's folder, or one with checkpoints")

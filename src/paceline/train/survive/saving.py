@@ -1,8 +1,8 @@
 """Saving a run: when, in the background or at once, and what is kept.
 
-The saver is a hook. It saves every n steps, every so many minutes of rank 0's clock, at the end, and when it is asked
-to. What a save took goes to the records when it has come to its end: how long training stood still, and how long it
-was under way.
+The saver is a hook. It saves every n steps or epochs, every so many minutes of rank 0's clock, where an evaluation is
+the best so far (``keep_best``), at the end, and when it is asked to. What a save took goes to the records when it has
+come to its end: how long training stood still, and how long it was under way.
 
 A checkpoint that cannot be written (the disk is full, or a permission is gone) is an error that all ranks learn of
 together, and older checkpoints are intact. The run goes on without it where ``on_full_disk`` allows that: nothing is
@@ -128,7 +128,7 @@ class Saver:
     @property
     def _saves_on_the_way(self) -> bool:
         config = self._config
-        return config.asynchronous is not False and (config.every_steps or config.every_minutes) is not None
+        return config.asynchronous is not False and any((config.every_steps, config.every_epochs, config.every_minutes))
 
     def _prepare(self, trainer: Trainer) -> CheckpointWriter:
         """Makes the writer, and room to save in the background. All ranks call it when the optimizer has its state."""
@@ -142,8 +142,13 @@ class Saver:
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
         config, step, reason = self._config, result.step, ""
         minutes = config.every_minutes
+        epochs = config.every_epochs
         if config.every_steps is not None and step % config.every_steps == 0:
             reason = "steps"
+        elif epochs is not None and step % (epochs * max(result.steps_per_epoch, 1)) == 0:
+            reason = "epochs"
+        elif config.keep_best and self._is_best(trainer):
+            reason = "best"
         if minutes is not None and step % self._ask_every == 0 and is_time(trainer, self._clock, 60.0 * minutes):
             self._clock = time.monotonic()
             reason = "minutes"
@@ -157,14 +162,19 @@ class Saver:
 
     def _note_best(self, trainer: Trainer) -> None:
         """Keeps the best value of the metric so far, and its step."""
-        policy = self._retention
-        value = trainer.metrics.get(policy.metric)
-        known = trainer.best
+        if self._is_best(trainer):
+            metric = self._retention.metric
+            trainer.best = {"metric": metric, "value": trainer.metrics[metric], "step": trainer.step}
+
+    def _is_best(self, trainer: Trainer) -> bool:
+        """Says whether this step was evaluated, and is better than all that were saved before."""
+        policy, known = self._retention, trainer.best
+        value = trainer.metrics.get(policy.metric) if trainer.metrics.get("step") == trainer.step else None
         if value is None or value != value:
-            return
-        is_other = known is None or known["metric"] != policy.metric
-        if is_other or (value < known["value"] if policy.mode == "min" else value > known["value"]):  # type: ignore[index]
-            trainer.best = {"metric": policy.metric, "value": value, "step": trainer.step}
+            return False
+        if known is None or known["metric"] != policy.metric:
+            return True
+        return bool(value < known["value"] if policy.mode == "min" else value > known["value"])
 
     def _tell(self, trainer: Trainer) -> None:
         """Writes the records of saves that have come to their end."""

@@ -1,0 +1,197 @@
+"""Whole epochs with the trainer for plain scripts: ``fit``, ``evaluate`` and ``predict``.
+
+    history = trainer.fit(loader, optimizer, criterion, epochs=20, eval_loader=held_out, patience=3)
+    result = trainer.evaluate(held_out, criterion, metrics={"accuracy": accuracy})     # the same on every rank
+    outputs = trainer.predict(loader)                                                  # of this rank's samples
+
+Each rank passes its own share of the data. Shares may differ in length: a rank that has no batch left takes part
+without samples, so that nobody waits for it. That costs one small all-reduce a batch where there are several ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
+from paceline.clock import on_device
+from paceline.errors import UsageError
+from paceline.train.step import place
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from paceline.classic.step_metrics import StepMetrics
+    from paceline.engines.engine import Engine
+
+Metric: TypeAlias = Callable[[Any, Any], Any]
+"""``metric(outputs, targets)`` returns (sum, count), or one number: the mean over the batch's samples."""
+
+
+class Fitting:
+    """The part of a trainer that goes through whole loaders."""
+
+    engine: Engine
+    fit_state: dict[str, Any]
+
+    if TYPE_CHECKING:
+
+        def train_step(
+            self, batch: Any, optimizer: torch.optim.Optimizer, criterion: Criterion, step: int | None = None
+        ) -> StepMetrics: ...
+        def flush(self, optimizer: torch.optim.Optimizer) -> bool: ...
+        def save_checkpoint(
+            self, epoch: int, optimizer: torch.optim.Optimizer, loss: float, is_best: bool = False
+        ) -> Path: ...
+        def load_checkpoint(
+            self, path: str | Path | None = None, optimizer: torch.optim.Optimizer | None = None
+        ) -> dict[str, Any]: ...
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        criterion: Criterion,
+        epochs: int = 1,
+        *,
+        eval_loader: Iterable[Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        patience: int | None = None,
+        on_epoch: Callable[[dict[str, float]], None] | None = None,
+        resume: bool = False,
+    ) -> list[dict[str, float]]:
+        """Trains for ``epochs``; returns what each gave, the same on every rank, and saves a checkpoint after each.
+
+        The best by loss, that of ``eval_loader`` if there is one, is kept as ``best``. After ``patience`` epochs in a
+        row without a better one the training ends. ``resume`` goes on from the newest checkpoint, with the count of
+        those epochs. A loader whose sampler has ``set_epoch`` is told the epoch. All ranks call it.
+        """
+        if patience is not None and (type(patience) is not int or patience < 1):
+            raise UsageError(
+                f"patience = {patience!r}\n  it is a number of epochs, at least 1\n  for none, leave it out"
+            )
+        self.fit_state = {} if not resume else self.fit_state
+        first, history = (int(self.load_checkpoint(None, optimizer)["epoch"]) + 1 if resume else 0), []
+        for epoch in range(first, epochs):
+            if patience is not None and self.fit_state.get("without_gain", 0) >= patience:
+                break
+            result: dict[str, float] = {"epoch": epoch, "loss": self._train_epoch(loader, optimizer, criterion, epoch)}
+            if eval_loader is not None:
+                found = self.evaluate(eval_loader, criterion, metrics)
+                result.update({f"eval_{name}": value for name, value in found.items() if name != "samples"})
+            value, best = result.get("eval_loss", result["loss"]), self.fit_state.get("best", math.inf)
+            is_best = value < best
+            bad = 0 if is_best else self.fit_state.get("without_gain", 0) + 1
+            self.fit_state = {"best": value if is_best else best, "without_gain": bad}
+            self.save_checkpoint(epoch, optimizer, value, is_best=is_best)
+            history.append(result)
+            if on_epoch is not None:
+                on_epoch(result)
+        return history
+
+    @torch.no_grad()
+    def evaluate(
+        self, loader: Iterable[Any], criterion: Criterion, metrics: Mapping[str, Metric] | None = None
+    ) -> dict[str, float]:
+        """Returns the mean loss over all samples of all ranks, each metric, and ``samples``. Exact for ragged batches.
+
+        All ranks call it. Parameters and modes stay as they are.
+        """
+        names, device = list(metrics or {}), self.engine.comm.device
+        loss = CriterionLoss(criterion, self.engine.precision)
+        sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device)
+
+        def score(model: Callable[..., Any], batch: Any) -> list[Any]:
+            known: list[Any] = []
+
+            def remembering(inputs: Any) -> Any:
+                known.append(model(inputs))
+                return known[0]
+
+            value = loss(remembering, batch)
+            row = [value.total, value.count]
+            for name in names:
+                row += _sum_and_count(name, (metrics or {})[name](known[0], batch[1]), count_samples(batch))
+            return row
+
+        for row in self._forward(loader, score):
+            sums += torch.stack([on_device(number, device).double() for number in row])
+        self.engine.comm.all_reduce(sums).wait()
+        total, samples, *rest = sums.tolist()  # sync point
+        found = {name: rest[2 * i] / max(rest[2 * i + 1], 1e-30) for i, name in enumerate(names)}
+        return {"loss": total / max(samples, 1.0), **found, "samples": int(samples)}
+
+    @torch.no_grad()
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns the model's outputs for this rank's batches, in order, on the CPU: one tensor, or a list of others.
+
+        A batch is inputs, or (inputs, targets), of which the targets are left out. All ranks call it.
+        """
+
+        def run(model: Callable[..., Any], batch: Any) -> Any:
+            return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
+
+        outputs = [each.cpu() if isinstance(each, torch.Tensor) else each for each in self._forward(loader, run)]
+        return torch.cat(outputs) if outputs and all(isinstance(each, torch.Tensor) for each in outputs) else outputs
+
+    def _train_epoch(
+        self, loader: Iterable[Any], optimizer: torch.optim.Optimizer, criterion: Criterion, epoch: int
+    ) -> float:
+        """Trains on a whole loader, and returns the mean loss over all samples of all ranks."""
+        sampler: Any = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.comm.device)
+        for step, batch in enumerate(self._together(loader)):
+            metrics = self.train_step(batch, optimizer, criterion, step)
+            if samples := metrics["samples"]:
+                sums += torch.tensor([metrics["loss"] * samples, samples], dtype=torch.float64).to(sums.device)
+        self.flush(optimizer)
+        self.engine.comm.all_reduce(sums).wait()
+        total, samples = sums.tolist()
+        return float(total / max(samples, 1.0))
+
+    def _forward(self, loader: Iterable[Any], function: Callable[[Callable[..., Any], Any], Any]) -> Iterator[Any]:
+        """Yields what a function of the model and a batch gives for each batch, in evaluation mode."""
+        engine = self.engine
+        engine.share_buffers()
+        modes = [(module, module.training) for module in engine.module.modules()]
+        engine.eval()
+        try:
+            for batch in self._together(loader):
+                if batch is None:
+                    engine.sit_out()
+                    continue
+                with engine.precision.context(engine.comm.device):
+                    yield engine.apply_loss(function, place(batch, engine.comm.device, None))
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+
+    def _together(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields this rank's batches, and None while others still have some."""
+        comm, batches = self.engine.comm, iter(loader)
+        while True:
+            batch = next(batches, None)
+            left = torch.tensor([float(batch is not None)], device=comm.device)
+            if comm.size > 1:
+                comm.all_reduce(left).wait()
+            if not left.item():  # sync point
+                return
+            yield batch
+
+
+def _sum_and_count(name: str, value: Any, samples: int) -> list[Any]:
+    if isinstance(value, tuple) and len(value) == 2:
+        return list(value)
+    if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+        mean = value.reshape(()) if isinstance(value, torch.Tensor) else value
+        return [mean * samples, samples]
+    raise UsageError(
+        f"the metric {name} returned {type(value).__name__}\n"
+        "  a metric returns (sum, count), or one number: the mean over the batch\n"
+        "  return correct.sum(), correct.numel()"
+    )

@@ -1,0 +1,43 @@
+"""Options that other launchers have, such as ``--batch-size 32``: each is answered with what to write here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+
+from paceline.errors import ConfigError, Problem
+
+_RULE = "what a run does is in its config, and changed by section.key=value after it"
+
+
+def refuse_options(words: Sequence[str], known: Sequence[str]) -> None:
+    """Raises ConfigError with what to write in place of each option among the words that is not ``known``."""
+    problems = [_answer(name, value, known) for name, value in _options(words)]
+    if problems:
+        raise ConfigError(problems, source="paceline train")
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields options and their values; nothing where the next word is an option or an override."""
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word.startswith("-") and word.strip("-"):
+            name, separator, value = word.partition("=")
+            is_value = not separator and not following.startswith("-") and "=" not in following
+            yield name, following if is_value else value
+
+
+def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
+    from paceline.config.aliases import meant_by
+    from paceline.config.suggest import suggest_keys
+
+    name, shown = option.strip("-").replace("-", "_"), f"{option} {value}".strip()
+    what = f"{shown} is not an option of train"
+    if name in ("config", "config_file", "cfg"):
+        fix = f"write paceline train {value or 'CONFIG'}"
+        return Problem(what=what, rule="the config is the first argument", fix=fix)
+    found = [f"{key}={setting}" for key, setting in meant_by(name, value or True)]
+    own = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
+    if own and not found:
+        return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=f"did you mean {own[0]}?")
+    found = found or [f"{key}={value or '...'}" for key in suggest_keys("", name, {})]
+    return Problem(what=what, rule=_RULE, fix=f"write {' or '.join(found)}" if found else "leave it out")

@@ -1,0 +1,164 @@
+"""Whole epochs with the trainer for plain scripts, and what ``True`` means for its arguments."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.classic.simulated import _LateView
+from paceline.classic.trainer import DistributedTrainer
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.doctor.findings import DoctorInputs
+from paceline.doctor.machine import half_precision
+from paceline.errors import UsageError
+
+CRITERION = nn.CrossEntropyLoss()
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def batches(*sizes: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    inputs = [torch.randn(size, 6, generator=generator) for size in sizes]
+    return [(each, each[:, :3].argmax(1)) for each in inputs]
+
+
+def right(outputs: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (outputs.argmax(1) == targets).sum(), len(targets)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_evaluation_is_exact_over_ragged_shares(strategy: str) -> None:
+    data = batches(4, 3, 5, 1)
+
+    def work(comm: Communicator) -> tuple[Any, Any]:
+        trainer = DistributedTrainer(model(), strategy, comm=comm)
+        share = data[:3] if comm.rank == 0 else data[3:]
+        means = {"right": right, "same": lambda outputs, targets: right(outputs, targets)[0] / len(targets)}
+        return trainer.evaluate(share, CRITERION, means), trainer.predict(share)
+
+    found = run_virtual(work, 2)
+    inputs, targets = (torch.cat(parts) for parts in zip(*data, strict=True))
+    with torch.no_grad():
+        outputs = model()(inputs)
+    accuracy = (outputs.argmax(1) == targets).double().mean().item()
+    expected = {"loss": CRITERION(outputs, targets).item(), "right": accuracy, "same": accuracy, "samples": 13}
+    assert found[0][0] == pytest.approx(expected, rel=1e-6)
+    assert found[0][0] == found[1][0]
+    assert torch.allclose(torch.cat([part for _, part in found]), outputs, atol=1e-6)
+
+
+def fit(comm: Communicator, folder: Path, *, epochs: int, patience: int | None = None, resume: bool = False) -> Any:
+    trainer = DistributedTrainer(model(), "zero1", comm=comm, checkpoint_dir=folder, keep_checkpoints=2)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.05)
+    data = batches(4, 4, 3)[: 3 - comm.rank]
+    held_out = [(inputs, (targets + 1) % 3) for inputs, targets in data]  # which gets worse as it learns
+    rest = {"eval_loader": held_out, "patience": patience} if patience else {}
+    history = trainer.fit(data, optimizer, CRITERION, epochs, resume=resume, **rest)
+    return history, trainer.engine.full_state_dict(), trainer.fit_state
+
+
+def test_a_fit_that_goes_on_is_the_fit_that_never_stopped(tmp_path: Path) -> None:
+    whole = run_virtual(lambda comm: fit(comm, tmp_path / "a", epochs=4), 2)
+    run_virtual(lambda comm: fit(comm, tmp_path / "b", epochs=2), 2)
+    later = run_virtual(lambda comm: fit(comm, tmp_path / "b", epochs=4, resume=True), 2)
+    assert whole[0][0] == whole[1][0]
+    assert later[0][0] == whole[0][0][2:]
+    assert later[0][2] == whole[0][2]
+    assert all(torch.equal(value, whole[0][1][name]) for name, value in later[0][1].items())
+    assert [row["loss"] for row in whole[0][0]] == sorted((row["loss"] for row in whole[0][0]), reverse=True)
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["best", "step-00000009", "step-00000012"]
+
+
+def test_a_fit_without_gain_ends_early_also_after_a_resume(tmp_path: Path) -> None:
+    (history, _, state), _ = run_virtual(lambda comm: fit(comm, tmp_path, epochs=9, patience=2), 2)
+    assert [row["epoch"] for row in history] == [0, 1, 2]
+    assert state["without_gain"] == 2
+    assert run_virtual(lambda comm: fit(comm, tmp_path, epochs=9, patience=2, resume=True), 2)[0][0] == []
+    trainer = DistributedTrainer(model(), comm=SoloCommunicator(torch.device("cpu")))
+    with pytest.raises(UsageError, match="patience = 0"):
+        trainer.fit([], torch.optim.SGD(trainer.parameters()), CRITERION, patience=0)
+
+
+class TwoParts(nn.Module):
+    """No repeated blocks, and two parts with layers inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Sequential(nn.Linear(6, 8), nn.Tanh())
+        self.head = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.features(inputs))
+        return result
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_parts_are_checkpointed_by_size_where_there_are_no_blocks(strategy: str) -> None:
+    def losses(comm: Communicator, checkpoints: bool) -> list[float]:
+        trainer = paceline.EnhancedDistributedTrainer(
+            TwoParts(), strategy, enable_activation_checkpointing=checkpoints, comm=comm
+        )
+        optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+        return [trainer.train_step(batch, optimizer, CRITERION)["loss"] for batch in batches(4, 4, 4)]
+
+    assert run_virtual(lambda comm: losses(comm, True), 2) == run_virtual(lambda comm: losses(comm, False), 2)
+
+
+def test_nothing_to_gain_by_checkpointing_is_told_and_trains() -> None:
+    with pytest.warns(UserWarning, match="nothing to gain in Sequential"):
+        trainer = DistributedTrainer(
+            model(), enable_activation_checkpointing=True, comm=SoloCommunicator(torch.device("cpu"))
+        )
+    optimizer = torch.optim.SGD(trainer.parameters(), lr=0.1)
+    assert trainer.train_step(batches(4)[0], optimizer, CRITERION)["loss"] > 0
+
+
+@pytest.mark.parametrize(("slowdown", "name"), [(40.0, "fp32"), (1.1, "bf16")])
+def test_bf16_that_is_slow_on_a_cpu_is_not_taken_silently(
+    slowdown: float, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("paceline.classic.choices.bf16_slowdown", lambda: slowdown)
+    monkeypatch.setattr("paceline.engines.precision.bf16_slowdown", lambda: slowdown)
+    import warnings
+
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer = DistributedTrainer(model(), mixed_precision=True, comm=SoloCommunicator(torch.device("cpu")))
+    assert trainer.engine.precision.name == name
+    assert [bool(re.search("bf16 takes 40 times", str(each.message))) for each in told] == [True] * (name == "fp32")
+    (found,) = half_precision(DoctorInputs(environment={}))
+    assert f"{slowdown:.1f} x" in found.found
+
+
+def test_progress_of_a_simulation_is_shown_when_it_takes_long() -> None:
+    from made_records import RUN, STEP
+
+    shown: list[Any] = []
+
+    class View:
+        def write(self, *records: Any) -> None:
+            shown.extend(records)
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    quick, slow = _LateView(60.0, View), _LateView(0.0, View)
+    quick.write(RUN, STEP)
+    assert shown == []
+    slow.write(RUN, STEP)
+    slow.write(STEP)
+    assert shown == [RUN, STEP, STEP]
