@@ -22,6 +22,7 @@ HOMES = {
     "Offload": "paceline.plan.layout",
     "Compression": "paceline.plan.layout",
     "Engine": "paceline.engines.engine",
+    "Muon": "paceline.train.muon.muon",
     "save": "paceline.checkpoint.loops",
     "load": "paceline.checkpoint.loops",
     "run_virtual": "paceline.comm.virtual.communicator",

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from paceline.run.own_loop import connect as connect
     from paceline.run.own_loop import watch as watch
     from paceline.run.train import train as train
+    from paceline.train.muon.muon import Muon as Muon
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
@@ -48,6 +49,7 @@ _NAMES = {
     "paceline.engines.apply": ("parallelize",),
     "paceline.plan.layout": ("Layout", "Offload", "Compression"),
     "paceline.engines.engine": ("Engine",),
+    "paceline.train.muon.muon": ("Muon",),
     "paceline.checkpoint.loops": ("save", "load"),
     "paceline.comm.virtual.communicator": ("run_virtual",),
     "paceline.verify.certificate": ("verify",),
