@@ -26,6 +26,7 @@ HOMES = {
     "shard": "paceline.data.own_loader",
     "mean": "paceline.comm.mean",
     "WeightAverage": "paceline.train.ema",
+    "Muon": "paceline.train.muon.muon",
     "save": "paceline.checkpoint.loops",
     "load": "paceline.checkpoint.loops",
     "run_virtual": "paceline.comm.virtual.communicator",

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from paceline.run.own_loop import watch as watch
     from paceline.run.train import train as train
     from paceline.train.ema import WeightAverage as WeightAverage
+    from paceline.train.muon.muon import Muon as Muon
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
@@ -56,6 +57,7 @@ _NAMES = {
     "paceline.data.own_loader": ("loader", "shard"),
     "paceline.comm.mean": ("mean",),
     "paceline.train.ema": ("WeightAverage",),
+    "paceline.train.muon.muon": ("Muon",),
     "paceline.checkpoint.loops": ("save", "load"),
     "paceline.comm.virtual.communicator": ("run_virtual",),
     "paceline.verify.certificate": ("verify",),

@@ -90,6 +90,10 @@ def test_optimizers_and_dtypes() -> None:
     ]
     assert optimizer_slots(OptimConfig(kind="sgd", momentum=0.0)) == 0
     assert states(need_of(shared("ddp"), states=StateFacts(optimizer_slots=0, itemsize=8))) == 16
+    in_blocks = 4 * sum(block.parameters for block in MODEL.blocks)
+    for layout in (shared("ddp"), shared("zero1", 4), shared("fsdp", 4)):
+        adamw, muon = (need_of(layout, states=StateFacts(fewer_in_blocks=fewer)).optimizer for fewer in (0, 1))
+        assert adamw - muon == in_blocks // layout.shards
 
 
 def test_full_sharding_gathers_the_root_and_two_units() -> None:

@@ -108,6 +108,49 @@ def loop(
 
 
 @app.command()
+def muon(
+    models: str = typer.Option(
+        None, help="Comma-separated: gpt-mini (the default), gpt-11m on a CPU; gpt-124m on CUDA."
+    ),
+    device: str = typer.Option("cpu", help="cpu, or cuda: one GPU, in bf16 with fp32 masters, compiled."),
+    ranks: int = typer.Option(2, help="Gloo ranks with one thread each, on a CPU.", min=1),
+    strategies: str = typer.Option("ddp,fsdp", help="Comma-separated: ddp, zero1, zero2, fsdp."),
+    rounds: Rounds = None,
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time a step with Muon beside the same step with AdamW.
+
+    Examples:
+
+      paceline bench muon
+
+      paceline bench muon --device cuda --strategies ddp
+    """
+    import torch
+
+    from paceline.bench.muon import CPU, CUDA, bench_muon
+
+    check_device(device)
+    known = CUDA if device == "cuda" else CPU
+    wanted = chosen_of("--models", models or next(iter(known)), list(known), f"on {device} ")
+    spread = chosen_of("--strategies", strategies, ["ddp", "zero1", "zero2", "fsdp"])
+    asked = {
+        n: replace(known[n], turns=replace(known[n].turns, rounds=rounds or known[n].turns.rounds)) for n in wanted
+    }
+    where = torch.device("cuda", 0) if device == "cuda" else None
+    settings = {"device": device, "ranks": ranks, "workloads": {name: asdict(each) for name, each in asked.items()}}
+
+    def measure() -> Iterator[Rows]:
+        for name, each in asked.items():
+            for strategy in spread:
+                tell(f"{name}, {strategy} ...")
+                yield bench_muon(each, ranks, strategy, where)
+
+    show_record("muon", settings, measure(), output, as_json=as_json)
+
+
+@app.command()
 def memory(
     device: str = typer.Option("cuda", help="cuda, or cpu: there tensors are counted, without activations."),
     budget_gb: float = typer.Option(8.0, help="Memory of the device that may be used, in GiB; 0: all of it."),

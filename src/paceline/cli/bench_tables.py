@@ -30,6 +30,7 @@ _POLICY = ("<policy: {policy}", "<setting: {setting}", "<feedback: {error_feedba
 _TABLES: dict[str, tuple[str, ...]] = {
     "engines": _STEPS,
     "loop": _STEPS,
+    "muon": _STEPS,
     "gpu": (
         *("<model: {model}", "<arm: {arm}", "step: {step_ms:.2f} ms", "ratio: {ratio:.3f}"),
         *("rate: {tokens_per_s:,.0f} tokens/s|{images_per_s:,.0f} images/s", "MFU: {mfu:.1%}", "peak: {peak_bytes:?B}"),

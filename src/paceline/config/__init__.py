@@ -25,6 +25,7 @@ from paceline.config.load import load_config as load_config
 from paceline.config.load import load_config_with_sources as load_config_with_sources
 from paceline.config.schema import CompressionConfig as CompressionConfig
 from paceline.config.schema import Config as Config
+from paceline.config.schema import MuonConfig as MuonConfig
 from paceline.config.schema import OptimConfig as OptimConfig
 from paceline.config.schema import json_schema as json_schema
 from paceline.config.sections import CheckpointConfig as CheckpointConfig

@@ -328,8 +328,12 @@ def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Itera
 def check_optimizer_keys(config: Config) -> Iterator[Problem]:
     """Checks that no key of the optimizer is changed that its kind does not read."""
     optim, defaults = config.optim, OptimConfig()
-    unread = {"adamw": ("momentum", "nesterov", "args"), "sgd": ("betas", "eps", "args")}.get(optim.kind, ())
-    owners = {"args": "an optimizer given by its path", "betas": "adamw", "eps": "adamw"}
+    unread = {
+        "adamw": ("momentum", "nesterov", "muon", "args"),
+        "sgd": ("betas", "eps", "muon", "args"),
+        "muon": ("momentum", "nesterov", "args"),  # it has its own, in optim.muon
+    }.get(optim.kind, ("muon",))
+    owners = {"args": "an optimizer given by its path", "betas": "adamw", "eps": "adamw", "muon": "muon"}
     for key in unread:
         if (value := getattr(optim, key)) != getattr(defaults, key):
             rule, where = f"it belongs to {owners.get(key, 'sgd')}", f"with optim.kind = {optim.kind}"
@@ -455,6 +459,12 @@ CHECKS: tuple[Check, ...] = (
         what="optim.nesterov = true with optim.momentum = 0",
         rule="Nesterov's method looks ahead along the momentum",
         fix="try optim.momentum = 0.9, or optim.nesterov = false",
+    ),
+    _refuse(
+        when=lambda c: c.optim.kind == "muon" and c.parallel.tensor > 1,
+        what="optim.kind = muon with parallel.tensor = {c.parallel.tensor}",
+        rule="a matrix is orthogonalised whole, and tensor ranks compute with parts of it that nobody gathers",
+        fix="set parallel.tensor = 1 and shard with parallel.strategy, or set optim.kind = adamw",
     ),
     _refuse(
         when=lambda c: c.optim.lr_scaling != "none" and c.optim.lr_batch is None,

@@ -302,11 +302,30 @@ class ParameterGroupConfig(Section):
     frozen: bool = Field(default=False, description="they are not trained")
 
 
+class MuonConfig(Section):
+    """Muon: the matrices of hidden layers. AdamW updates all else, with optim.betas and optim.eps."""
+
+    momentum: Probability = Field(default=0.95, description="momentum of the matrices")
+    nesterov: bool = Field(default=True, description="Nesterov's momentum")
+    iterations: Count = Field(default=5, description="Newton-Schulz iterations that orthogonalise a matrix")
+    lr_shape: Literal["match_rms_adamw", "original"] = Field(
+        default="match_rms_adamw",
+        description="what lr is multiplied by for a matrix: match_rms_adamw: 0.2 sqrt(max(rows, columns)), so that one "
+        "lr serves AdamW too; original: sqrt(max(1, rows / columns))",
+    )
+    adamw_lr_factor: Positive = Field(default=1.0, description="the rate of what AdamW updates, as a multiple of lr")
+    adamw_for: Texts | None = Field(
+        default=None,
+        description="names that AdamW updates, as patterns such as *embed*; null: embeddings and the output layer. "
+        "What is not a matrix it updates in any case",
+    )
+
+
 class OptimConfig(Section):
     """The optimizer, its learning rate and clipping."""
 
-    kind: Literal["adamw", "sgd"] | ImportPath = Field(
-        default="adamw", description="adamw, sgd, or package.module:Class of a torch optimizer"
+    kind: Literal["adamw", "sgd", "muon"] | ImportPath = Field(
+        default="adamw", description="adamw, sgd, muon, or package.module:Class of a torch optimizer"
     )
     lr: Positive = Field(default=3e-4, description="the peak learning rate")
     lr_scaling: Literal["none", "linear", "sqrt"] = Field(
@@ -315,11 +334,12 @@ class OptimConfig(Section):
     lr_batch: Count | None = Field(default=None, description="the global batch that lr is meant for")
     weight_decay: NotNegative = Field(default=0.01, description="weight decay")
     betas: Annotated[tuple[Probability, Probability], Strict(False)] = Field(
-        default=(0.9, 0.999), description="adamw: decay of the two moments"
+        default=(0.9, 0.999), description="adamw, muon: decay of AdamW's two moments"
     )
-    eps: Positive = Field(default=1e-8, description="adamw: added to the denominator")
+    eps: Positive = Field(default=1e-8, description="adamw, muon: added to AdamW's denominator")
     momentum: Probability = Field(default=0.9, description="sgd: momentum")
     nesterov: bool = Field(default=False, description="sgd: Nesterov's momentum")
+    muon: MuonConfig = Field(default=MuonConfig(), description="settings of muon")
     args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of an optimizer given by its path")
     groups: dict[str, ParameterGroupConfig] = Field(
         default={}, description="settings by patterns of parameter names, such as embed.*: the first that fits"

@@ -202,6 +202,7 @@ class CombinedParallel(Engine):
         self._names = tuple(names)
         self._tied = dict(tied)
         self._splits = layout if axes.tensor.size > 1 else None
+        self.splits_matrices = self._splits is not None
         self._tie_comms = dict(self._split_ties(pipeline.placement))
 
     @property

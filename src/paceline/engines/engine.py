@@ -101,6 +101,7 @@ class Engine(ModuleFace, ABC):
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     holds_first_copy: bool = True  # whether no rank before this one holds the same gradients
     checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
+    splits_matrices: bool = False  # whether ranks compute with parts of matrices that nobody holds whole
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass
 
     @property

@@ -1,4 +1,4 @@
-"""The optimizer that a config asks for (AdamW, SGD, or any torch optimizer by its import path), and its learning rates.
+"""The optimizer that a config asks for (AdamW, SGD, Muon, or any torch optimizer by its path), and its learning rates.
 
 Rates are a pure function of progress, the same for any number of ranks. Progress counts optimizer steps or samples,
 never microbatches or a rank's own share. A step from ``before`` to ``after`` gets, for warm-up w, length n and
@@ -30,6 +30,7 @@ from paceline.engines.flat.flat import full_shape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.train.master_adamw import MasterAdamW, can_update
+from paceline.train.muon.muon import Muon
 
 RateKind = Literal["constant", "linear", "cosine", "one_cycle"]
 _ONE_CYCLE_START = 1 / 25
@@ -45,12 +46,16 @@ def build_optimizer(
     """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
 
     A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` lends its copies of
-    masters, where AdamW can update both in one pass. ``config.lr`` is scaled already; ``rate_scale`` is for the rates
-    of ``config.groups``.
+    masters, where AdamW can update both in one pass; Muon needs it for slices, and to share its work out. ``config.lr``
+    is scaled already; ``rate_scale`` is for the rates of ``config.groups``.
     """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     parameters = [parameter for _, parameter in trained]
     groups = _groups(config, trained, rate_scale)
+    if config.kind == "muon":
+        betas = (config.betas[0], config.betas[1])
+        decay, settings = config.weight_decay, config.muon
+        return Muon(trained, engine, lr=config.lr, weight_decay=decay, betas=betas, eps=config.eps, settings=settings)
     if config.kind == "adamw":
         # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
         betas = (config.betas[0], config.betas[1])

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from paceline.config import Config
 from paceline.data.fetch import fetch_batch
 from paceline.data.order import DataOrder, share
+from paceline.engines.engine import Engine
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
 from paceline.train.assemble import DataAndModel, build_workload
@@ -33,8 +34,8 @@ class Case(Protocol):
     def make_loss(self) -> Loss:
         """Returns the loss."""
 
-    def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
-        """Makes the optimizer over (name, parameter) pairs."""
+    def make_optimizer(self, named: Any, engine: Engine | None = None) -> torch.optim.Optimizer:
+        """Makes the optimizer over (name, parameter) pairs; ``engine`` is whose they are, unless one process's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +58,8 @@ class FunctionCase:
     def make_loss(self) -> Loss:
         return _OutputLoss(self.loss)
 
-    def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
+    def make_optimizer(self, named: Any, engine: Engine | None = None) -> torch.optim.Optimizer:
+        del engine
         parameters = [parameter for _, parameter in named]
         make = self.optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1))
         return make(parameters)
@@ -127,8 +129,8 @@ class ConfigCase:
         config, shape = self._config, replace(self._workload().data.shape, mean=None, std=None)
         return build_loss(config.train.loss, shape, may_ignore=config.data.kind == "factory")
 
-    def make_optimizer(self, named: Any) -> torch.optim.Optimizer:
-        return build_optimizer(self._config.optim, named)
+    def make_optimizer(self, named: Any, engine: Engine | None = None) -> torch.optim.Optimizer:
+        return build_optimizer(self._config.optim, named, engine)
 
     def _workload(self) -> DataAndModel:
         if self._work is None:

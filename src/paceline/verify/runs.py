@@ -44,7 +44,7 @@ def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValue
     names = parameter_names(model)
     engine = parallelize(model, comm, layout=settings.layout)
     loss = case.make_loss()
-    optimizer = case.make_optimizer(engine.named_parameters())
+    optimizer = case.make_optimizer(engine.named_parameters(), engine)
     engine.check_optimizer(optimizer)
     gradients: Gradients = {}
     optimizer.register_step_pre_hook(lambda *_: gradients.update(engine.full_gradients()))

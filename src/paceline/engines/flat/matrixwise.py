@@ -32,14 +32,17 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raises UsageError for an optimizer that cannot work on flat slices of parameters.
 
     An optimizer that cannot be tried out (its class takes other arguments, or only runs on a device that is not there)
-    is accepted. Leaves the optimizer and the random states as they are.
+    is accepted, and so is one that says with ``gathers_matrices`` that it puts slices together. Leaves the optimizer
+    and the random states as they are.
     """
+    if getattr(optimizer, "gathers_matrices", False):
+        return
     reason = _reason_against(optimizer)
     if reason is not None:
         raise UsageError(
             f"{type(optimizer).__name__} cannot update sharded parameters: {reason}\n"
             "  a rank holds a flat slice of each parameter, so every element must be updated by itself alone\n"
-            "  use strategy = 'ddp', where every rank holds whole parameters, or an optimizer such as AdamW or SGD"
+            "  use strategy = 'ddp', where ranks hold whole parameters, an optimizer such as AdamW, or paceline.Muon"
         )
 
 

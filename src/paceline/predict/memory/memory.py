@@ -55,6 +55,7 @@ class StateFacts:
 
     itemsize: int = 4
     optimizer_slots: int = 2  # numbers that the optimizer keeps for each parameter, and the average of weights
+    fewer_in_blocks: int = 0  # of these, that it does not keep for a parameter of a block: Muon has one momentum there
     device: str = "cuda"
 
     @classmethod
@@ -62,6 +63,7 @@ class StateFacts:
         return cls(
             itemsize=8 if config.train.dtype == "float64" else 4,
             optimizer_slots=optimizer_slots(config.optim) + (config.train.ema_decay is not None),
+            fewer_in_blocks=int(config.optim.kind == "muon"),
             device=device,
         )
 
@@ -164,13 +166,13 @@ class _Estimate:
         # The parameters that are updated, where they are not those of the module; slices, where ranks share them.
         is_cut = layout.is_fully_sharded or (self.computed_apart and layout.strategy != "ddp")
         masters = self.slice if is_cut else self.full if self.computed_apart else 0
-        slots, host = self.states.optimizer_slots, 0
+        host = 0
         gradients = self.full if layout.strategy in ("ddp", "zero1") else self.slice
-        optimizer = slots * (self.full if layout.strategy == "ddp" else self.slice)
+        optimizer = self._optimizer_bytes()
         if offload.updates_on_host:
             low_slice = self._slice_of(self.computed)
             staged = low_slice if self.computed != self.full else 0
-            host = (2 + slots) * self.slice + staged  # masters and gradients, and what is copied from
+            host = 2 * self.slice + optimizer + staged  # masters and gradients, and what is copied from
             masters, optimizer = 0 if offload.parameters else low_slice, 0
             gradients = gradients if layout.strategy == "zero1" else 0
         elif offload.gradients and self.has_copy:
@@ -189,6 +191,13 @@ class _Estimate:
             host=host,
             compression=self._owed(),
         )
+
+    def _optimizer_bytes(self) -> int:
+        """Returns the optimizer's state of this rank. Norms and biases of Muon's blocks count as matrices."""
+        spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in self.model.blocks)
+        if self.layout.strategy == "ddp":
+            return self.states.optimizer_slots * self.full - spared
+        return self.states.optimizer_slots * self.slice - spared // self.layout.shards
 
     def _owed(self) -> int:
         """Returns what compression keeps between steps. Norms and biases, which travel whole, are counted in."""

@@ -124,7 +124,8 @@ def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.opti
     On meta tensors torch refuses to fuse, and looks when it makes the state; so that is there before. One that updates
     parameters on the host leaves it to the host whether to step at all.
     """
-    optimizer = build_optimizer(config.optim, engine.named_parameters())
+    is_muon = config.optim.kind == "muon"
+    optimizer = build_optimizer(config.optim, engine.named_parameters(), engine if is_muon else None)
     if config.optim.kind not in ("adamw", "sgd"):
         return optimizer
     is_hosted = any(memory.is_on_host(each) for each in engine.parameters())

@@ -1,0 +1,116 @@
+"""A training step with Muon beside the same step with AdamW: what it costs that matrices are orthogonalised.
+
+Newton-Schulz takes the same time whatever the batch, so the ratio falls as the batch grows: for matrices of width m and
+T tokens in a step it is about 1 + 4 m / T, all ranks together. On the GPU a step has the 65,536 tokens that are one
+GPU's share of the usual half million of GPT-124M; on two CPU ranks it has 8,192.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from paceline.bench.interleave import Turns, interleave
+from paceline.bench.workloads import BenchWorkload
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.config import OptimConfig
+from paceline.data.loader import StepBatch
+from paceline.engines.apply import parallelize
+from paceline.run.processes import run_processes
+from paceline.train.loss import CrossEntropy
+from paceline.train.optim import build_optimizer
+from paceline.train.step import StepPolicy, train_step
+
+_TIMEOUT_S = 3600.0
+KINDS = ("adamw", "muon")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonWorkload:
+    """What both arms train: a rank's ``microbatches`` of a step, each of the workload's batch."""
+
+    workload: BenchWorkload
+    microbatches: int
+    turns: Turns
+
+
+CPU = {
+    "gpt-mini": MuonWorkload(
+        workload=BenchWorkload(model="gpt-mini", batch=16, context=256),
+        microbatches=1,
+        turns=Turns(rounds=8, steps_per_turn=1, warm_up=1),
+    ),
+    "gpt-11m": MuonWorkload(
+        workload=BenchWorkload(model="gpt-11m", batch=16, context=256),
+        microbatches=2,
+        turns=Turns(rounds=6, steps_per_turn=1, warm_up=1),
+    ),
+}
+CUDA = {
+    "gpt-124m": MuonWorkload(
+        workload=BenchWorkload(model="gpt-124m", batch=32, context=1024),
+        microbatches=2,
+        turns=Turns(rounds=10, steps_per_turn=4, warm_up=4),
+    )
+}
+
+
+def bench_muon(
+    asked: MuonWorkload, ranks: int, strategy: str, device: torch.device | None = None
+) -> list[dict[str, Any]]:
+    """Times both arms in turns: on Gloo ranks with one thread each, or on one GPU in bf16 with fp32 masters."""
+    if device is None:
+        rows: list[dict[str, Any]] = run_processes(_time, ranks, args=(asked, strategy, "fp32"), timeout_s=_TIMEOUT_S)[
+            0
+        ]
+        return rows
+    torch.cuda.set_device(device)
+    return _time(SoloCommunicator(device), asked, strategy, "bf16_master")
+
+
+def _time(comm: Communicator, asked: MuonWorkload, strategy: str, precision: str) -> list[dict[str, Any]]:
+    arms = {kind: _step(comm, asked, strategy, precision, kind) for kind in KINDS}
+    timings = interleave(arms, asked.turns, baseline="adamw", device=comm.device, meet=comm.barrier)
+    tokens = asked.workload.items * asked.microbatches * comm.size
+    return [
+        {
+            "model": asked.workload.model,
+            "ranks": comm.size,
+            "strategy": strategy,
+            "precision": precision,
+            "tokens": tokens,
+            **timing.to_json(),
+            "items_per_s": round(tokens / (timing.median_ms / 1e3), 1),
+        }
+        for timing in timings
+    ]
+
+
+def _step(comm: Communicator, asked: MuonWorkload, strategy: str, precision: str, kind: str) -> Callable[[], None]:
+    """Sets an arm up, with the optimizer that a config of this kind gets; returns its step."""
+    workload, is_cuda = asked.workload, comm.device.type == "cuda"
+    options: dict[str, Any] = {"precision": precision, "compile": "blocks" if is_cuda else "none"}
+    engine = parallelize(workload.make_model(comm.device), comm, strategy, **options)
+    optimizer = build_optimizer(OptimConfig(kind=kind, lr=1e-4), engine.named_parameters(), engine)
+    engine.check_optimizer(optimizer)
+    batches: list[Any] = [
+        workload.make_batch(comm.device, comm.rank * asked.microbatches + number)
+        for number in range(asked.microbatches)
+    ]
+    batch = StepBatch(
+        microbatches=batches,
+        local_samples=[workload.batch] * asked.microbatches,
+        global_samples=workload.batch * asked.microbatches * comm.size,
+    )
+    loss = CrossEntropy(float(workload.context), compiles=is_cuda)
+    step = partial(train_step, engine, optimizer, batch, loss, StepPolicy(clip_norm=1.0))
+
+    def run() -> None:
+        step()
+
+    return run

@@ -1,0 +1,1 @@
+"""Muon: momentum whose matrices are orthogonalised, each once, on one of the ranks that share it."""

@@ -1,0 +1,214 @@
+"""Muon for the matrices of hidden layers, AdamW for all other parameters, under every strategy but tensor.
+
+    M <- M + (1 - mu) (G - M)                  momentum: element by element, cut as the parameter is
+    U <- G + mu (M - G), or M                  with Nesterov's look ahead, or without
+    O <- orthogonalise(U)                      whole, once, on the rank that owns the matrix (rounds.py)
+    W <- (1 - lr decay) W - lr s O             element by element again
+
+The scale s follows the shape of W (rows x columns): 0.2 sqrt(max(rows, columns)) gives an update the size of AdamW's,
+so that one learning rate serves both; sqrt(max(1, rows / columns)) is that of the first Muon. With the same settings an
+update is that of torch.optim.Muon, which computes O in bf16 everywhere. Here it is bf16 on a GPU, and on a CPU the
+dtype of the parameters, which is faster there and lets a run on many ranks be proved equal to one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.config import MuonConfig
+from paceline.engines.engine import Engine
+from paceline.engines.flat.flat import FlatGroup, full_shape, piece_places
+from paceline.errors import UsageError
+from paceline.train.muon.hidden import hidden_matrices
+from paceline.train.muon.rounds import Matrix, Round, make_rounds
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates hidden matrices by their orthogonalised momentum, and everything else as AdamW.
+
+    Give it ``engine.named_parameters()`` and the engine: its ranks share out the matrices, and hand each other slices
+    where parameters are sharded. Without an engine every matrix is orthogonalised here.
+    """
+
+    gathers_matrices = True  # so it may update slices: see engines/flat/matrixwise.py
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, nn.Parameter]],
+        engine: Engine | None = None,
+        *,
+        lr: float = 3e-4,
+        weight_decay: float = 0.01,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        settings: MuonConfig | None = None,
+    ) -> None:
+        settings = settings or MuonConfig()
+        self.dtype: torch.dtype | None = None  # in which matrices are orthogonalised; None: as the device does it best
+        self._engine = engine
+        self._alone = functools.cache(SoloCommunicator)
+        self._rounds: list[Round] | None = None  # made in the first step, when the device is known
+        _check_engine(engine)
+        groups, others = _make_groups(dict(named), engine, lr, weight_decay, settings)
+        self._adamw: torch.optim.AdamW | None = None
+        if others:
+            can_fuse = all(p.device.type in ("cpu", "cuda") for group in others for p in group["params"])
+            self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, eps=eps, fused=can_fuse)
+        defaults = settings.model_dump(exclude={"adamw_lr_factor", "adamw_for"})
+        super().__init__(
+            [*groups, *(self._adamw.param_groups if self._adamw is not None else ())],
+            {"lr": lr, "weight_decay": weight_decay, **defaults},
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Makes an update. All ranks call it; a matrix that has no gradient stays as it is."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._rounds is None:
+            self._rounds = self._make_rounds()
+        members = self._members()
+        if self._rounds:
+            self._start(self._rounds[0], members)
+        if self._adamw is not None:  # while the first slices are under way
+            self._adamw.param_groups = [group for group in self.param_groups if not group["is_hidden"]]
+            self._adamw.state = self.state
+            self._adamw.step()
+        for number, current in enumerate(self._rounds):
+            if number + 1 < len(self._rounds):
+                self._start(self._rounds[number + 1], members)
+            current.compute(self._iterations())
+            if number:
+                _apply(self._rounds[number - 1], members)
+        if self._rounds:
+            _apply(self._rounds[-1], members)
+        return loss
+
+    def _members(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
+        """Returns the matrices in their order, each with its group."""
+        return [(p, group) for group in self.param_groups if group["is_hidden"] for p in group["params"]]
+
+    def _iterations(self) -> int:
+        return int(next(group["iterations"] for group in self.param_groups if group["is_hidden"]))
+
+    def _start(self, current: Round, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+        """Moves the momentum of a round's matrices, and hands over what this rank gives of their updates."""
+        found = {number: members[number] for number in current.numbers if members[number][0].grad is not None}
+        by_group: dict[int, list[int]] = {}
+        for number, (parameter, group) in found.items():
+            by_group.setdefault(id(group), []).append(number)
+            if "momentum_buffer" not in self.state[parameter]:
+                self.state[parameter]["momentum_buffer"] = torch.zeros_like(
+                    parameter, memory_format=torch.preserve_format
+                )
+        updates: dict[int, torch.Tensor] = {}
+        for numbers in by_group.values():
+            momentum, nesterov = (found[numbers[0]][1][key] for key in ("momentum", "nesterov"))
+            buffers = {number: self.state[found[number][0]]["momentum_buffer"] for number in numbers}
+            gradients: dict[int, Any] = {number: found[number][0].grad for number in numbers}
+            torch._foreach_lerp_(list(buffers.values()), list(gradients.values()), 1 - momentum)
+            given = [number for number in numbers if number in set(current.needed)]
+            values = [buffers[number] for number in given]
+            if nesterov and given:
+                values = list(torch._foreach_lerp([gradients[number] for number in given], values, momentum))
+            updates.update(zip(given, values, strict=True))
+        current.start(updates)
+
+    def _make_rounds(self) -> list[Round]:
+        """Makes the rounds of all matrices: those of one group of ranks, and of one dtype, after another."""
+        places = {} if self._engine is None else piece_places(self._engine.flat_groups)
+        kinds: dict[tuple[int, torch.dtype], tuple[Communicator, dict[int, Matrix]]] = {}
+        for number, (parameter, _) in enumerate(self._members()):
+            comm, matrix = self._describe(parameter, places)
+            kinds.setdefault((id(comm), parameter.dtype), (comm, {}))[1][number] = matrix
+        rounds: list[Round] = []
+        for (_, dtype), (comm, matrices) in kinds.items():
+            lower = torch.bfloat16 if comm.device_kind == "cuda" and dtype == torch.float32 else dtype
+            rounds += make_rounds(matrices, comm, self.dtype or lower, self._iterations())
+        return rounds
+
+    def _describe(
+        self, parameter: nn.Parameter, places: Mapping[int, tuple[FlatGroup, int]]
+    ) -> tuple[Communicator, Matrix]:
+        if id(parameter) in places:
+            return _describe_piece(*places[id(parameter)])
+        rows, columns = parameter.shape
+        comm = self._alone(parameter.device) if self._engine is None else self._engine.comm
+        return comm, Matrix(shape=(rows, columns))
+
+
+def _check_engine(engine: Engine | None) -> None:
+    if engine is not None and engine.splits_matrices:
+        raise UsageError(
+            "Muon cannot update a model whose matrices are cut over tensor ranks\n"
+            "  a matrix is orthogonalised whole, and a tensor rank computes with a part of it that it never gathers\n"
+            "  set parallel.tensor = 1 and shard with zero or fsdp, or optim.kind = adamw"
+        )
+
+
+def _make_groups(
+    named: Mapping[str, nn.Parameter], engine: Engine | None, lr: float, weight_decay: float, settings: MuonConfig
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Returns the group of the hidden matrices, and those of AdamW: other tensors with decay, vectors without."""
+    cut = [name for name, p in named.items() if len(full_shape(p)) != p.ndim]
+    if engine is None and cut:
+        raise UsageError(
+            f"Muon was given slices ({cut[0]}), and no engine\n"
+            "  a matrix is orthogonalised whole, and the engine knows which ranks hold its slices\n"
+            "  build it as Muon(engine.named_parameters(), engine, ...)"
+        )
+    shapes = {name: full_shape(parameter) for name, parameter in named.items()}
+    others = () if engine is None or engine.pipeline is None else engine.state_names()
+    hidden = hidden_matrices(shapes, settings.adamw_for, others)
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    matrices = [parameter for name, parameter in trained.items() if name in hidden]
+    rest = [parameter for name, parameter in trained.items() if name not in hidden]
+    adamw = {"is_hidden": False, "lr": lr * settings.adamw_lr_factor}
+    groups = [
+        {"params": matrices, "is_hidden": True, "lr": lr, "weight_decay": weight_decay},
+        {"params": [p for p in rest if len(full_shape(p)) >= 2], **adamw, "weight_decay": weight_decay},
+        {"params": [p for p in rest if len(full_shape(p)) < 2], **adamw, "weight_decay": 0.0},
+    ]
+    filled = [group for group in groups if group["params"]]
+    return [group for group in filled if group["is_hidden"]], [group for group in filled if not group["is_hidden"]]
+
+
+def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, Matrix]:
+    """Returns who shares a matrix, and which of its elements each of them holds."""
+    slot, size = group.layout.slots[place], group.comm.size
+    rows, columns = slot.shape
+    # Memory in the order of the columns is that of the transposed matrix, which is orthogonalised to the transposed.
+    shape = (columns, rows) if slot.stride[0] < slot.stride[1] else (rows, columns)
+    ranges = [group.layout.shard_range(rank, size) for rank in range(size)]
+    spans = tuple(
+        (min(max(start - slot.offset, 0), slot.numel), min(max(stop - slot.offset, 0), slot.numel))
+        for start, stop in ranges
+    )
+    return group.comm, Matrix(shape=shape, spans=spans)
+
+
+def _apply(current: Round, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+    """Decays the parameters of a round, and adds their updates."""
+    for number, update in current.finish().items():
+        parameter, group = members[number]
+        if parameter.grad is None or not parameter.numel():
+            continue
+        lr = float(group["lr"])
+        parameter.mul_(1 - lr * group["weight_decay"])
+        scale = _shape_scale(full_shape(parameter), group["lr_shape"])
+        parameter.add_(update.to(parameter.device).view(parameter.shape), alpha=-lr * scale)
+
+
+def _shape_scale(shape: tuple[int, ...], rule: str) -> float:
+    rows, columns = shape
+    return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))

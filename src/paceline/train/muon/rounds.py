@@ -1,0 +1,244 @@
+"""Who orthogonalises which matrix, and how the ranks hand each other what that needs.
+
+The matrices go to owners, the costliest first, each to the rank with the least work so far. An owner's share is cut
+into rounds, so that the products of one round run while the matrices of the next come in and those of the last go out.
+What a rank sends in a step, for B bytes of matrices on N ranks:
+
+    sharded       its slices to their owners, and its results back as slices      2 B / N (N-1)/N
+    replicated    every rank has all gradients: results alone, to all ranks       B / N (N-1)
+
+Matrices of one shape in one round are one batched product.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from paceline.comm.base import DONE, Communicator, Work
+from paceline.train.muon.orthogonal import orthogonal_flops, orthogonalise
+from paceline.units import MIB
+
+_ROUND_BYTES = {"cpu": 4 * MIB}  # of an owner's matrices
+_ROUND_BYTES_OF_DEVICE = 64 * MIB  # enough for products that fill it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrix:
+    """A matrix as it lies in memory, and which of its elements each rank holds; no spans where all ranks hold all."""
+
+    shape: tuple[int, int]
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+
+def share_out(costs: Sequence[float], ranks: int) -> list[int]:
+    """Returns an owner for each cost: the costliest first, each to the rank with the least so far."""
+    loads, owners = [0.0] * ranks, [0] * len(costs)
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        owner = min(range(ranks), key=loads.__getitem__)
+        owners[index] = owner
+        loads[owner] += costs[index]
+    return owners
+
+
+def cut_into_rounds(indices: Sequence[int], costs: Sequence[float], rounds: int) -> list[list[int]]:
+    """Cuts an owner's matrices, in their order, into so many parts of about the same cost; some may be empty."""
+    total, done, parts = sum(costs[index] for index in indices), 0.0, [list[int]() for _ in range(rounds)]
+    for index in indices:
+        middle = done + costs[index] / 2
+        parts[min(int(middle / total * rounds), rounds - 1) if total else 0].append(index)
+        done += costs[index]
+    return parts
+
+
+def make_rounds(matrices: Mapping[int, Matrix], comm: Communicator, dtype: torch.dtype, iterations: int) -> list[Round]:
+    """Makes the rounds of a step over numbered matrices, the same on all ranks of ``comm``."""
+    order = sorted(matrices, key=lambda number: (matrices[number].shape, number))  # equal shapes side by side
+    costs = [float(orthogonal_flops(matrices[number].shape, iterations, dtype)) for number in order]
+    owners = share_out(costs, comm.size)
+    shares = [[index for index, owner in enumerate(owners) if owner == rank] for rank in range(comm.size)]
+    most = max(sum(matrices[order[index]].numel for index in share) for share in shares) * dtype.itemsize
+    limit = _ROUND_BYTES.get(comm.device_kind, _ROUND_BYTES_OF_DEVICE)
+    num_rounds = max(1, min(-(-most // limit), max(map(len, shares))))
+    cut = [cut_into_rounds(share, costs, num_rounds) for share in shares]
+    kind = _Sharded if comm.size > 1 and any(matrix.spans for matrix in matrices.values()) else _Replicated
+    return [
+        kind(matrices, [[order[index] for index in parts[number]] for parts in cut], comm, dtype)
+        for number in range(num_rounds)
+    ]
+
+
+class Round(ABC):
+    """Some matrices of a step: ``start`` with updates, ``compute``, ``finish`` with what they became."""
+
+    def __init__(
+        self, matrices: Mapping[int, Matrix], shares: Sequence[Sequence[int]], comm: Communicator, dtype: torch.dtype
+    ) -> None:
+        """``shares`` are, by rank, the numbers of the matrices that it owns."""
+        self.matrices, self.shares, self.comm, self.dtype = matrices, shares, comm, dtype
+        self.owned = shares[comm.rank]
+        self.numbers = [number for share in shares for number in share]
+        self._work: Work = DONE
+
+    @property
+    @abstractmethod
+    def needed(self) -> Sequence[int]:
+        """The matrices of which this rank gives its elements to ``start``."""
+
+    @abstractmethod
+    def start(self, updates: Mapping[int, torch.Tensor]) -> None:
+        """Sends this rank's elements on their way; those of a matrix without an update are zeros."""
+
+    @abstractmethod
+    def compute(self, iterations: int) -> None:
+        """Orthogonalises what this rank owns, and sends it on its way."""
+
+    @abstractmethod
+    def finish(self) -> dict[int, torch.Tensor]:
+        """Returns this rank's elements of all matrices of the round."""
+
+    def _empty(self, numel: int) -> torch.Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self.comm.device)
+
+    def _stacks(self) -> dict[tuple[int, int], list[int]]:
+        """Returns the owned matrices by their shapes."""
+        stacks: dict[tuple[int, int], list[int]] = {}
+        for number in self.owned:
+            stacks.setdefault(self.matrices[number].shape, []).append(number)
+        return stacks
+
+
+class _Replicated(Round):
+    """Every rank holds all elements: an owner takes them where they are, and all ranks gather the results."""
+
+    _updates: Mapping[int, torch.Tensor]
+    _results: torch.Tensor
+
+    @property
+    def needed(self) -> Sequence[int]:
+        return self.owned
+
+    def start(self, updates: Mapping[int, torch.Tensor]) -> None:
+        self._updates = updates
+
+    def compute(self, iterations: int) -> None:
+        length = max(sum(self.matrices[number].numel for number in share) for share in self.shares)
+        self._results = self._empty(self.comm.size * length)
+        mine = self._results[self.comm.rank * length : (self.comm.rank + 1) * length]
+        places = self._places()
+        for shape, numbers in self._stacks().items():
+            stack = torch.zeros(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
+            for row, number in zip(stack, numbers, strict=True):
+                if number in self._updates:
+                    row.copy_(self._updates[number].reshape(shape))
+            result = orthogonalise(stack, iterations)
+            for row, number in zip(result, numbers, strict=True):
+                begin = places[number]
+                self._results[begin : begin + row.numel()].view(shape).copy_(row)
+        self._updates = {}
+        if self.comm.size > 1:
+            self._work = self.comm.all_gather(self._results, mine)
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        self._work.wait()
+        places, results = self._places(), self._results
+        del self._results
+        return {
+            number: results[begin : begin + self.matrices[number].numel].view(self.matrices[number].shape)
+            for number, begin in places.items()
+        }
+
+    def _places(self) -> dict[int, int]:
+        """Returns where each matrix begins in the gathered results."""
+        length = max(sum(self.matrices[number].numel for number in share) for share in self.shares)
+        places = {}
+        for rank, share in enumerate(self.shares):
+            begin = rank * length
+            for number in share:
+                places[number] = begin
+                begin += self.matrices[number].numel
+        return places
+
+
+class _Sharded(Round):
+    """Every rank holds slices: they go to the owner, and come back."""
+
+    _held: torch.Tensor  # this rank's slices, by owner
+    _whole: torch.Tensor  # all slices of what this rank owns, by the rank that holds them
+
+    @property
+    def needed(self) -> Sequence[int]:
+        return self.numbers
+
+    def start(self, updates: Mapping[int, torch.Tensor]) -> None:
+        self._held = self._empty(sum(self._held_splits()))
+        self._whole = self._empty(sum(self._whole_splits()))
+        views, sources, begin = [], [], 0
+        for number in self.numbers:
+            view = self._held[begin : begin + self._length(number, self.comm.rank)]
+            begin += view.numel()
+            if number in updates:
+                views.append(view)
+                sources.append(updates[number])
+            else:
+                view.zero_()
+        if views:
+            torch._foreach_copy_(views, sources)
+        self._work = self.comm.all_to_all(self._whole, self._held, self._whole_splits(), self._held_splits())
+
+    def compute(self, iterations: int) -> None:
+        self._work.wait()
+        places = self._places()
+        for shape, numbers in self._stacks().items():
+            stack = torch.empty(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
+            self._copy(places, numbers, stack, is_back=False)
+            self._copy(places, numbers, orthogonalise(stack, iterations).contiguous(), is_back=True)
+        self._work = self.comm.all_to_all(self._held, self._whole, self._held_splits(), self._whole_splits())
+
+    def finish(self) -> dict[int, torch.Tensor]:
+        self._work.wait()
+        lengths = [self._length(number, self.comm.rank) for number in self.numbers]
+        parts = torch.split(self._held, lengths)
+        del self._held, self._whole
+        return dict(zip(self.numbers, parts, strict=True))
+
+    def _copy(
+        self, places: Mapping[tuple[int, int], int], numbers: Sequence[int], stack: torch.Tensor, *, is_back: bool
+    ) -> None:
+        """Copies slices into the rows of a stack, or back."""
+        inside, outside = [], []
+        for row, number in zip(stack.flatten(1), numbers, strict=True):
+            for rank, (first, end) in enumerate(self.matrices[number].spans):
+                if first < end:
+                    begin = places[rank, number]
+                    inside.append(row[first:end])
+                    outside.append(self._whole[begin : begin + end - first])
+        torch._foreach_copy_(*((outside, inside) if is_back else (inside, outside)))
+
+    def _length(self, number: int, rank: int) -> int:
+        first, end = self.matrices[number].spans[rank]
+        return end - first
+
+    def _held_splits(self) -> list[int]:
+        return [sum(self._length(number, self.comm.rank) for number in share) for share in self.shares]
+
+    def _whole_splits(self) -> list[int]:
+        return [sum(self._length(number, rank) for number in self.owned) for rank in range(self.comm.size)]
+
+    def _places(self) -> dict[tuple[int, int], int]:
+        """Returns where the slice of each rank and owned matrix begins."""
+        places, begin = {}, 0
+        for rank in range(self.comm.size):
+            for number in self.owned:
+                places[rank, number] = begin
+                begin += self._length(number, rank)
+        return places
