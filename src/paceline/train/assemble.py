@@ -21,6 +21,7 @@ from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
 from paceline.config.checks import warmup_problems
+from paceline.config.data_sections import may_ignore
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader
@@ -258,11 +259,10 @@ def build_trainer(
     engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     policy = build_policy(config)
-    may_ignore = config.data.kind == "factory"
     loss = build_loss(
         config.train.loss,
         work.data.shape,
-        may_ignore=may_ignore,
+        may_ignore=may_ignore(config.data),
         compiles=layout.is_compiled,
         is_fused=is_fused,
         dtype=policy.dtype,
