@@ -35,6 +35,7 @@ from paceline.comm.plain import from_bytes, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.load import load_config
+from paceline.data.manifest import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
 from paceline.predict.replay.program import Program
@@ -331,6 +332,18 @@ def model_case(draw: random.Random, folder: Path) -> Run:
     return lambda: read_hugging_face(path)
 
 
+_TOKENS = json.dumps(
+    {
+        "format": "paceline-tokens-1",
+        "dtype": "uint16",
+        "vocab_size": 257,
+        "end_token": 256,
+        "tokenizer": "bytes",
+        "skipped": 0,
+        "source": ["a.txt"],
+        "shards": [{"file": "tokens-00000.bin", "tokens": 9, "documents": 1, "sha256": "00"}],
+    }
+).encode()
 TARGETS: tuple[Target, ...] = (
     Target(name="manifests", case=manifest_case, weight=6),
     Target(name="resume", case=resume_case, weight=3),
@@ -350,5 +363,6 @@ TARGETS: tuple[Target, ...] = (
     ),
     parser("control messages", from_text, parser_inputs([b'["set","key","dmFsdWU="]', b'["wait",["a","b"],30.0]'])),
     parser("values between ranks", from_bytes, parser_inputs([to_bytes({"step": 3, "loss": torch.ones(2)})])),
+    parser("manifests of tokens", parse_manifest, parser_inputs([_TOKENS]), ValueError),
     parser("programs", lambda text: Program.of_text(_text(text)), parser_inputs([_PROGRAM], _as_bytes)),
 )

@@ -43,7 +43,7 @@ def prepare(
 
       paceline data prepare corpus/*.jsonl --tokenizer ~/models/gpt2 --output data/corpus
 
-      paceline train configs/gpt_pydoc.yaml data.kind=tokens data.path=data/book
+      paceline train configs/gpt_pydoc.yaml 'data={kind: tokens, path: data/book}'
     """
     from paceline.data.prepare import PrepareOptions, total_bytes
     from paceline.data.prepare import prepare as run
@@ -71,7 +71,7 @@ def prepare(
         return
     skipped = f", {manifest.skipped:,} left out" if manifest.skipped else ""
     echo(f"{manifest.tokens:,} tokens of {manifest.documents:,} documents{skipped} in {output}")
-    echo(f"Train on them:  paceline train CONFIG data.kind=tokens data.path={output}")
+    echo(f"Train on them:  paceline train CONFIG 'data={{kind: tokens, path: {output}}}'")
 
 
 @app.command()

@@ -13,7 +13,13 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from paceline.config.batch import check_batch
-from paceline.config.data_sections import known_shape
+from paceline.config.data_sections import (
+    RowsDataConfig,
+    SyntheticTokensDataConfig,
+    TextDataConfig,
+    TokensDataConfig,
+    known_shape,
+)
 from paceline.config.hf_folder import check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, OptimConfig, ParallelConfig, ScheduleConfig, TrainConfig
@@ -33,10 +39,12 @@ from paceline.plan.rule_case import no_effect, text_of
 
 Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 
+_WITH_CONTEXT = (TextDataConfig, TokensDataConfig, SyntheticTokensDataConfig, RowsDataConfig)
+_ROWS = ("jsonl", "parquet", "hf_dataset")
 _FITTING_DATA = {
-    "mlp": ("digits", "synthetic_classification", "synthetic_images", "factory"),
-    "resnet": ("synthetic_images", "factory"),
-    "gpt": ("text", "tokens", "synthetic_tokens", "factory"),
+    "mlp": ("digits", "synthetic_classification", "synthetic_images", "images", *_ROWS, "factory"),
+    "resnet": ("synthetic_images", "images", "factory"),
+    "gpt": ("text", "tokens", "synthetic_tokens", *_ROWS, "factory"),
 }
 _LONGEST_NAME = 100
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
@@ -182,7 +190,7 @@ def check_gpt_heads(config: Config) -> Iterator[Problem]:
 def check_context(config: Config) -> Iterator[Problem]:
     """Checks that the length of a sample is given, and that the model's context holds it."""
     shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
-    if shape is None or config.data.kind not in ("text", "tokens", "synthetic_tokens"):
+    if shape is None or not isinstance(config.data, _WITH_CONTEXT):
         return
     context = config.data.context
     if shape.context is None and context is None:

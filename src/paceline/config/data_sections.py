@@ -13,6 +13,8 @@ Windows: TypeAlias = Literal["random", "fixed"]
 _WINDOWS = (
     "where samples begin; random: at places drawn anew each epoch; fixed: one after another, in every epoch the same"
 )
+OnBad: TypeAlias = Literal["stop", "skip"]
+_ON_BAD = "a sample that cannot be read; stop: ends the run; skip: goes on, and it does not count"
 
 
 class _Data(Section):
@@ -68,6 +70,34 @@ class TokensDataConfig(_Data):
     )
 
 
+class ImagesDataConfig(_Data):
+    """Images in folders, one folder for each class."""
+
+    kind: Literal["images"] = Field(description="which data")
+    path: str = Field(description="a folder with one folder of images for each class")
+    eval_path: str | None = Field(default=None, description="such a folder to evaluate on; null: an eval_fraction")
+    size: Count = Field(default=224, description="height and width in pixels that images are scaled to")
+    augment: Literal["none", "flip", "crop_flip"] = Field(
+        default="none", description="of images to train on; crop_flip: a random part, and every second one mirrored"
+    )
+    on_bad: OnBad = Field(default="stop", description=_ON_BAD)
+
+
+class RowsDataConfig(_Data):
+    """Rows of JSON lines, of parquet, or of a data set that Hugging Face's datasets has saved to disk."""
+
+    kind: Literal["jsonl", "parquet", "hf_dataset"] = Field(description="which data")
+    path: str = Field(description="a file, or a folder; of hf_dataset, what save_to_disk of one split has written")
+    eval_path: str | None = Field(default=None, description="rows to evaluate on; null: an eval_fraction")
+    inputs: str = Field(default="text", description="field of the inputs: numbers; or text, or tokens, without targets")
+    targets: str | None = Field(default=None, description="field of the targets; null: the inputs one token later")
+    classes: Count | None = Field(default=None, description="number of classes of the targets; null: from the data")
+    tokenizer: str | None = Field(default=None, description="bytes, or a folder with a tokenizer, for text")
+    vocab_size: Count | None = Field(default=None, description="number of tokens there are; null: the tokenizer's")
+    context: Count | None = Field(default=None, description="tokens of a sample of text; null: from the model")
+    on_bad: OnBad = Field(default="stop", description=_ON_BAD)
+
+
 class SyntheticClassificationDataConfig(_Data):
     """Random vectors around one centre per class."""
 
@@ -111,6 +141,8 @@ DataConfig: TypeAlias = (
     DigitsDataConfig
     | TextDataConfig
     | TokensDataConfig
+    | ImagesDataConfig
+    | RowsDataConfig
     | SyntheticClassificationDataConfig
     | SyntheticImagesDataConfig
     | SyntheticTokensDataConfig
@@ -130,6 +162,13 @@ class KnownShape:
     context: int | None = None
 
 
+def may_ignore(data: DataConfig) -> bool:
+    """Says whether targets may be such as do not count, so that ranks must count those that do."""
+    if isinstance(data, ImagesDataConfig):
+        return data.on_bad == "skip"
+    return isinstance(data, FactoryDataConfig | RowsDataConfig)
+
+
 def known_shape(data: DataConfig) -> KnownShape:
     """Returns what is known of the data from its config."""
     if isinstance(data, DigitsDataConfig):
@@ -141,7 +180,9 @@ def known_shape(data: DataConfig) -> KnownShape:
         return KnownShape(features=features, channels=data.channels, classes=data.classes)
     if isinstance(data, SyntheticTokensDataConfig):
         return KnownShape(vocab_size=data.vocab_size, context=data.context)
-    if isinstance(data, TokensDataConfig):
+    if isinstance(data, ImagesDataConfig):
+        return KnownShape(features=3 * data.size**2, channels=3)
+    if isinstance(data, TokensDataConfig | RowsDataConfig):
         return KnownShape(vocab_size=data.vocab_size, context=data.context)
     if isinstance(data, TextDataConfig):
         return KnownShape(vocab_size=256 if data.tokens == "byte" else None, context=data.context)

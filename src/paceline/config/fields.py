@@ -47,7 +47,8 @@ def section_kinds(section: str) -> tuple[str, ...]:
     """Returns the kinds of a section that has some (model, data); empty for the others."""
     schema = json_schema()
     options = schema["properties"][section].get("oneOf", ())  # in the order of the schema; the mapping is sorted
-    return tuple(_resolve(option["$ref"], schema["$defs"])["properties"]["kind"]["const"] for option in options)
+    kinds = (_resolve(option["$ref"], schema["$defs"])["properties"]["kind"] for option in options)
+    return tuple(choice for kind in kinds for choice in _choices(kind))
 
 
 def fields_at(place: str, kind: str | None) -> list[KnownField]:

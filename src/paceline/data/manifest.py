@@ -64,15 +64,23 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a folder. Raises ``DataError`` where it is missing or damaged."""
     try:
-        values = parse_json_object(read_regular(folder / MANIFEST))
-        if values.pop("format", None) != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        return _checked(values)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+        return parse_manifest(read_regular(folder / MANIFEST))
+    except (OSError, ValueError) as error:
         raise DataError(
             f"{folder / MANIFEST} cannot be read: {error}\n  it lists what paceline data prepare has written\n"
             "  prepare the data again"
         ) from error
+
+
+def parse_manifest(content: bytes) -> Manifest:
+    """Reads a manifest. Raises ValueError for what is none."""
+    values = parse_json_object(content)
+    if values.pop("format", None) != FORMAT:
+        raise ValueError(f"its format is not {FORMAT}")
+    try:
+        return _checked(values)
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"it lacks a name, or has one too many: {error}") from error
 
 
 def check_shards(folder: Path, manifest: Manifest, verify: Verify) -> None:

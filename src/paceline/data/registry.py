@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -13,9 +14,11 @@ import torch
 from paceline.config import data_sections as sections
 from paceline.data import datasets, synthetic
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
+from paceline.data.images import MEAN, STD, Augment, ImageFolder
+from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_count
 from paceline.data.text import check_part, load_text, split_tokens
 from paceline.data.token_files import TokenSlice, open_tokens
-from paceline.data.tokenizers import Tokenizer
+from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens
 from paceline.errors import DataError
 
@@ -49,6 +52,10 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int) -> D
         return _text(config, context, seed)
     if config.kind == "tokens":
         return _tokens(config, context, seed)
+    if isinstance(config, sections.ImagesDataConfig):
+        return _images(config, seed)
+    if isinstance(config, sections.RowsDataConfig):
+        return _rows(config, context, seed)
     if config.kind != "factory":
         return _synthetic(config, seed)
     return _factory(config, seed)
@@ -130,6 +137,79 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
         return _subsets(made, config.eval_fraction, seed, shape)
     train, evaluation = datasets.split_pairs(made, config.eval_fraction, seed)
     return DataSplits(train=train, eval=evaluation, shape=shape)
+
+
+def _images(config: sections.ImagesDataConfig, seed: int) -> DataSplits:
+    def open_folder(path: str, augment: Augment) -> ImageFolder:
+        return ImageFolder(Path(path).expanduser(), config.size, augment=augment, on_bad=config.on_bad, seed=seed)
+
+    train, plain = open_folder(config.path, config.augment), open_folder(config.eval_path or config.path, "none")
+    if train.classes != plain.classes:
+        raise DataError(
+            f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n"
+            "  a class has the same folder name in both"
+        )
+    shape = DataShape(
+        kind="classes",
+        features=3 * config.size**2,
+        channels=3,
+        size=config.size,
+        classes=len(train.classes),
+        mean=MEAN,
+        std=STD,
+    )
+    return _parts(train, plain, config, seed, shape)
+
+
+def _rows(config: sections.RowsDataConfig, context: int | None, seed: int) -> DataSplits:
+    tokenizer: Tokenizer | None = None
+    if config.tokenizer is not None:
+        is_bytes = config.tokenizer == "bytes"
+        tokenizer = ByteTokenizer(has_end=True) if is_bytes else open_tokenizer(Path(config.tokenizer).expanduser())
+    length = _context(config.context, context) if config.targets is None else None
+    columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
+
+    def open_rows(path: str) -> RowDataset:
+        place = Path(path).expanduser()
+        rows = JsonLines(place) if config.kind == "jsonl" else ArrowRows(place, config.kind, columns)
+        if not len(rows):
+            raise DataError(f"data.path = {path!r} has no rows\n  a run needs samples\n  check the path")
+        return RowDataset(
+            rows,
+            inputs=config.inputs,
+            targets=config.targets,
+            tokenizer=tokenizer,
+            context=length,
+            on_bad=config.on_bad,
+        )
+
+    train = open_rows(config.path)
+    known = config.classes
+    if config.targets is not None:
+        first = train[0][0]
+        known = known or class_count(Path(config.path).expanduser(), config.targets)
+        features = len(first) if first.ndim == 1 else None
+        shape = DataShape(kind="classes" if known else "custom", features=features, classes=known)
+    else:
+        vocabulary = config.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+        shape = DataShape(kind="tokens", vocab_size=vocabulary, context=length)
+    plain = train if config.eval_path is None else open_rows(config.eval_path)
+    return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
+
+
+def _parts(
+    train: MapDataset,
+    plain: MapDataset,
+    config: sections.ImagesDataConfig | sections.RowsDataConfig,
+    seed: int,
+    shape: DataShape,
+) -> DataSplits:
+    """Returns both data sets; where they are of one path, its samples are cut in two."""
+    if config.eval_path is not None:
+        return DataSplits(train=train, eval=plain, shape=shape)
+    chosen, kept = datasets.split_indices(len(train), config.eval_fraction, seed)
+    evaluation = SampleSubset(plain, kept) if len(kept) else None
+    return DataSplits(train=SampleSubset(train, chosen), eval=evaluation, shape=shape)
 
 
 def _subsets(dataset: MapDataset, eval_fraction: float, seed: int, shape: DataShape) -> DataSplits:

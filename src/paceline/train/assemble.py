@@ -22,6 +22,7 @@ from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
 from paceline.config.checks import shorter_warmup
+from paceline.config.data_sections import may_ignore
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import EvalLoader, TrainLoader
@@ -279,7 +280,7 @@ def build_trainer(
     loss = build_loss(
         config.train.loss,
         work.data.shape,
-        may_ignore=config.data.kind == "factory",
+        may_ignore=may_ignore(config.data),
         compiles=layout.is_compiled,
         is_fused=is_fused,
         dtype=policy.dtype,

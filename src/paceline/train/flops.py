@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.config import Config
+from paceline.config.data_sections import may_ignore
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits
 from paceline.models.gpt import GPT
@@ -64,7 +65,7 @@ def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | 
     if known is not None and known.work is not None:
         return 3 * known.work.flops
     states = capture_random_states(_CPU)
-    loss = build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory")
+    loss = build_loss(config.train.loss, data.shape, may_ignore=may_ignore(config.data))
     try:
         batch = fetch_batch(data.train, np.arange(_SAMPLES, dtype=np.int64) % len(data.train))
         return count_flops(model, loss, batch) / _SAMPLES

@@ -17,6 +17,7 @@ from paceline.cluster.detect import Machine, detect_machine
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
 from paceline.config import Config, with_precision
+from paceline.config.data_sections import may_ignore
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits, build_data
 from paceline.engines.precision import precision_named
@@ -77,7 +78,7 @@ def measure_config(
     data = build_data(config.data, model_context(config.model), seed)
     precision = precision_named(config.train.precision_on(config.parallel.device))
     dtype = precision.param_dtype or getattr(torch, config.train.dtype)
-    loss = build_loss(config.train.loss, data.shape, may_ignore=config.data.kind == "factory", dtype=dtype)
+    loss = build_loss(config.train.loss, data.shape, may_ignore=may_ignore(config.data), dtype=dtype)
     model: nn.Module | None = None
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _without_its_log():
 

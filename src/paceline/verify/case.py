@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.config import Config
+from paceline.config.data_sections import may_ignore
 from paceline.data.fetch import fetch_batch
 from paceline.data.order import DataOrder, share
 from paceline.engines.engine import Engine
@@ -127,7 +128,7 @@ class ConfigCase:
 
     def make_loss(self) -> Loss:
         config, shape = self._config, replace(self._workload().data.shape, mean=None, std=None)
-        return build_loss(config.train.loss, shape, may_ignore=config.data.kind == "factory")
+        return build_loss(config.train.loss, shape, may_ignore=may_ignore(config.data))
 
     def make_optimizer(self, named: Any, engine: Engine | None = None) -> torch.optim.Optimizer:
         return build_optimizer(self._config.optim, named, engine)

@@ -17,6 +17,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
 from paceline.comm.dry.communicator import META, DryCommunicator
 from paceline.config import Config
+from paceline.config.data_sections import may_ignore
 from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, build_data
 from paceline.engines.apply import parallelize
@@ -96,7 +97,7 @@ def build_parts(
         loss=build_loss(
             config.train.loss,
             data.shape,
-            may_ignore=config.data.kind == "factory",
+            may_ignore=may_ignore(config.data),
             is_fused=is_fused,
             dtype=getattr(torch, config.train.dtype),
         ),

@@ -1,0 +1,248 @@
+"""Rows of JSON lines, parquet, and data sets that Hugging Face's ``datasets`` has saved to disk.
+
+    inputs    numbers or lists of them: features of a model; or text, with a tokenizer: a language model's
+    targets   a class, or numbers; without: a language model's, the inputs one token later
+
+Text of a row is one sample: cut to ``context`` tokens, or padded, where the padding does not count. JSON lines are
+found by the places of their ends, and read when they are asked for. Arrow files of ``save_to_disk`` are mapped. Of
+parquet the columns that are asked for are in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import default_collate
+
+from paceline.data.datasets import EpochDataset, Pair
+from paceline.data.images import IGNORED, OnBad
+from paceline.data.order import Indices
+from paceline.data.tokenizers import Tokenizer
+from paceline.errors import DataError
+from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
+
+_BLOCK = 2**22
+
+
+class Rows(Protocol):
+    """A table whose rows are asked for by number."""
+
+    def __len__(self) -> int:
+        """Returns the number of rows."""
+
+    def read(self, indices: Indices) -> list[dict[str, Any]]:
+        """Returns rows by the names of their fields. Raises ``DataError`` with file and place."""
+
+    def place(self, index: int) -> str:
+        """Returns where a row is, for messages."""
+
+
+class RowDataset(EpochDataset):
+    """Samples of rows: inputs and targets by the names of their fields, or text of one field."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        inputs: str,
+        targets: str | None,
+        tokenizer: Tokenizer | None = None,
+        context: int | None = None,
+        on_bad: OnBad = "stop",
+    ) -> None:
+        self.rows, self.inputs, self.targets = rows, inputs, targets
+        self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def read(self, indices: Indices, epoch: int) -> Pair:  # noqa: ARG002  # the same in all
+        samples = [self._sample(index) for index in indices.tolist()]
+        good = next((each for each in samples if each is not None), None)
+        if good is None:
+            good = next((each for index in range(len(self)) if (each := self._sample(index)) is not None), None)
+        if good is None:
+            raise DataError(f"{self.rows.place(0)} and all other rows cannot be used\n  a run needs samples")
+        empty = torch.zeros_like(good[0]), torch.full_like(good[1], IGNORED)
+        try:
+            inputs, targets = default_collate([empty if each is None else each for each in samples])
+        except (RuntimeError, TypeError) as error:
+            raise DataError(
+                f"{self.rows.place(int(indices[0]))} and others of its batch have different shapes: {error}\n"
+                f"  {self.inputs!r} has the same length in all rows\n  pad them, or give text and a tokenizer"
+            ) from error
+        return inputs, targets
+
+    def _sample(self, index: int) -> Pair | None:
+        try:
+            row = self.rows.read(np.array([index]))[0]
+            for name in (self.inputs, self.targets):
+                if name is not None and row.get(name) is None:
+                    raise ValueError(f"it has no {name!r}, of {', '.join(map(repr, row))}")
+            if self.targets is None:
+                return self._text(row[self.inputs])
+            return _tensor(row[self.inputs], self.inputs), _tensor(row[self.targets], self.targets)
+        except (ValueError, DataError) as error:
+            what = f"{self.rows.place(index)} cannot be used: {str(error).partition(chr(10))[0]}"
+            if self.on_bad == "stop":
+                raise DataError(
+                    f"{what}\n  data.inputs and data.targets name the fields of a sample\n"
+                    "  mend the row, or go on without such ones: data.on_bad = skip"
+                ) from error
+            warnings.warn(f"{what}; it does not count", stacklevel=2)
+            return None
+
+    def _text(self, value: Any) -> Pair:
+        assert self.context is not None
+        if isinstance(value, str):
+            if self.tokenizer is None:
+                raise ValueError("it is text, and data.tokenizer is not set")
+            value = self.tokenizer.encode(value)
+            value += [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
+        tokens = _tensor(value, self.inputs)[: self.context + 1]
+        if tokens.ndim != 1 or len(tokens) < 2 or tokens.is_floating_point():
+            raise ValueError(f"{self.inputs!r} has {tokens.numel()} tokens, and a sample at least two")
+        inputs = torch.zeros(self.context, dtype=torch.int64)
+        targets = torch.full((self.context,), IGNORED)
+        inputs[: len(tokens) - 1], targets[: len(tokens) - 1] = tokens[:-1], tokens[1:]
+        return inputs, targets
+
+
+class JsonLines:
+    """The lines of a file, found by their first bytes: 8 bytes of memory a line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        starts, place, is_start = [], 0, True
+        try:
+            with open_regular(path) as file:
+                while block := file.read(_BLOCK):
+                    ends = np.flatnonzero(np.frombuffer(block, dtype=np.uint8) == ord("\n")) + 1 + place
+                    starts += [np.array([place])] if is_start else []
+                    starts.append(ends)
+                    place, is_start = place + len(block), False
+        except OSError as error:
+            raise DataError(
+                f"data.path = {str(path)!r} cannot be read: {error.strerror}\n  it is a file of JSON lines; a relative "
+                f"path starts at {Path.cwd()}\n  check the path"
+            ) from error
+        found = np.concatenate([*starts, np.array([place])]) if starts else np.zeros(1, dtype=np.int64)
+        self._starts = np.unique(found).astype(np.int64)  # the last is the end of the file
+
+    def __len__(self) -> int:
+        return len(self._starts) - 1
+
+    def read(self, indices: Indices) -> list[dict[str, Any]]:
+        rows = []
+        with open_regular(self.path) as file:
+            for index in indices.tolist():
+                file.seek(int(self._starts[index]))
+                line = file.read(int(self._starts[index + 1] - self._starts[index]))
+                value = json.loads(line)
+                if not isinstance(value, dict):
+                    raise ValueError("it is no JSON object")
+                rows.append(value)
+        return rows
+
+    def place(self, index: int) -> str:
+        return f"{self.path}: line {index + 1}"
+
+
+class ArrowRows:
+    """The rows of parquet, or of Arrow files that ``datasets`` has saved. Each process opens them anew."""
+
+    def __init__(self, path: Path, kind: Literal["parquet", "hf_dataset"], columns: tuple[str, ...]) -> None:
+        self.path, self.kind, self.columns = path, kind, columns
+        self._table: Any = None
+        self._order: Any = None
+        table = self._opened()
+        self._length = len(table if self._order is None else self._order)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_table": None, "_order": None}
+
+    def read(self, indices: Indices) -> list[dict[str, Any]]:
+        table = self._opened()
+        numbers = indices if self._order is None else self._order[indices]
+        rows: list[dict[str, Any]] = table.take(numbers).to_pylist()
+        return rows
+
+    def place(self, index: int) -> str:
+        return f"{self.path}: row {index}"
+
+    def _opened(self) -> Any:
+        if self._table is None:
+            try:
+                self._table = self._open()
+            except ImportError as error:
+                raise DataError(
+                    f"data.kind = {self.kind} needs the package pyarrow, which is not installed\n"
+                    "  pip install 'paceline[data]'"
+                ) from error
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise DataError(
+                    f"data.path = {str(self.path)!r} cannot be read as {self.kind}: {error}\n"
+                    f"  it is {_KINDS[self.kind]}; a relative path starts at {Path.cwd()}\n  check the path"
+                ) from error
+        return self._table
+
+    def _open(self) -> Any:
+        import pyarrow
+        import pyarrow.parquet
+
+        if self.kind == "parquet":
+            names = pyarrow.parquet.read_schema(self.path).names if self.path.is_file() else None
+            return pyarrow.parquet.read_table(self.path, columns=self._chosen(names))
+        state = parse_json_object(read_regular(self.path / "state.json"))
+        table = _mapped(self.path, [each["filename"] for each in state["_data_files"]])
+        if state.get("_indices_data_files"):
+            order = _mapped(self.path, [each["filename"] for each in state["_indices_data_files"]])
+            self._order = order.column(0).to_numpy().astype(np.int64)
+        return table.select(self._chosen(table.column_names))
+
+    def _chosen(self, names: list[str] | None) -> list[str]:
+        missing = [each for each in self.columns if names is not None and each not in names]
+        if missing:
+            raise ValueError(f"it has no column {missing[0]!r}, but {', '.join(names or ())}")
+        return list(self.columns)
+
+
+_KINDS = {
+    "parquet": "a file of parquet, or a folder of them",
+    "hf_dataset": "a folder that save_to_disk of a Dataset wrote, with state.json; of a DatasetDict, one split's",
+}
+
+
+def _mapped(folder: Path, names: list[str]) -> Any:
+    import pyarrow
+
+    tables = []
+    for name in names:
+        with pyarrow.ipc.open_stream(pyarrow.memory_map(str(file_inside(folder, name)))) as stream:
+            tables.append(stream.read_all())
+    return pyarrow.concat_tables(tables)
+
+
+def class_count(path: Path, column: str) -> int | None:
+    """Returns the number of classes that ``dataset_info.json`` gives a column; None where it gives none."""
+    try:
+        feature = parse_json_object(read_regular(path / "dataset_info.json"))["features"][column]
+        return len(feature["names"]) if feature.get("_type") == "ClassLabel" else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _tensor(value: Any, name: str) -> torch.Tensor:
+    try:
+        found = torch.as_tensor(value)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise ValueError(f"{name!r} holds no numbers: {error}") from error
+    return found.float() if found.is_floating_point() else found.long()
