@@ -35,6 +35,13 @@ def train(comm: paceline.Communicator, engine: paceline.Engine, fault: str, step
         is_bad = comm.rank == GUILTY and step == BAD_STEP
         if is_bad and fault == "step":
             continue
+        if is_bad and fault == "leave":
+            break
+        if is_bad and fault == "validate":
+            with torch.no_grad():
+                engine(inputs)
+        if is_bad and fault == "save":
+            engine.state_dict()
         loss = F.cross_entropy(engine(inputs), targets)
         if is_bad and fault == "hang":
             time.sleep(600)  # stands here: hang

@@ -51,7 +51,8 @@ def run_loop(
 
     ``hosts`` are the names of the hosts on which the ranks think they are.
     """
-    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface(), "PYTHONPATH": str(POOL)}
+    settings = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback_interface()}
+    settings |= {"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")]).strip(os.pathsep)}
     settings |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     settings |= {"TMPDIR": str(folder)}
     command = [sys.executable, "-m", "own_loop", strategy, fault, backend, str(timeout_s), str(step_s)]
@@ -111,6 +112,21 @@ def check_pairing(folder: Path, strategy: str, fault: str, backend: str) -> None
         assert "rank 1 left out a step of its loop" in sentence
         assert "rank 0 at step = 12" in sentence
         assert "rank 1 at step = 13" in sentence
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
+@pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
+@pytest.mark.parametrize("fault", ["leave", "validate", "save"])
+def test_a_rank_that_leaves_validates_or_saves_alone_is_told_and_none_hangs(
+    tmp_path: Path, strategy: str, fault: str, backend: str
+) -> None:
+    left = run_loop(tmp_path, strategy, fault, backend, timeout_s=20.0)
+    if fault == "leave" or any(left.codes):
+        assert "paceline" in left.err
+        assert "rank" in left.err
+    else:  # zero's parameters were gathered already: nobody was needed
+        assert (strategy, fault) == ("zero2", "validate")
 
 
 @pytest.mark.some(1)
