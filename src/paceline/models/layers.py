@@ -6,7 +6,7 @@ A model says so with a method
 
 whose layers, run one after another, compute what ``forward`` does: the first takes the model's inputs, each other what
 the one before it returned, and the last returns the model's output. Between two layers any cut is allowed. A plain
-``nn.Sequential`` needs no such method.
+``nn.Sequential`` needs no such method, and neither do causal language models of Hugging Face (``causal_layers.py``).
 
 What a layer uses it lists: all modules whose parameters, buffers or modes it reads. A module may be in several layers
 (a tied output layer reads the embedding's weight), and every parameter and buffer of the model is in at least one.
@@ -62,7 +62,12 @@ def model_layers(model: nn.Module) -> tuple[PipelineLayer, ...]:
     elif isinstance(model, nn.Sequential) and _is_plain(model):
         layers = sequential_layers(model)
     else:
-        raise UsageError(_explain(model))
+        from paceline.models.causal_layers import causal_layers  # which are made of the layers above
+
+        found = causal_layers(model)
+        if found is None:
+            raise UsageError(_explain(model))
+        layers = tuple(found)
     _check(model, layers)
     return layers
 
