@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.models.layers import PipelineLayer
+from paceline.models.pipeline_layer import PipelineLayer
 
 # Embedding, blocks, last norm, and what else belongs to the embedding and to every block, as attributes of the base.
 _LLAMA = ("embed_tokens", "layers", "norm", (), "rotary_emb")

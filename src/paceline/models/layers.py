@@ -14,26 +14,15 @@ What a layer uses it lists: all modules whose parameters, buffers or modes it re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineLayer:
-    """One layer: a function of the layer's before, and the modules that it uses.
-
-    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it. ``run`` takes one
-    argument, what the layer before returned, or for the first layer the model's inputs.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    modules: tuple[nn.Module, ...]
+from paceline.models.causal_layers import causal_layers
+from paceline.models.pipeline_layer import PipelineLayer as PipelineLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +51,6 @@ def model_layers(model: nn.Module) -> tuple[PipelineLayer, ...]:
     elif isinstance(model, nn.Sequential) and _is_plain(model):
         layers = sequential_layers(model)
     else:
-        from paceline.models.causal_layers import causal_layers  # which are made of the layers above
-
         found = causal_layers(model)
         if found is None:
             raise UsageError(_explain(model))
