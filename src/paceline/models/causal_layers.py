@@ -55,7 +55,8 @@ class _Block:
         places = _positions(x)
         turned = {} if self.rotary is None else {"position_embeddings": self.rotary(x, places)}
         found = self.block(x, attention_mask=None, position_ids=places, **turned)
-        return found[0] if isinstance(found, tuple) else found  # older releases return more
+        stream: Tensor = found[0] if isinstance(found, tuple) else found  # older releases return more
+        return stream
 
 
 @dataclass(frozen=True, slots=True)
