@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from paceline.checkpoint import open_checkpoint
 from paceline.checkpoint.tools.outgoing import ExportOptions, export
+from paceline.cli.app import app
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import config_from_dict
 from paceline.errors import UsageError
@@ -124,3 +126,13 @@ def test_a_run_without_a_vocabulary_writes_no_text(tmp_path: Path) -> None:
     object.__setattr__(checkpoint.manifest, "tensors", tensors)
     with pytest.raises(UsageError, match="does not say what its tokens stand for"):
         open_language_model(checkpoint, CPU)
+
+
+def test_the_command_writes_text(tmp_path: Path) -> None:
+    save(tmp_path, MODELS["gpt"])
+    command = ["sample", str(tmp_path), "--prompt", "to be", "--tokens", "6", "--seed", "3"]
+    plain = CliRunner().invoke(app, command)
+    assert plain.exit_code == 0, plain.output
+    found = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
+    assert len(found["tokens"]) == 6
+    assert plain.output == f"to be{found['text']}\n"

@@ -164,6 +164,32 @@ def test_a_pretrained_model_trains_as_the_librarys_own(folder: Folder, kind: str
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.some(3)
+@pytest.mark.parametrize(
+    ("kind", "split"),
+    [
+        ("llama", {"pipeline": 2}),
+        ("gpt2", {"pipeline": 2}),
+        ("gpt_neox", {"pipeline": 2}),
+        ("gemma", {"pipeline": 2}),
+        ("mistral", {"pipeline": 2, "data": 2}),
+        ("qwen2", {"pipeline": 2, "tensor": 2}),
+        ("llama", {"tensor": 2}),
+        ("gpt2", {"tensor": 2, "data": 2}),
+    ],
+)
+def test_a_model_that_is_split_trains_as_the_librarys_own(folder: Folder, kind: str, split: dict[str, int]) -> None:
+    losses, model = train_theirs(folder(kind))
+    ranks = split.get("pipeline", 1) * split.get("tensor", 1) * split.get("data", 1)
+    strategy = "zero1" if "data" in split else "ddp"
+    config = config_of(folder(kind), strategy, ranks, parallel=split).with_values("train", microbatch=1)
+    _, state = train(config)
+    assert losses
+    for name, value in model.state_dict().items():
+        if name in state:
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
 LORA = {"rank": 2, "alpha": 6.0, "targets": ["q_proj", "down_proj", "c_attn"]}
 
 

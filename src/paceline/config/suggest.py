@@ -62,14 +62,13 @@ _ELSEWHERE = {name: key for key, names in _OTHER_NAMES.items() for name in names
 def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[str]:
     """Returns up to three keys that may have been meant, the likeliest first.
 
-    In order: the same key here but for case and hyphens, one here that differs in a letter, the same key in another
-    section, the name that other frameworks use, a like key here, a like key elsewhere. ``kinds`` tells the chosen kind of model and data.
+    In order: the same key here but for case, hyphens and a plural, the same key in another section, the name that other
+    frameworks use, a like key here, a like key elsewhere. ``kinds`` tells the chosen kind of model and data.
     """
     wanted = key.lower().replace("-", "_")
     here = fields_at(place, kinds.get(place))
     elsewhere = [each for each in known_fields() if each not in here]
-    found = [each.path for each in here if each.key == wanted]
-    found += [f"{place}.{each}" if place else each for each in _near(wanted, [field.key for field in here], cutoff=0.88)]
+    found = [each.path for each in here if each.key in (wanted, f"{wanted}s")]
     # A field whose default is another one's value (data.seed, which follows train.seed) is the less likely.
     same = [each for each in elsewhere if each.key == wanted and each.key != "kind"]
     found += _texts(sorted(same, key=lambda each: each.default is None), kinds)

@@ -6,7 +6,7 @@ A model says so with a method
 
 whose layers, run one after another, compute what ``forward`` does: the first takes the model's inputs, each other what
 the one before it returned, and the last returns the model's output. Between two layers any cut is allowed. A plain
-``nn.Sequential`` needs no such method.
+``nn.Sequential`` needs no such method, and neither do causal language models of Hugging Face (``causal_layers.py``).
 
 What a layer uses it lists: all modules whose parameters, buffers or modes it reads. A module may be in several layers
 (a tied output layer reads the embedding's weight), and every parameter and buffer of the model is in at least one.
@@ -14,26 +14,15 @@ What a layer uses it lists: all modules whose parameters, buffers or modes it re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from paceline.errors import UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineLayer:
-    """One layer: a function of the layer's before, and the modules that it uses.
-
-    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it. ``run`` takes one
-    argument, what the layer before returned, or for the first layer the model's inputs.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    modules: tuple[nn.Module, ...]
+from paceline.models.causal_layers import causal_layers
+from paceline.models.pipeline_layer import PipelineLayer as PipelineLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +51,10 @@ def model_layers(model: nn.Module) -> tuple[PipelineLayer, ...]:
     elif isinstance(model, nn.Sequential) and _is_plain(model):
         layers = sequential_layers(model)
     else:
-        raise UsageError(_explain(model))
+        found = causal_layers(model)
+        if found is None:
+            raise UsageError(_explain(model))
+        layers = tuple(found)
     _check(model, layers)
     return layers
 
