@@ -58,7 +58,7 @@ def test_json_schema_is_fit_for_editors() -> None:
     assert schema["required"] == ["model", "data"]
     assert schema["additionalProperties"] is False
     sections = [each for each in schema["$defs"].values() if "properties" in each]
-    assert len(sections) == 21
+    assert len(sections) == 23
     assert all(each["additionalProperties"] is False for each in sections)
     assert schema["$defs"]["TrainConfig"]["properties"]["epochs"]["description"]
 

@@ -101,7 +101,7 @@ def test_a_key_of_another_kind_names_the_kind() -> None:
 
 def test_a_key_like_none_lists_those_that_are_there() -> None:
     (problem,) = problems_of(with_value("checkpoint.zzzzqqqq", 1))
-    assert "every_steps, every_minutes, at_end, keep" in problem.rule
+    assert "every_steps, every_epochs, every_minutes, at_end, keep" in problem.rule
 
 
 def test_names_of_other_frameworks_point_at_keys_that_exist() -> None:
