@@ -151,9 +151,8 @@ def _new_run(config: Config, *, force: bool, may_number: bool = True, checkpoint
     if not force and may_number and is_taken(folder):
         check_folder(folder, resume=True)  # what is above it
         free = _free_folder(config)
-        _say_once(
-            f"{folder} exists: this run is {free}  (--resume auto goes on with the last one, --force replaces it)"
-        )
+        rest = "--resume auto goes on with the last one, --force replaces the first"
+        _say_once(f"{folder} exists: this run is {free} ({rest})")
         return RunLocation(folder=free, checkpoint=checkpoint, takes_number=True)
     check_folder(folder, force=force)
     return RunLocation(folder=folder, checkpoint=checkpoint, takes_number=may_number and not force)
