@@ -38,6 +38,7 @@ _by_annotation = {
     "float | None": st.none() | st.floats(),
     "str": st.text(),
     "EndStatus": st.sampled_from(["done", "failed", "stopped"]),
+    "dict[str, float]": st.dictionaries(st.text(), st.floats(allow_nan=False)),
     "dict[str, Any]": st.dictionaries(
         st.text(), st.none() | st.booleans() | _integers | st.floats(allow_nan=False, allow_infinity=False) | st.text()
     ),

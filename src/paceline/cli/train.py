@@ -14,6 +14,7 @@ from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.config import Config
+    from paceline.run.find_rate import RateFinding
     from paceline.run.result import RunResult
 
 
@@ -26,6 +27,7 @@ def train(
     auto_batch_size: bool = typer.Option(
         False, "--auto-batch-size", help="The largest microbatch that fits: train.microbatch=auto."
     ),
+    find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
     nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
@@ -62,9 +64,26 @@ def train(
     elif nnodes is not None or rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
     options = RunOptions(force=force, resume=resume, is_quiet=as_json, checks_memory=not no_memory_check, hosts=hosts)
+    if find_lr:
+        from paceline.run.find_rate import find_rate
+
+        show_finding(find_rate(config, words, options=options), as_json=as_json)
+        return
     result = run(config, [*words, *(["train.microbatch=auto"] if auto_batch_size else [])], options)
     if result is not None:
         show_result(result, as_json=as_json)
+
+
+def show_finding(found: RateFinding, *, as_json: bool) -> None:
+    """Prints a suggested learning rate, and the losses that suggest it."""
+    if as_json:
+        print_json({"suggestion": found.suggestion, "rates": found.rates, "losses": found.losses})
+        return
+    stride = max(1, len(found.rates) // 12)
+    for rate, loss in list(zip(found.rates, found.losses, strict=True))[::stride]:
+        echo(f"  learning rate {rate:8.1e}   smoothed loss {loss:.4f}")
+    echo(f"the loss falls fastest at {found.suggestion:.1e}, and is lowest at {found.lowest_loss_at:.1e}")
+    echo(f"try optim.lr={found.suggestion:.1e}   (the run is in {found.folder})")
 
 
 def show_result(result: RunResult, *, as_json: bool) -> None:

@@ -285,8 +285,9 @@ class CommConfig(Section):
 class ScheduleConfig(Section):
     """How the learning rate moves over the run."""
 
-    kind: Literal["constant", "linear", "cosine", "one_cycle"] = Field(
-        default="constant", description="the curve after the warmup"
+    kind: Literal["constant", "linear", "cosine", "one_cycle", "range"] = Field(
+        default="constant",
+        description="the curve after the warmup; range: rises from final_ratio to 1 by the same factor each step",
     )
     warmup: NotNegative = Field(default=0.0, description="how long the rate rises from 0 to optim.lr, in units of unit")
     unit: Literal["steps", "samples"] = Field(default="steps", description="what warmup and length count")

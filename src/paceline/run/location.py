@@ -151,10 +151,17 @@ def _new_run(config: Config, *, force: bool, may_number: bool = True, checkpoint
     if not force and may_number and is_taken(folder):
         check_folder(folder, resume=True)  # what is above it
         free = _free_folder(config)
-        say(f"{folder} exists: this run is {free}  (--resume auto goes on with the last one, --force replaces it)")
+        rest = "--resume auto goes on with the last one, --force replaces the first"
+        _say_once(f"{folder} exists: this run is {free} ({rest})")
         return RunLocation(folder=free, checkpoint=checkpoint, takes_number=True)
     check_folder(folder, force=force)
     return RunLocation(folder=folder, checkpoint=checkpoint, takes_number=may_number and not force)
+
+
+def _say_once(text: str) -> None:
+    """Says something that every rank of a launcher finds: the first of them tells it."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text)
 
 
 def _free_folder(config: Config) -> Path:
@@ -189,7 +196,7 @@ def _own_start(config: Config, resume: str) -> RunLocation | None:
             continue
         if len(runs) > 1:
             which = "the last one with a checkpoint" if problem else "the last one"
-            say(f"continuing {folder}: {which} of {len(runs)} runs named {config.name}")
+            _say_once(f"continuing {folder}: {which} of {len(runs)} runs named {config.name}")
         return RunLocation(folder=folder, checkpoint=absolute_path(found), is_continued=folder.is_dir())
     assert problem is not None
     raise problem

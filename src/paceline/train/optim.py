@@ -8,6 +8,7 @@ t = (before - w) / (n - w):
     constant    1
     linear      final + (1 - final) (1 - t)
     cosine      final + (1 - final) (1 + cos pi t) / 2
+    range       final ^ (1 - t)                    up to 1 by the same factor each step: a range test
     one_cycle   cosine from 1/25 up to 1 over w (30 % of the length if w is 0), then cosine down to final
 """
 
@@ -32,9 +33,10 @@ from paceline.imports import import_from_path
 from paceline.train.master_adamw import MasterAdamW, can_update
 from paceline.train.muon.muon import Muon
 
-RateKind = Literal["constant", "linear", "cosine", "one_cycle"]
+RateKind = Literal["constant", "linear", "cosine", "one_cycle", "range"]
 _ONE_CYCLE_START = 1 / 25
 _ONE_CYCLE_RISE = 0.3
+_SMALLEST = 1e-9  # of a range, which cannot begin at 0
 
 
 def build_optimizer(
@@ -83,8 +85,8 @@ def freeze_parameters(model: nn.Module, groups: Mapping[str, ParameterGroupConfi
                 f"  some names are {', '.join(near)}"
             )
     for name, parameter in model.named_parameters():
-        pattern = _pattern_of(name, groups)
-        if pattern is not None and groups[pattern].frozen:
+        found = _pattern_of(name, groups)
+        if found is not None and groups[found].frozen:
             parameter.requires_grad_(False)
     if groups and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("optim.groups freezes every parameter\n  at least one must be trained")
@@ -163,6 +165,8 @@ class RateSchedule:
         t = min(1.0, (before - self.warmup) / max(self.length - self.warmup, 1e-12))
         if self.kind == "linear":
             return self.final_ratio + (1.0 - self.final_ratio) * (1.0 - t)
+        if self.kind == "range":
+            return float(max(self.final_ratio, _SMALLEST) ** (1.0 - t))
         if self.kind == "cosine":
             return _cosine(1.0, self.final_ratio, t)
         return 1.0

@@ -53,7 +53,7 @@ class Evaluation:
     loss: float
     accuracy: float | None
     samples: int
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @torch.no_grad()
