@@ -24,7 +24,7 @@ import paceline
 SOURCE = Path(paceline.__file__).parent
 
 LEVELS = (
-    ("errors", "units", "imports", "terminal", "untrusted"),
+    ("errors", "units", "imports", "terminal", "untrusted", "notebook"),
     ("bounded_yaml",),
     ("mesh", "shards", "schedule"),
     ("plan",),  # below config: the rules of a layout run while a config is loaded, and the defaults stand there
@@ -59,6 +59,7 @@ TORCH_FREE = (
     "health",
     "imports",
     "mesh",
+    "notebook",
     "plan",
     "predict",
     "records.records",

@@ -89,6 +89,10 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 class _Face(ModuleType):
     """Keeps a function public where a room has the same name: ``paceline.plan`` is the function, always.
 

@@ -19,4 +19,4 @@ def test_both_arms_take_turns() -> None:
     rows = bench_muon(asked, 2, "zero2")
     assert [row["arm"] for row in rows] == list(KINDS)
     assert {row["tokens"] for row in rows} == {32}
-    assert [row["ratio"] == 1.0 for row in rows][0]
+    assert rows[0]["ratio"] == 1.0

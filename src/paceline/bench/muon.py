@@ -2,12 +2,15 @@
 
 Newton-Schulz takes the same time whatever the batch, so the ratio falls as the batch grows: for matrices of width m and
 T tokens in a step it is about 1 + 4 m / T, all ranks together. On the GPU a step has the 65,536 tokens that are one
-GPU's share of the usual half million of GPT-124M; on two CPU ranks it has 8,192.
+GPU's share of the usual half million of GPT-124M; on two CPU ranks it has 8,192. Beside the time of a step a row has
+the seconds that the ranks had a core for: on a CPU that other programs share, those tell the arms apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -74,9 +77,11 @@ def bench_muon(
 
 
 def _time(comm: Communicator, asked: MuonWorkload, strategy: str, precision: str) -> list[dict[str, Any]]:
-    arms = {kind: _step(comm, asked, strategy, precision, kind) for kind in KINDS}
+    spent: dict[str, list[float]] = {kind: [] for kind in KINDS}
+    arms = {kind: _counted(_step(comm, asked, strategy, precision, kind), spent[kind]) for kind in KINDS}
     timings = interleave(arms, asked.turns, baseline="adamw", device=comm.device, meet=comm.barrier)
     tokens = asked.workload.items * asked.microbatches * comm.size
+    processor_s = _processor_seconds(comm, spent, asked.turns.warm_up)
     return [
         {
             "model": asked.workload.model,
@@ -86,9 +91,30 @@ def _time(comm: Communicator, asked: MuonWorkload, strategy: str, precision: str
             "tokens": tokens,
             **timing.to_json(),
             "items_per_s": round(tokens / (timing.median_ms / 1e3), 1),
+            "processor_ms": round(1e3 * processor_s[timing.arm], 1),
+            "processor_ratio": round(processor_s[timing.arm] / processor_s["adamw"], 4),
         }
         for timing in timings
     ]
+
+
+def _counted(step: Callable[[], None], spent: list[float]) -> Callable[[], None]:
+    """Returns a step that notes the seconds that this process had a core for, which other programs do not change."""
+
+    def run() -> None:
+        before = time.process_time()
+        step()
+        spent.append(time.process_time() - before)
+
+    return run
+
+
+def _processor_seconds(comm: Communicator, spent: Mapping[str, Sequence[float]], warm_up: int) -> dict[str, float]:
+    """Returns each arm's seconds of a step on a core: the median of its steps, added up over the ranks."""
+    medians = [statistics.median(spent[kind][warm_up:]) for kind in KINDS]
+    total = torch.tensor(medians, dtype=torch.float64, device=comm.device)
+    comm.all_reduce(total).wait()
+    return dict(zip(KINDS, total.tolist(), strict=True))
 
 
 def _step(comm: Communicator, asked: MuonWorkload, strategy: str, precision: str, kind: str) -> Callable[[], None]:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RunFolderError, UsageError
+from paceline.notebook import Shown, curve, new_figure, table
 from paceline.records.records import EvalRecord, Record, RunRecord, StepRecord, strict_json
 from paceline.records.summary import StepTable, read_run
 from paceline.units import format_bytes, format_seconds
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _Curve = list[float | None]
+_SHOWN_EPOCHS = 20
 
 
 class TrainingMetrics(Mapping[str, _Curve]):
@@ -77,6 +79,12 @@ class TrainingMetrics(Mapping[str, _Curve]):
     def __repr__(self) -> str:
         return f"TrainingMetrics({len(self['epoch'])} epochs, {self.ranks} ranks, {self.strategy})"
 
+    def _repr_html_(self) -> str:
+        names = ("epoch", "train_loss", "test_loss", "accuracy", "throughput", "epoch_time")
+        rows = list(zip(*(self[name] for name in names), strict=True))
+        charts = "".join(curve(name, self[name]) for name in ("train_loss", "accuracy", "throughput"))
+        return f"<b>{self!r}</b>{table(names, rows[-_SHOWN_EPOCHS:])}{charts}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns all curves as values of strict JSON."""
         return dict(strict_json(self._curves))
@@ -101,8 +109,8 @@ def _epoch_row(epoch: int, table: StepTable, evaluations: Sequence[EvalRecord]) 
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerformanceReport:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PerformanceReport(Shown):
     """A run in numbers, and what held it up. As text it is a few lines."""
 
     strategy: str
@@ -123,6 +131,9 @@ class PerformanceReport:
 
     def to_json(self) -> dict[str, Any]:
         return dict(strict_json(asdict(self)))
+
+    def facts(self) -> Mapping[str, object]:
+        return dict(line.strip().split("  ", 1) for line in str(self).splitlines()[1:])
 
     def __str__(self) -> str:
         lines = [f"{self.strategy} on {self.ranks} ranks: {self.epochs} epochs, {self.steps} steps"]
@@ -160,9 +171,7 @@ class DistributedTrainingAnalyzer:
 
         Returns the figure, which a notebook shows.
         """
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(10, 7), layout="constrained")
+        figure = new_figure(figsize=(10, 7), layout="constrained")
         axes = figure.subplots(2, 2)
         self._draw(axes[0][0], "loss", "train_loss", label="training")
         if _last(self.metrics["test_loss"]) is not None:

@@ -30,7 +30,10 @@ _POLICY = ("<policy: {policy}", "<setting: {setting}", "<feedback: {error_feedba
 _TABLES: dict[str, tuple[str, ...]] = {
     "engines": _STEPS,
     "loop": _STEPS,
-    "muon": _STEPS,
+    "muon": (
+        *("<model: {model}", "<ranks: {ranks}", "<strategy: {strategy}", "<arm: {arm}", "step: {median_ms:.2f} ms"),
+        *(*_RATIO, "on cores: {processor_ms:,.0f} ms", "ratio: {processor_ratio:.3f}", "items/s: {items_per_s:,.0f}"),
+    ),
     "gpu": (
         *("<model: {model}", "<arm: {arm}", "step: {step_ms:.2f} ms", "ratio: {ratio:.3f}"),
         *("rate: {tokens_per_s:,.0f} tokens/s|{images_per_s:,.0f} images/s", "MFU: {mfu:.1%}", "peak: {peak_bytes:?B}"),

@@ -1,4 +1,4 @@
-"""A run on the console: a live bar on a terminal, a line now and then elsewhere.
+"""A run on the console: a live bar on a terminal and in a notebook, a line now and then elsewhere.
 
 ``ProgressView`` is fed the records of one rank, normally rank 0: by the training loop, as a sink, or by a launcher in
 another process that follows the rank's file. What it shows for all ranks comes from ``position``, which counts the
@@ -22,12 +22,14 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from paceline.notebook import cell_display, show_bar
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord
 from paceline.terminal import new_console
 from paceline.units import format_count, format_flops, format_seconds
 
 _DRAW_EVERY_S = 0.2
 _WINDOW_STEPS = 32
+_CELL_LINES = 20
 _GAP = "   "
 _END_STYLES = {"done": "green", "failed": "bold red", "stopped": "yellow"}
 
@@ -35,17 +37,20 @@ _END_STYLES = {"done": "green", "failed": "bold red", "stopped": "yellow"}
 class ProgressView:
     """Shows a run as its records arrive.
 
-    On a terminal: a bar that stays at the bottom, with a line above it per evaluation and event. Elsewhere: plain
-    lines, one update every ``plain_every_s`` seconds at most. Several threads may write. A reader that went away (a
-    closed pipe, a lost terminal) makes the view silent and never stops the run.
+    On a terminal: a bar that stays at the bottom, with a line above it per evaluation and event. In a notebook: a bar
+    in the cell, with these lines below it. Elsewhere: plain lines, one update every ``plain_every_s`` seconds at most.
+    Several threads may write. A reader that went away (a closed pipe, a lost terminal) makes the view silent and never
+    stops the run.
     """
 
     def __init__(
         self, console: Console | None = None, *, plain_every_s: float = 5.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._console = console if console is not None else new_console()
-        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal
-        self._every_s = _DRAW_EVERY_S if self._is_live else plain_every_s
+        self._cell = cell_display() if console is None else None
+        self._lines: deque[str] = deque(maxlen=_CELL_LINES)
+        self._is_live = self._console.is_terminal and not self._console.is_dumb_terminal and self._cell is None
+        self._every_s = _DRAW_EVERY_S if self._is_live or self._cell is not None else plain_every_s
         self._clock = clock
         self._lock = RLock()
         self._progress = _RunProgress()
@@ -103,7 +108,9 @@ class ProgressView:
 
     def _show_step(self) -> None:
         self._shown_at = self._clock()
-        if self._live is not None:
+        if self._cell is not None:
+            self._draw_cell()
+        elif self._live is not None:
             self._live.refresh()
         elif not self._is_live and self._progress.step > self._shown_step:
             self._shown_step = self._progress.step
@@ -121,10 +128,18 @@ class ProgressView:
             self._live = None
 
     def _print(self, line: Text) -> None:
+        if self._cell is not None:
+            self._lines.append(line.plain)
+            self._draw_cell()
+            return
         # On a live terminal a long line wraps; in a file it must stay one line.
         self._console.print(line, soft_wrap=not self._is_live)
         if self._live is not None:
             self._live.refresh()
+
+    def _draw_cell(self) -> None:
+        if self._cell is not None:
+            show_bar(self._cell, self._progress.share, "\n".join([self._progress.line().plain, *self._lines]))
 
 
 def format_loss(loss: float | None) -> str:
@@ -165,6 +180,11 @@ class _RunProgress:
                 self._window.append(record)
             case EvalRecord():
                 self._evaluation = record
+
+    @property
+    def share(self) -> float:
+        """How much of the run is done."""
+        return self.step / self._total_steps if self._total_steps else 0.0
 
     def step_seconds(self) -> float | None:
         """Returns the mean time of the recent steps.

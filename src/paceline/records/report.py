@@ -34,6 +34,7 @@ from rich.text import Text
 
 from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
+from paceline.notebook import Shown
 from paceline.records.console import format_loss, format_percent
 from paceline.records.limits import Limit, find_limits
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
@@ -77,8 +78,8 @@ class RankSummary:
     absent_steps: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunSummary:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RunSummary(Shown):
     """What a run did. ``unfinished`` means that no end was recorded: the run goes on, or was killed.
 
     ``units_per_s`` counts ``unit``: tokens, images or samples. ``mfu`` is of the peak in the device's data sheet, in
@@ -116,6 +117,19 @@ class RunSummary:
     mfu_measured: float | None = None
     limits: tuple[Limit, ...] = ()  # the largest share of the step first
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "run": self.name,
+            "status": self.status,
+            "strategy": f"{self.strategy} on {self.world_size} ranks",
+            "steps": self.steps,
+            "loss": self.final_loss,
+            "test loss": self.test_loss,
+            "test accuracy": self.test_accuracy,
+            "took": format_seconds(self.seconds),
+            f"{self.unit}/s": self.units_per_s,
+        }
 
 
 def summarize(run_folder: Path) -> RunSummary:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from paceline.config import Config
 from paceline.errors import LaunchError, PacelineError, UsageError
+from paceline.notebook import Shown, curve
 from paceline.records.records import EndRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import RunSummary, summarize
 from paceline.run.failure import RunStoppedError
@@ -42,8 +43,8 @@ class RunOptions:
     hosts: Nodes | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class RunResult(Shown):
     """A finished run: its folder, its config as decided, and what its records say.
 
     ``choice`` is how a strategy was chosen that the config left open. ``has_trained`` is False where the checkpoint was
@@ -61,6 +62,16 @@ class RunResult:
     def final_loss(self) -> float | None:
         """The loss of the last step."""
         return self.summary.final_loss
+
+    def facts(self) -> dict[str, object]:
+        return {**self.summary.facts(), "folder": self.folder}
+
+    def charts(self) -> list[str]:
+        try:
+            records = list(read_records(self.folder / "records" / "rank-0.jsonl"))
+        except (OSError, PacelineError):  # the folder was removed since
+            return []
+        return [curve("training loss", [each.loss for each in records if isinstance(each, StepRecord)])]
 
 
 @contextlib.contextmanager

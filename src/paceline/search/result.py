@@ -8,6 +8,7 @@ device-hours.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -15,6 +16,7 @@ from typing import Any
 
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
+from paceline.notebook import Shown, table
 from paceline.plan.layout import Layout
 from paceline.plan.workload import ModelShape, Workload
 from paceline.search.candidates import TrainingTask
@@ -22,7 +24,7 @@ from paceline.search.from_config import planned_values, planned_yaml
 from paceline.search.request import PlanRequest
 from paceline.search.scaling import ScalingRow
 from paceline.search.search import Change, Ranked, Search, explain_against, explain_winner, node_bytes, workload_text
-from paceline.units import format_count, format_seconds
+from paceline.units import format_bytes, format_count, format_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,8 +37,8 @@ class PlanCost:
     per_billion: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanResult:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class PlanResult(Shown):
     """The best layouts that were found for a model on a cluster, and what there is to say about them.
 
     ``as_written``: what the config itself asks for, and ``changes`` what would make that fit.
@@ -77,6 +79,19 @@ class PlanResult:
                 for each in missing
             ),
         )
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "cluster": self.request.cluster.name,
+            "plans": len(self.plans),
+            "best": self.winner or "nothing fits",
+            "step": None if self.winner is None else format_seconds(self.winner.seconds),
+        }
+
+    def _repr_html_(self) -> str:
+        rows = [(each, format_seconds(each.seconds), format_bytes(each.memory_bytes)) for each in self.plans[:5]]
+        told = "nothing fits" if not rows else table(("plan", "step", "memory"), rows)
+        return f"<b>PlanResult</b> on {html.escape(self.request.cluster.name)}: {told}"
 
     def explanations(self, top: int = 5) -> list[str]:
         """Returns a sentence on the first plan, and one on what each of the next loses against it."""

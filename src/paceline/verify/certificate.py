@@ -24,6 +24,7 @@ from paceline.comm.shared.communicator import share_memory
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import layout_from
 from paceline.errors import RankFailedError, UsageError
+from paceline.notebook import Shown
 from paceline.run.processes import run_processes
 from paceline.train.randomness import compute_threads
 from paceline.verify.case import Case, FunctionCase
@@ -178,8 +179,8 @@ def _hint(model: nn.Module, settings: Settings) -> str:
 Backend = Literal["virtual", "gloo", "shared_memory"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Certificate:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Certificate(Shown):
     """What was verified, and how far the two runs were apart.
 
     ``errors`` and ``tolerance`` are absolute or relative differences, as ``measure`` says, and ``bound`` says why the
@@ -213,6 +214,16 @@ class Certificate:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "result": "passed" if self.passed else "failed",
+            "what": f"{self.strategy} on {self.ranks} ranks ({self.backend})",
+            "largest error": f"{self.max_abs_error:.2e}",
+            "allowed": f"{self.tolerance:.0e}",
+            "diverges": None if self.divergence is None else str(self.divergence),
+            "steps": self.steps,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

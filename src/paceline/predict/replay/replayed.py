@@ -19,9 +19,11 @@ from typing import Any
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
+from paceline.notebook import Shown
 from paceline.predict.formulas.predict import COMPOSED_P90, FITTED_P90
 from paceline.predict.replay.program import Program
 from paceline.schedule.clock import Span
+from paceline.units import format_bytes, format_seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,8 +65,8 @@ class ReplayedRank:
         return max(0.0, self.seconds - told - self.loop)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReplayedStep:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class ReplayedStep(Shown):
     """A step on a cluster, replayed."""
 
     programs: tuple[Program, ...]  # one for each stage of a pipeline
@@ -126,6 +128,18 @@ class ReplayedStep:
     @property
     def fits(self) -> bool:
         return self.total_memory <= int(self.cluster.device.memory_bytes)
+
+    def facts(self) -> dict[str, object]:
+        program, (low, high) = self.program, self.band
+        return {
+            "run": program.name,
+            "ranks": f"{program.ranks} of {self.cluster.name}, {program.strategy}",
+            "step": f"{format_seconds(self.seconds)} ({format_seconds(low)} to {format_seconds(high)})",
+            f"{program.element}/s": self.elements_per_s,
+            "MFU": f"{self.mfu:.1%}",
+            "memory": f"{format_bytes(self.total_memory)}{'' if self.fits else ': does not fit'}",
+            "limited by": self.binds,
+        }
 
     def usd_per_step(self, usd_per_device_hour: float) -> float:
         """Returns what a step costs at a price for each device."""

@@ -46,6 +46,7 @@ from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.models.measured import operator_flops
+from paceline.notebook import Shown, curve
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
@@ -57,6 +58,7 @@ from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, 
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
 from paceline.train.trainer import EvaluateHook, Every, Trainer
+from paceline.units import format_seconds
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -141,8 +143,8 @@ class SimulatedRankTimes:
     hidden_share: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationSummary:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class SimulationSummary(Shown):
     """The clocks of a run in numbers."""
 
     ranks: int
@@ -159,6 +161,18 @@ class SimulationSummary:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    def facts(self) -> dict[str, object]:
+        return {
+            "ranks": self.ranks,
+            "steps": self.steps,
+            "step": format_seconds(self.step_s),
+            "samples/s": self.samples_per_s,
+            "efficiency": self.efficiency,
+            "loss": self.final_loss,
+            "test loss": self.test_loss,
+            "test accuracy": self.test_accuracy,
+        }
 
 
 def summarize_clocks(
@@ -243,8 +257,8 @@ class Conditions:
         return Rates() if self.cluster is None else KernelPrices(self.cluster.device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
+@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
+class Simulation(Shown):
     """What a simulated run did: records, clocks and the bounds of steps, by rank."""
 
     config: Config
@@ -253,6 +267,12 @@ class Simulation:
     clocks: tuple[VirtualClock, ...]
     steps: tuple[tuple[StepBounds, ...], ...]
     summary: SimulationSummary
+
+    def facts(self) -> dict[str, object]:
+        return self.summary.facts()
+
+    def charts(self) -> list[str]:
+        return [curve("training loss", [each.loss for each in self.records[0] if isinstance(each, StepRecord)])]
 
 
 def prepare(config: Config, *, ranks: int | None = None, device: str | None = None, source: str = "config") -> Config:

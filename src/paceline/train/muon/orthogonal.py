@@ -26,10 +26,10 @@ def orthogonalise(stack: torch.Tensor, iterations: int) -> torch.Tensor:
     x = stack.mT if is_tall else stack
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     if _uses_gram(x.shape[-2], x.shape[-1], x.dtype):
-        x = _polynomial(x @ x.mT, iterations) @ x
+        x = _polynomial(_gram(x), iterations) @ x
     else:
         for _ in range(iterations):
-            gram = x @ x.mT
+            gram = _gram(x)
             x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
     return x.mT if is_tall else x
 
@@ -40,6 +40,11 @@ def orthogonal_flops(shape: tuple[int, int], iterations: int, dtype: torch.dtype
     if _uses_gram(m, n, dtype):
         return 4 * m * m * n + max(8 * iterations - 6, 0) * m**3
     return iterations * (4 * m * m * n + 2 * m**3)
+
+
+def _gram(x: torch.Tensor) -> torch.Tensor:
+    """Returns X X^T. A CPU multiplies by a transposed copy up to three times as fast as by a transposed view."""
+    return x @ (x.mT.contiguous() if x.device.type == "cpu" else x.mT)
 
 
 def _uses_gram(short: int, long: int, dtype: torch.dtype) -> bool:
