@@ -140,6 +140,10 @@ class WarmServer:
             client = self._clients.pop(pid, None)
             if client is not None:
                 self._selector.unregister(client)
+                with contextlib.suppress(OSError):  # that its end was asked for may not have been read yet
+                    asked = client.recv(64, socket.MSG_DONTWAIT)
+                    if not asked or signal.SIGKILL in asked:
+                        os.killpg(pid, signal.SIGKILL)  # what the rank had started
                 with contextlib.suppress(OSError), client:
                     client.sendall(STATUS.pack(os.waitstatus_to_exitcode(status), pid in self._ended))
             self._ended.discard(pid)

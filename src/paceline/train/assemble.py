@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -24,7 +23,7 @@ from paceline.config import Config, layout_of, peak_learning_rate, with_precisio
 from paceline.config.checks import shorter_warmup
 from paceline.config.data_sections import may_ignore
 from paceline.data.datasets import MapDataset, check_enough
-from paceline.data.fetch import LoaderOptions, fetch_batch
+from paceline.data.fetch import LoaderOptions
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
@@ -46,9 +45,9 @@ from paceline.predict.memory.planned import with_memory
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
-from paceline.search.choice import MARGIN
 from paceline.search.make_plan import RunMachine, make_plan, with_length
-from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
+from paceline.train.batch_search import microbatch_sizes
+from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
@@ -59,137 +58,10 @@ from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameter
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
-from paceline.train.step import Passes, StepPolicy, accumulate
-from paceline.train.survive.retry import (
-    PassState,
-    Retry,
-    can_fail_alone,
-    drop_gradients,
-    is_out_of_memory,
-    release_memory,
-)
+from paceline.train.step import StepPolicy
+from paceline.train.survive.retry import Retry
 from paceline.train.trainer import BucketHook, CompileHook, Hook, NoteHook, Trainer
 from paceline.units import format_bytes
-
-# ``train.microbatch: auto``: the largest microbatch that fits into memory, found by a few passes on real samples.
-#
-# A trial is one forward and backward beside gradients that are there already, as in accumulation. It leaves nothing:
-# the gradients are dropped, buffers and random states put back, no parameter moves. What the optimizer will come to
-# hold is counted, since its state is made in the first update.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrialLimits:
-    """What a search must know beforehand.
-
-    ``reserve_bytes``: what will be held besides, such as the optimizer's state. ``first``: a size that should fit, from
-    an estimate. ``node_ranks``: how many ranks share the host's memory. ``limit_bytes``: in the place of what is free.
-    """
-
-    samples_per_rank: int
-    reserve_bytes: int = 0
-    first: int = 1
-    node_ranks: int = 1
-    limit_bytes: int | None = None
-
-
-def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torch.dtype, limits: TrialLimits) -> Found:
-    """Finds the largest microbatch that all ranks can hold; all of them call it.
-
-    Raises TrainingError where not even one sample fits, or where a sharded engine runs out of memory in a trial.
-    """
-    gauge = MemoryGauge(engine.comm.device)
-    state = PassState(engine)
-    sizes = microbatch_sizes(limits.samples_per_rank)
-    limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
-    limit = round(limit * (1 - MARGIN))
-    base = gauge.now_bytes() + optimizer_bytes(engine, slots=1) + limits.reserve_bytes  # a gradient is one slot more
-    trials = _Trials(engine, loss, dataset, dtype, gauge)
-    found = Found(samples=None, trials=())
-    # The first pass makes the gradients, beside which the others are measured.
-    if _least(engine, int(trials.measure(sizes[0], 0) is not None)):
-        found = search_microbatch(
-            sizes,
-            lambda size: trials.measure(size, limits.reserve_bytes),
-            base_bytes=base,
-            limit_bytes=limit,
-            first=limits.first,
-            agree=lambda value: _least(engine, value),
-        )
-    trials.clean_up()  # not after an error: the other ranks may be elsewhere
-    state.restore()
-    if found.samples is None:
-        peak = found.trials[-1].peak_bytes if found.trials else None
-        raise TrainingError(
-            f"train.microbatch = auto: not even 1 sample fits: it takes "
-            f"{'more than there is' if peak is None else format_bytes(peak)} of {format_bytes(limit)}\n"
-            f"  that is all but {MARGIN:.0%} of what is free\n"
-            "  set memory.checkpoint_activations = full, shard more (parallel.strategy = auto), or use more ranks"
-        )
-    return found
-
-
-def optimizer_bytes(engine: Engine, slots: int) -> int:
-    """Returns what an optimizer with ``slots`` numbers a parameter will hold on this rank's device."""
-    here = [p for p in engine.parameters() if p.requires_grad and p.device.type == engine.comm.device.type]
-    return slots * sum(parameter.numel() * parameter.element_size() for parameter in here)
-
-
-@dataclass(slots=True)
-class _Trials:
-    """Runs passes of different sizes on the first samples of a data set."""
-
-    engine: Engine
-    loss: Loss
-    dataset: MapDataset
-    dtype: torch.dtype
-    gauge: MemoryGauge
-    largest: int = 0
-
-    def measure(self, size: int, reserve_bytes: int) -> int | None:
-        """Returns the peak of a pass over ``size`` samples, with what is reserved; None where memory ran out."""
-        self.gauge.reset()
-        if not self._fits(size):
-            drop_gradients(self.engine)
-            release_memory(self.engine.comm.device)
-            with self.engine.no_sync():
-                self.engine.sit_out()  # the others may wait in a reduction
-            return None
-        self.largest = max(size, self.largest)
-        return self.gauge.peak_bytes() + reserve_bytes
-
-    def _fits(self, size: int) -> bool:
-        """Makes one pass; a last, empty microbatch would reduce the gradients, and is left out."""
-        batch = fetch_batch(self.dataset, np.arange(size, dtype=np.int64) % len(self.dataset))
-        try:
-            with self.engine.no_sync():
-                accumulate(Passes(self.engine, [batch], self.loss, 1.0 / size, self.dtype))
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            if not can_fail_alone(self.engine):
-                raise TrainingError(self._explain()) from error
-            return False
-        return True
-
-    def clean_up(self) -> None:
-        self.engine.abandon_accumulation()
-        drop_gradients(self.engine)
-        release_memory(self.engine.comm.device)
-
-    def _explain(self) -> str:
-        fits = f"set train.microbatch = {self.largest}, which fits" if self.largest else "use more ranks"
-        return (
-            f"rank {self.engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
-            "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
-            f"  {fits}, or memory.checkpoint_activations = full"
-        )
-
-
-def _least(engine: Engine, value: int) -> int:
-    number = torch.tensor([value], dtype=torch.int64, device=engine.comm.device)
-    engine.comm.all_reduce(number, "min").wait()
-    return int(number.item())  # sync point
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,22 +132,13 @@ def build_trainer(
     layout = plan.layout
     if layout.is_compiled and not _has_own_code(config):
         load_compiler()
-    channels_last = keeps_channels_last(config, layout, comm.device)
-    work = build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
-    num_eval = 0 if work.data.eval is None else len(work.data.eval)
-    plan = with_length(plan, config, train_samples=len(work.data.train), eval_samples=num_eval)
-    check_enough(plan.train_samples, layout.data)
+    work = _build_work(config, layout, comm, on_part)
+    plan = _with_lengths(plan, config, work.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
-    sample = cost_of_sample(config, work.data, work.model)  # before an engine has it
-    files = kept_files(work.model, work.data, model_folder(config.model))
-    seed_everything(config.train.seed)  # a model without values draws them now
+    sample, files = cost_of_sample(config, work.data, work.model), _kept(config, work)  # before an engine has it
     talking, compressor = _build_comm(config, comm, trace, node_ranks), build_compressor(layout)
-    is_fused = fuses_loss(config.train.loss, layout, work.model, comm.device.type)
-    engine = parallelize(work.model, talking, layout=layout, compressor=compressor)
-    if work.weights is not None:
-        work.weights.fill(engine)
-    seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
-    policy = build_policy(config)
+    is_fused, policy = fuses_loss(config.train.loss, layout, work.model, comm.device.type), build_policy(config)
+    engine = _build_engine(config, talking, layout, work, compressor)
     notes: list[Hook] = []
     loss = build_loss(
         config.train.loss,
@@ -285,15 +148,14 @@ def build_trainer(
         is_fused=is_fused,
         dtype=policy.dtype,
     )
-    if layout.is_compiled and not plan.finds_microbatch:
-        _fix_sizes(config, plan, engine, loss, num_eval)
     if plan.finds_microbatch:
         plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
         notes.append(NoteHook("microbatch", {"note": found}))
+    elif layout.is_compiled:
+        _fix_sizes(config, plan, engine, loss, work.data)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     options, choice = loader_options(config, comm, work.data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
-    schedule = build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note})))
     parts = TrainerParts(
         plan=plan,
         engine=engine,
@@ -301,7 +163,7 @@ def build_trainer(
         loader=_train_loader(config, plan, work.data, engine.comm, options),
         eval_loader=_eval_loader(plan, work.data, engine.comm, options),
         loss=loss,
-        schedule=schedule,
+        schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
         meter=StepMeter(comm.device, trace, comm.ledger),
         seed=config.train.seed,
@@ -328,8 +190,39 @@ def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tu
     return config, make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
 
 
-def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, num_eval: int) -> None:
+def _build_work(config: Config, layout: Layout, comm: Communicator, on_part: Callable[[str], None]) -> DataAndModel:
+    channels_last = keeps_channels_last(config, layout, comm.device)
+    return build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
+
+
+def _kept(config: Config, work: DataAndModel) -> Mapping[str, bytes]:
+    return kept_files(work.model, work.data, model_folder(config.model))
+
+
+def _build_engine(
+    config: Config, comm: Communicator, layout: Layout, work: DataAndModel, compressor: Compressor | None
+) -> Engine:
+    seed_everything(config.train.seed)  # a model without values draws them now
+    engine = parallelize(work.model, comm, layout=layout, compressor=compressor)
+    if work.weights is not None:
+        work.weights.fill(engine)
+    seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
+    return engine
+
+
+def _with_lengths(plan: Plan, config: Config, data: DataSplits) -> Plan:
+    plan = with_length(plan, config, train_samples=len(data.train), eval_samples=_length(data.eval))
+    check_enough(plan.train_samples, plan.layout.data)
+    return plan
+
+
+def _length(data: MapDataset | None) -> int:
+    return 0 if data is None else len(data)
+
+
+def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, data: DataSplits) -> None:
     """Has graphs compiled for one batch size where all batches, of training or of evaluation, have the same."""
+    num_eval = _length(data.eval)
     batch, at_once = plan.batch.global_batch, plan.batch.microbatch * plan.layout.data
     is_even = config.data.last_batch == "drop" or plan.train_samples % batch == 0
     sums = getattr(loss, "sum", None)
