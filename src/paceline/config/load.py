@@ -11,11 +11,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from paceline.bounded_yaml import MOST_BYTES
-from paceline.config.checks import known_length, run_checks, shorter_warmup
+from paceline.config.checks import run_checks
 from paceline.config.fields import find_field, known_fields
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
 from paceline.config.suggest import near_files
+from paceline.config.train_checks import known_length, shorter_warmup
 from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
 from paceline.errors import ConfigError, Problem
 

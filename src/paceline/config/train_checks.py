@@ -1,0 +1,142 @@
+"""Rules that tie several keys of training together: warm-up, optimizer, precision, recovery and metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from paceline.config.schema import Config, OptimConfig, ScheduleConfig, TrainConfig
+from paceline.config.sections import RecoveryConfig
+from paceline.config.suggest import nearest
+from paceline.errors import Problem
+from paceline.plan.rule_case import no_effect
+
+
+def check_warmup(config: Config) -> Iterator[Problem]:
+    """Checks that the warmup ends before the schedule does, where the config alone says how long that is."""
+    if known := known_length(config):
+        yield from warmup_problems(config.optim.schedule, *known)
+
+
+def known_length(config: Config) -> tuple[float, str] | None:
+    """Returns how long the schedule of the rate is, and what says so; None where only the data can tell."""
+    schedule, train = config.optim.schedule, config.train
+    if schedule.length is not None:
+        return schedule.length, "optim.schedule.length"
+    if schedule.unit == "steps" and train.steps is not None:
+        return train.steps, "train.steps"
+    if train.steps is not None and train.global_batch is not None:
+        return train.steps * train.global_batch, "train.steps x train.global_batch"
+    return None
+
+
+def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[float, str]:
+    """Returns a warmup for which a schedule of this length has room, and what to tell of it if that is another one."""
+    if not any(warmup_problems(schedule, length, name)):
+        return schedule.warmup, ""
+    shorter = float(length // 10)
+    told = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
+    return shorter, f"{told}: it is {shorter:g} here"
+
+
+def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Iterator[Problem]:
+    """Yields what is wrong with a warmup in a schedule of a ``length``, which is the value of ``name``.
+
+    A one-cycle schedule still has to come down after it.
+    """
+    must_come_down = schedule.kind == "one_cycle"
+    if schedule.warmup < length or (schedule.warmup == length and not must_come_down):
+        return
+    relation = "leaves nothing of" if schedule.warmup == length else "is longer than"
+    second = ", and one_cycle comes down in the second" if must_come_down else ""
+    yield Problem(
+        what=f"optim.schedule.warmup = {schedule.warmup:g} {relation} {name} = {length:g} {schedule.unit}",
+        rule="the warmup is the first part of the schedule" + second,
+        fix=f"try optim.schedule.warmup = {length // 10:g}",
+    )
+
+
+def check_optimizer_keys(config: Config) -> Iterator[Problem]:
+    """Checks that no key of the optimizer is changed that its kind does not read."""
+    optim, defaults = config.optim, OptimConfig()
+    unread = {
+        "adamw": ("momentum", "nesterov", "muon", "args"),
+        "sgd": ("betas", "eps", "muon", "args"),
+        "muon": ("momentum", "nesterov", "args"),  # it has its own, in optim.muon
+    }.get(optim.kind, ("muon",))
+    owners = {"args": "an optimizer given by its path", "betas": "adamw", "eps": "adamw", "muon": "muon"}
+    for key in unread:
+        if (value := getattr(optim, key)) != getattr(defaults, key):
+            rule, where = f"it belongs to {owners.get(key, 'sgd')}", f"with optim.kind = {optim.kind}"
+            yield no_effect(f"optim.{key}", value, where, rule, "change optim.kind")
+
+
+def check_precision(config: Config) -> Iterator[Problem]:
+    """Checks that lower precision starts from float32, and that a loss scale comes with fp16."""
+    train = config.train
+    if train.dtype == "float64" and train.precision not in ("fp32", "auto"):
+        yield Problem(
+            what=f"train.precision = {train.precision} with train.dtype = float64",
+            rule="lower precision is for speed and memory, float64 for exactness",
+            fix="set train.dtype = float32, or train.precision = fp32",
+        )
+    if train.precision != "fp16" and train.loss_scale != TrainConfig().loss_scale:
+        rule = "only fp16 scales the loss: its small gradients would vanish"
+        where, instead = f"with train.precision = {train.precision}", "set train.precision = fp16"
+        yield no_effect("train.loss_scale", f"{train.loss_scale:g}", where, rule, instead)
+
+
+def check_recovery_keys(config: Config) -> Iterator[Problem]:
+    """Checks that no key of ``recovery`` is changed that nothing reads."""
+    given, defaults = config.recovery, RecoveryConfig()
+    answers = {given.on_nan, given.on_spike}
+    spikes = (given.on_spike != "ignore", "it belongs to spikes of the loss", "recovery.on_spike = note")
+    goes_back = bool(answers & {"roll_back", "lower_rate"})
+    readers = {
+        "spike_by": spikes,
+        "spike_threshold": spikes,
+        "spike_window": spikes,
+        "rate_factor": ("lower_rate" in answers, "it belongs to lower_rate", "recovery.on_nan = lower_rate"),
+        "max_roll_backs": (goes_back, "it belongs to runs that go back", "recovery.on_nan = roll_back"),
+        "max_stalled_restarts": (
+            given.max_restarts > 0,
+            "it belongs to runs that are started again",
+            "recovery.max_restarts = 3",
+        ),
+    }
+    for name, (is_read, rule, fix) in readers.items():
+        if (value := getattr(given, name)) != getattr(defaults, name) and not is_read:
+            yield no_effect(f"recovery.{name}", value, "here", rule, f"set {fix}")
+
+
+def check_roll_back(config: Config) -> Iterator[Problem]:
+    """Checks that a run that goes back saves checkpoints to go back to."""
+    answers = {"recovery.on_nan": config.recovery.on_nan, "recovery.on_spike": config.recovery.on_spike}
+    asked = [key for key, value in answers.items() if value in ("roll_back", "lower_rate")]
+    times = (config.checkpoint.every_steps, config.checkpoint.every_epochs, config.checkpoint.every_minutes)
+    if asked and not any(times):
+        yield Problem(
+            what=f"{' and '.join(asked)} without checkpoints during the run",
+            rule="a run goes back to its last checkpoint",
+            fix="set checkpoint.every_steps or checkpoint.every_minutes",
+        )
+
+
+def check_metric_names(config: Config) -> Iterator[Problem]:
+    """Checks that the metrics by which runs stop and checkpoints are best are evaluated."""
+    own = [f"eval_{name}" for name in config.train.metrics]
+    known = ["eval_loss", "eval_accuracy", "eval_perplexity", *own]
+    asked = {
+        "train.early_stop.metric": config.train.early_stop.metric,
+        "checkpoint.best_metric": config.checkpoint.best_metric,
+    }
+    for key, name in asked.items():
+        if name not in known:
+            near = nearest(name, known)
+            yield Problem(
+                what=f"{key} = {name} is not evaluated",
+                rule=f"it is one of {', '.join(known)}; train.metrics adds others",
+                fix=f"did you mean {near}?" if near else "",
+            )
+    taken = sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys())
+    if taken:
+        yield Problem(what=f"train.metrics.{taken[0]} has the name of one that is there", fix="give it another name")
