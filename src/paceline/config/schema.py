@@ -21,6 +21,7 @@ from paceline.config.sections import (
     ImportPath,
     ModelConfig,
     NotNegative,
+    NotNegativeCount,
     Positive,
     Probability,
     RecoveryConfig,
@@ -453,6 +454,9 @@ class MonitorConfig(Section):
     tensorboard: bool = Field(default=True, description="write TensorBoard events")
     console: bool = Field(default=True, description="print progress")
     trace: bool = Field(default=False, description="record every communication")
+    histograms: NotNegativeCount | None = Field(
+        default=None, description="steps between histograms of all weights and gradients; null or 0: none"
+    )
     hang_s: Positive | None = Field(
         default=60.0, description="seconds without progress on any rank until the run is ended with a verdict"
     )

@@ -88,8 +88,8 @@ class ProgressView:
                 self._start(record)
             case EvalRecord():
                 self._print(_eval_line(record))
-            case EventRecord(name="first_step"):
-                pass  # of the report
+            case EventRecord(name="first_step" | "histogram"):
+                pass  # of the report, and of TensorBoard
             case EventRecord():
                 self._print(_event_line(record))
             case EndRecord():

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from paceline.records.records import EvalRecord, Record, StepRecord, to_line
+from paceline.records.records import EvalRecord, EventRecord, Record, StepRecord, to_line
 
 _MOST_KEPT = 100_000
 
@@ -111,7 +111,7 @@ def is_disk_full(error: OSError) -> bool:
 
 
 class TensorBoardSink:
-    """Writes scalars to a TensorBoard folder: ``train/*`` and ``time/*`` of this rank, ``eval/*`` of all.
+    """Writes scalars to a TensorBoard folder: ``train/*`` and ``time/*`` of this rank, ``eval/*`` of all, histograms.
 
     The first record written marks a new start at its step, so TensorBoard drops what an earlier attempt wrote from
     there on, and a resumed run draws one curve.
@@ -136,7 +136,9 @@ class TensorBoardSink:
         with self._lock:
             for record in records:
                 if isinstance(record, StepRecord | EvalRecord):
-                    self._write_scalars(record)
+                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in _scalars(record)])
+                elif isinstance(record, EventRecord) and record.name == "histogram":
+                    self._write_values(record, list(self._histograms(record.detail)))
 
     def flush(self) -> None:
         with self._lock:
@@ -149,15 +151,32 @@ class TensorBoardSink:
                 self._is_closed = True
                 self._writer.close()
 
-    def _write_scalars(self, record: StepRecord | EvalRecord) -> None:
+    def _write_values(self, record: StepRecord | EvalRecord | EventRecord, values: list[Any]) -> None:
         if not self._has_started:
             self._has_started = True
             self._add(record, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
-        summary = self._summaries.Summary
-        values = [summary.Value(tag=tag, simple_value=value) for tag, value in _scalars(record)]
-        self._add(record, summary=summary(value=values))
+        self._add(record, summary=self._summaries.Summary(value=values))
 
-    def _add(self, record: StepRecord | EvalRecord, **content: Any) -> None:
+    def _value(self, tag: str, **content: Any) -> Any:
+        return self._summaries.Summary.Value(tag=tag, **content)
+
+    def _histograms(self, detail: dict[str, Any]) -> Iterator[Any]:
+        for kind in ("weights", "gradients"):
+            found = detail[kind]
+            if found is None or not found["count"]:
+                continue
+            histogram = self._summaries.HistogramProto(
+                min=found["min"],
+                max=found["max"],
+                num=found["count"],
+                sum=found["mean"] * found["count"],
+                sum_squares=found["norm"] ** 2,
+                bucket_limit=found["edges"][1:],
+                bucket=found["counts"],
+            )
+            yield self._value(f"{kind}/{detail['parameter']}", histo=histogram)
+
+    def _add(self, record: StepRecord | EvalRecord | EventRecord, **content: Any) -> None:
         self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
 
 

@@ -320,6 +320,7 @@ def build_policy(config: Config) -> StepPolicy:
         dtype=getattr(torch, config.train.dtype),
         loss_scale=config.train.loss_scale,
         max_bad_steps=config.train.max_bad_steps,
+        histogram_every=config.monitor.histograms or None,
     )
 
 

@@ -44,6 +44,8 @@ class Passes:
 
 RunPasses = Callable[[Passes], Sequence[LossSum]]
 """Leaves the gradients of all microbatches, reduced; returns the losses of those that had samples."""
+OnGradients = Callable[[torch.Tensor | None], None]
+"""Looks at the gradients of a step before they are clipped; is given a factor that they still lack, if there is one."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,6 +76,7 @@ class StepPolicy:
     dtype: torch.dtype = torch.float32
     loss_scale: float = 65536.0
     max_bad_steps: int = 10
+    histogram_every: int | None = None  # steps; None: no histograms
 
 
 def train_step(
@@ -85,10 +88,11 @@ def train_step(
     on_phase: OnPhase = ignore_phase,
     scaler: LossScaler | None = None,
     passes: RunPasses | None = None,
+    on_gradients: OnGradients | None = None,
 ) -> StepOutcome:
     """Trains on one global batch and updates the parameters, unless a gradient is not finite.
 
-    ``passes`` runs forward and backward in the place of ``accumulate``.
+    ``passes`` runs forward and backward in the place of ``accumulate``. ``on_gradients`` is called before the update.
     """
     loss_scale = None if scaler is None else scaler.scale
     factor, undo = loss_factors(engine, batch, loss, scaler)
@@ -109,6 +113,8 @@ def train_step(
         on_phase("backward")
     norm = engine.clip_grad_norm_(math.inf)  # measures; to clip is part of the update
     norm = norm if weight is None else norm * weight
+    if on_gradients is not None:
+        on_gradients(weight)
     is_updated = update_if_finite(optimizer, norm, policy.clip_norm, weight)
     if scaler is not None:
         scaler.update(norm)

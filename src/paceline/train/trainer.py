@@ -29,6 +29,7 @@ from paceline.engines.engine import Engine, OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
+from paceline.train.histograms import measure_histograms
 from paceline.train.loss import Loss
 from paceline.train.metrics import Metric, score_all
 from paceline.train.optim import set_learning_rate
@@ -419,9 +420,14 @@ class Trainer(RunState):
         engine, optimizer, lap = parts.engine, parts.optimizer, parts.meter.lap
 
         def run(batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
-            return train_step(engine, optimizer, batch, parts.loss, parts.policy, on_phase, self.scaler, parts.passes)
+            return train_step(
+                engine, optimizer, batch, parts.loss, parts.policy, on_phase, self.scaler, parts.passes, on_gradients
+            )
 
-        outcome = run(batch, lap) if parts.graphs is None else parts.graphs(engine, optimizer, batch, lap, run)
+        every = parts.policy.histogram_every
+        on_gradients = None if every is None or step % every else self._write_histograms
+        graphs = parts.graphs if on_gradients is None else None  # a graph shows nobody its gradients
+        outcome = run(batch, lap) if graphs is None else graphs(engine, optimizer, batch, lap, run)
         if parts.average is not None:
             parts.average.update()
         self.step, self.position = step, batch.next_position
@@ -430,6 +436,14 @@ class Trainer(RunState):
         is_last = step == plan.total_steps
         samples = batch.local_samples if self._reports_samples else []
         return StepResult(step, batch.next_position, samples, lr, outcome, plan.steps_per_epoch, is_last)
+
+    def _write_histograms(self, weight: torch.Tensor | None) -> None:
+        """Writes the histograms of the step under way, on rank 0, one event for each parameter. All ranks call it."""
+        found = measure_histograms(self.parts.engine, weight)
+        if self.sink is not None and self.parts.engine.world.rank == 0:
+            self.flush(wait=True)  # the steps before come first
+            step, now = self.step + 1, time.time()
+            self.sink.write(*(EventRecord(name="histogram", step=step, detail=each, time=now) for each in found))
 
     def _set_learning_rate(self, batch: StepBatch) -> float:
         """Sets the rates of the step and returns the first group's. A constant schedule leaves them alone."""
