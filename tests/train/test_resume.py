@@ -394,7 +394,7 @@ class Frozen(nn.Module):
 
 
 def test_frozen_parameters_and_buffers_are_part_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build_model(*_: Any) -> nn.Module:
+    def build_model(*_: Any, **__: Any) -> nn.Module:
         return Frozen()
 
     monkeypatch.setattr(import_module("paceline.train.assemble"), "build_model", build_model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import pytest
@@ -15,7 +16,8 @@ from paceline.config import config_from_dict
 from paceline.train.assemble import build_schedule
 from paceline.train.optim import RateKind, RateSchedule
 
-KINDS = get_args(RateKind)
+KINDS: tuple[RateKind, ...] = get_args(RateKind)
+FALLING = tuple(kind for kind in KINDS if kind != "range")  # a range ends at its peak
 
 
 def rates(schedule: RateSchedule, steps: int) -> list[float]:
@@ -98,10 +100,10 @@ def test_every_field_of_the_config_arrives() -> None:
 
 
 @st.composite
-def schedules(draw: st.DrawFn) -> RateSchedule:
+def schedules(draw: st.DrawFn, kinds: Sequence[RateKind] = KINDS) -> RateSchedule:
     length = draw(st.integers(1, 2000))
     return RateSchedule(
-        kind=draw(st.sampled_from(KINDS)),
+        kind=draw(st.sampled_from(kinds)),
         warmup=draw(st.one_of(st.just(0), st.integers(1, length))),
         length=length,
         final_ratio=draw(st.floats(0.0, 1.0)),
@@ -116,14 +118,14 @@ def test_every_step_of_the_run_has_a_rate_above_zero_and_at_most_the_peak(schedu
         assert factor > 0.0
 
 
-@given(schedules(), st.integers(1, 1000))
+@given(schedules(FALLING), st.integers(1, 1000))
 def test_beyond_its_end_a_schedule_stays_at_the_final_ratio(schedule: RateSchedule, beyond: int) -> None:
     before = schedule.length + beyond
     final = 1.0 if schedule.kind == "constant" else schedule.final_ratio
     assert schedule.factor(before=before, after=before + 1) == pytest.approx(final, abs=1e-12)
 
 
-@given(schedules())
+@given(schedules(FALLING))
 def test_the_pieces_of_a_schedule_meet(schedule: RateSchedule) -> None:
     """Around every joint (end of the rise, end of the curve) an ever smaller step changes the rate ever less."""
     rise = schedule.warmup or (0.3 * schedule.length if schedule.kind == "one_cycle" else 0.0)

@@ -364,7 +364,9 @@ def ledger(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time what it costs that every operation is written down, and that loops of one's own are watched.
+    """Time what the ledger costs, and that own loops are watched.
+
+    The ledger is where every rank writes each operation down.
 
     An operation alone, and steps of two ranks: without the ledger, with it, and watched as after `connect()`.
 

@@ -10,7 +10,6 @@ parquet the columns that are asked for are in memory.
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -143,10 +142,7 @@ class JsonLines:
             for index in indices.tolist():
                 file.seek(int(self._starts[index]))
                 line = file.read(int(self._starts[index + 1] - self._starts[index]))
-                value = json.loads(line)
-                if not isinstance(value, dict):
-                    raise ValueError("it is no JSON object")
-                rows.append(value)
+                rows.append(parse_json_object(line))
         return rows
 
     def place(self, index: int) -> str:
