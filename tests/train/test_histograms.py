@@ -133,6 +133,9 @@ def test_what_is_far_out_or_not_finite_is_counted_too() -> None:
     smallest, half = 2.0**-40, 2.0**0.5
     assert weights["edges"] == pytest.approx([-1e6, -(2.0**16), -smallest, 0.0, smallest, 1 / half, 1.0, half])
     assert (weights["min"], weights["max"]) == pytest.approx((-1e6, 1.2))
+    next(engine.parameters()).grad = torch.full_like(values, 3.0)
+    (found,) = measure_histograms(engine, torch.tensor(0.5))  # a factor that the gradients lack
+    assert (found["gradients"]["max"], found["gradients"]["counts"]) == (1.5, [8])
 
 
 def test_readers_of_records_take_it_for_an_event() -> None:
