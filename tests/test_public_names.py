@@ -39,6 +39,7 @@ HOMES = {
     "DistributedConfig": "paceline.classic.trainer",
     "DistributedTrainer": "paceline.classic.trainer",
     "EnhancedDistributedTrainer": "paceline.classic.trainer",
+    "DistributedMonitor": "paceline.classic.monitor",
     "SimulatedTrainer": "paceline.classic.simulated",
     "MockDistributedTrainer": "paceline.classic.simulated",
     "DistributedTrainingAnalyzer": "paceline.classic.analysis",

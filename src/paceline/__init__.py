@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.loops import save as save
     from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
     from paceline.classic.communication import CommunicationOptimizer as CommunicationOptimizer
+    from paceline.classic.monitor import DistributedMonitor as DistributedMonitor
     from paceline.classic.simulated import MockDistributedTrainer as MockDistributedTrainer
     from paceline.classic.simulated import SimulatedTrainer as SimulatedTrainer
     from paceline.classic.trainer import DistributedConfig as DistributedConfig
@@ -67,6 +68,7 @@ _NAMES = {
     "paceline.rehearse.prediction": ("predict",),
     "paceline": ("errors",),
     "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer", "EnhancedDistributedTrainer"),
+    "paceline.classic.monitor": ("DistributedMonitor",),
     "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
     "paceline.classic.analysis": ("DistributedTrainingAnalyzer",),
     "paceline.classic.communication": ("CommunicationOptimizer",),

@@ -109,6 +109,12 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     ),
     (MLP, ["optim={kind: sgd, nesterov: true, momentum: 0}"], "optim.nesterov = true with optim.momentum = 0"),
     (MLP, ["optim={kind: sgd, nesterov: true}"], None),
+    (
+        MLP,
+        ['optim={kind: muon, groups: {"*bias": {frozen: true}, "head.*": {lr: 0.1, weight_decay: 0}}}'],
+        "optim.groups.head.*: lr = 0.1, weight_decay = 0 with optim.kind = muon",
+    ),
+    (MLP, ['optim={kind: muon, groups: {"*bias": {frozen: true}}}'], None),
     (MLP, ["optim.nesterov=true"], "optim.nesterov = True has no effect with optim.kind = adamw"),
     (MLP, ["optim={kind: sgd, betas: [0.8, 0.9]}"], "optim.betas = (0.8, 0.9) has no effect with optim.kind = sgd"),
     (MLP, ["optim.args={a: 1}"], "optim.args = {'a': 1} has no effect with optim.kind = adamw"),

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
+from paceline.engines.apply import parallelize
 from paceline.records.records import EventRecord, Record, StepRecord, parse_line, to_line
 from paceline.records.sinks import TensorBoardSink
 from paceline.train.assemble import build_trainer
+from paceline.train.histograms import measure_histograms
 
 trainer_module = importlib.import_module("paceline.train.trainer")
 
@@ -68,6 +73,7 @@ def of_one_process() -> tuple[list[Record], dict[str, torch.Tensor]]:
         {"strategy": "fsdp"},
         pytest.param({"strategy": "ddp"}, marks=pytest.mark.some(1)),
         pytest.param({"strategy": "zero2"}, marks=pytest.mark.some(1)),
+        pytest.param({"strategy": "hybrid", "shard_ranks": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"strategy": "fsdp", "tensor": 2}, marks=pytest.mark.exhaustive),
         pytest.param({"strategy": "zero1", "pipeline": 2}, marks=pytest.mark.exhaustive),
     ],
@@ -112,6 +118,24 @@ def test_a_histogram_counts_every_element() -> None:
             each["gradients"]["norm"] ** 2 for (at, _), each in found.items() if at == step and each["gradients"]
         )
         assert squares**0.5 == pytest.approx(steps[step].grad_norm)
+
+
+def test_what_is_far_out_or_not_finite_is_counted_too() -> None:
+    engine = parallelize(nn.Linear(8, 1, bias=False), SoloCommunicator(torch.device("cpu")))
+    values = torch.tensor([[-1e6, -1e6, 0.0, 1e-30, 1.0, 1.2, math.inf, math.nan]])
+    with torch.no_grad():
+        next(engine.parameters()).copy_(values)
+    (found,) = measure_histograms(engine)
+    assert (found["parameter"], found["gradients"]) == ("weight", None)
+    weights = found["weights"]
+    assert (weights["count"], weights["not_finite"]) == (6, 2)
+    assert weights["counts"] == [2, 0, 1, 1, 0, 1, 1]
+    smallest, half = 2.0**-40, 2.0**0.5
+    assert weights["edges"] == pytest.approx([-1e6, -(2.0**16), -smallest, 0.0, smallest, 1 / half, 1.0, half])
+    assert (weights["min"], weights["max"]) == pytest.approx((-1e6, 1.2))
+    next(engine.parameters()).grad = torch.full_like(values, 3.0)
+    (found,) = measure_histograms(engine, torch.tensor(0.5))  # a factor that the gradients lack
+    assert (found["gradients"]["max"], found["gradients"]["counts"]) == (1.5, [8])
 
 
 def test_readers_of_records_take_it_for_an_event() -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -49,6 +50,7 @@ from paceline.data.loader import StepBatch
 from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.apply import parallelize
 from paceline.engines.precision import PRECISIONS
+from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
 from paceline.plan.layout import Offload
 from paceline.records.meter import peak_memory_bytes
@@ -159,6 +161,7 @@ class DistributedTrainer(Fitting):
         trace = Trace(ranks.device, clock=clock_of(ranks))
         precision = usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
         checkpointing = checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
+        self._built = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
         self.engine = parallelize(
             model,
             TracedCommunicator(ranks, trace),
@@ -296,6 +299,8 @@ class DistributedTrainer(Fitting):
         chosen = self._choose_checkpoint(path)
         with raised_on_all(self.engine.comm):
             checkpoint = open_checkpoint(chosen)
+            if optimizer is not None:
+                self._adopt(optimizer)
             self._restore(checkpoint, optimizer)
             extra = checkpoint.values.get("extra", {})
             self.fit_state = extra.get("fit") or {}
@@ -341,11 +346,20 @@ class DistributedTrainer(Fitting):
                 "  the microbatches of a group make one update of one optimizer\n"
                 "  call trainer.flush with the former optimizer first"
             )
+        self._adopt(optimizer)
         try:
             self.engine.check_optimizer(optimizer)
         except UsageError as error:
             raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
         self._optimizer = optimizer
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets an optimizer that was built of the model's own parameters update those that the engine has for them."""
+        built = {name: parameter for name, each in self._built.items() if (parameter := each()) is not None}
+        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        is_built = theirs <= {id(parameter) for parameter in built.values()}
+        if is_built and not theirs <= {id(parameter) for parameter in self.engine.parameters()}:
+            adopt_optimizer(self.engine, optimizer, built, optimizer.state_dict())
 
     @property
     def _pending_samples(self) -> int:

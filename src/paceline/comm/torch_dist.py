@@ -59,6 +59,11 @@ def connect(
     return comm
 
 
+def launched_rank() -> int:
+    """Returns the number of this process among those that a launcher started, connected or not; 0 where none did."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
 def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicator:
     group = dist.group.WORLD
     assert group is not None

@@ -68,6 +68,14 @@ def check_optimizer_keys(config: Config) -> Iterator[Problem]:
         if (value := getattr(optim, key)) != getattr(defaults, key):
             rule, where = f"it belongs to {owners.get(key, 'sgd')}", f"with optim.kind = {optim.kind}"
             yield no_effect(f"optim.{key}", value, where, rule, "change optim.kind")
+    for pattern, group in optim.groups.items() if optim.kind == "muon" else ():
+        given = {"lr": group.lr, "weight_decay": group.weight_decay}
+        if unread_keys := [f"{key} = {value:g}" for key, value in given.items() if value is not None]:
+            yield Problem(
+                what=f"optim.groups.{pattern}: {', '.join(unread_keys)} with optim.kind = muon",
+                rule="muon has two groups of its own, hidden matrices and the rest for AdamW; a pattern may freeze",
+                fix="set optim.muon.adamw_for and adamw_lr_factor, remove them, or set optim.kind = adamw",
+            )
 
 
 def check_precision(config: Config) -> Iterator[Problem]:

@@ -139,6 +139,8 @@ class TensorBoardSink:
                     self._write_values(record, [self._value(tag, simple_value=x) for tag, x in _scalars(record)])
                 elif isinstance(record, EventRecord) and record.name == "histogram":
                     self._write_values(record, list(self._histograms(record.detail)))
+                elif isinstance(record, EventRecord) and record.name == "scalars":
+                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in record.detail.items()])
 
     def flush(self) -> None:
         with self._lock:

@@ -74,15 +74,24 @@ def _edges(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _describe(row: torch.Tensor, limits: torch.Tensor) -> dict[str, Any] | None:
-    """Returns a row as JSON values: the bins from the first to the last that is not empty; None of no elements."""
+    """Returns a row as JSON values; None of no elements.
+
+    Bins run from the first to the last that is not empty, and empty ones next to one another are one.
+    """
     counts = [int(value) for value in row[_COUNTS:].tolist()]
     number, not_finite = sum(counts), int(row[_NOT_FINITE].item())
     if not number + not_finite:
         return None
-    filled = [place for place, count in enumerate(counts) if count] or [0]
-    first, last = filled[0], filled[-1]
     low, high = (limits[0].item(), -limits[1].item()) if number else (0.0, 0.0)
-    edges = [low if first == 0 else EDGES[first - 1], *EDGES[first:last], high if last == len(EDGES) else EDGES[last]]
+    starts, ends = [low, *EDGES], [*EDGES, high]  # what is behind the outermost edges goes as far as the values do
+    kept: list[int] = []
+    edges: list[float] = []
+    for place in [place for place, count in enumerate(counts) if count]:
+        if edges and edges[-1] != starts[place]:
+            kept.append(0)
+            edges.append(starts[place])
+        edges += [ends[place]] if edges else [starts[place], ends[place]]
+        kept.append(counts[place])
     return {
         "count": number,
         "not_finite": not_finite,
@@ -91,5 +100,5 @@ def _describe(row: torch.Tensor, limits: torch.Tensor) -> dict[str, Any] | None:
         "max": high,
         "mean": row[_SUM].item() / max(number, 1),
         "edges": edges,
-        "counts": counts[first : last + 1],
+        "counts": kept,
     }
