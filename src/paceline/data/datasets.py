@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -124,7 +124,7 @@ class EpochDataset(Dataset[Any], ABC):
     rank does it, and no worker processes are needed.
     """
 
-    reads_ahead: ClassVar[bool] = False
+    reads_ahead: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -189,7 +189,7 @@ def check_map_style(dataset: Any, name: str = "the data set") -> int:
             f"{name} is a {kind} without {missing}\n"
             "  a map-style data set is required: samples are asked for by index, so that their order depends on\n"
             "  seed and epoch alone and a run can resume anywhere\n"
-            "  give it __len__(self) and __getitem__(self, index), or read the stream into a list first"
+            "  give it __len__(self) and __getitem__(self, index), or name its factory in data: {kind: stream, ...}"
         )
     return len(dataset)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +14,9 @@ from paceline.config import data_sections as sections
 from paceline.data import datasets, synthetic
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
 from paceline.data.images import MEAN, STD, Augment, ImageFolder
+from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
 from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_count
+from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.text import check_part, load_text, split_tokens
 from paceline.data.token_files import TokenSlice, open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
@@ -56,9 +57,34 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int) -> D
         return _images(config, seed)
     if isinstance(config, sections.RowsDataConfig):
         return _rows(config, context, seed)
+    if config.kind == "mixture":
+        return _mixture(config, context, seed)
+    if config.kind == "stream":
+        return _stream(config)
     if config.kind != "factory":
         return _synthetic(config, seed)
     return _factory(config, seed)
+
+
+def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int) -> DataSplits:
+    # By name, so that a mixture does not depend on the order in which a file lists its sources.
+    made = {name: build_data(config.sources[name], context, seed) for name in sorted(config.sources)}
+    weights = {name: config.weights.get(name, 1.0) for name in made}
+    train = Mixture({name: each.train for name, each in made.items()}, weights, seed, config.samples, config.shuffle)
+    kept = {name: each.eval for name, each in made.items() if each.eval is not None}
+    return DataSplits(
+        train=train,
+        eval=Joined(kept) if kept else None,
+        shape=common_shape({name: each.shape for name, each in made.items()}),
+        tokenizer=common_tokenizer({name: each.tokenizer for name, each in made.items()}),
+    )
+
+
+def _stream(config: sections.StreamDataConfig) -> DataSplits:
+    source = StreamSource(factory=config.factory, args=config.args, kept=config.eval_samples, on_end=config.on_end)
+    shape = _shape_of(source.open(), source.name)
+    evaluation = StreamSamples(source, config.eval_samples, is_kept=True) if config.eval_samples else None
+    return DataSplits(train=StreamSamples(source, config.samples), eval=evaluation, shape=shape)
 
 
 def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
@@ -224,7 +250,7 @@ def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
     from paceline.imports import import_from_path
 
     what = f"data.factory = {config.factory!r}"
-    made = _call(import_from_path(config.factory, "data.factory"), config.args, what)
+    made = call_factory(import_from_path(config.factory, "data.factory"), config.args, what)
     if isinstance(made, DataSplits):
         return made
     if isinstance(made, tuple) and len(made) != 2:
@@ -239,20 +265,6 @@ def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
     if not isinstance(made, tuple):
         return _subsets(train, config.eval_fraction, seed, shape)
     return DataSplits(train=train, eval=evaluation, shape=shape)
-
-
-def _call(factory: Callable[..., Any], args: dict[str, Any], what: str) -> Any:
-    """Calls the user's factory. Only arguments that do not fit are our business; its own errors pass as they are."""
-    try:
-        inspect.signature(factory).bind(**args)
-    except TypeError as error:
-        raise DataError(
-            f"{what} cannot be called with data.args = {args}: {error}\n"
-            "  data.args are its keyword arguments\n  give those that it needs, and no others"
-        ) from error
-    except ValueError:  # a factory written in C may have no signature; the call itself will tell
-        pass
-    return factory(**args)
 
 
 def _check_made(dataset: Any, name: str) -> int:
