@@ -15,6 +15,7 @@ from typing import Any, TypeAlias, cast
 from paceline.config.batch import check_batch
 from paceline.config.data_checks import (
     check_context,
+    check_documents,
     check_mixture,
     check_model_dimensions,
     check_model_reads_data,
@@ -335,6 +336,7 @@ CHECKS: tuple[Check, ...] = (
     check_metric_names,
     check_name,
     check_mixture,
+    check_documents,
     check_model_reads_data,
     check_model_dimensions,
     check_gpt_size,

@@ -65,6 +65,33 @@ def check_mixture(config: Config) -> Iterator[Problem]:
                 yield no_effect(f"{place}.{key}", value, "in a source of a mixture", rule, f"set data.{key}")
 
 
+def check_documents(config: Config) -> Iterator[Problem]:
+    """Checks that the model can keep documents apart, and that no end token is given for nothing."""
+    parallel = config.parallel
+    for place, source in sources_of(config.data).items():
+        if not isinstance(source, TokensDataConfig):
+            continue
+        if source.documents == "joined":
+            if source.end_token is not None:
+                where, rule = f"with {place}.documents = joined", "it says where attention begins anew"
+                yield no_effect(f"{place}.end_token", source.end_token, where, rule, f"set {place}.documents = apart")
+            continue
+        with_what = ""
+        if config.model.kind != "gpt":
+            with_what = f"model.kind = {config.model.kind}"
+        elif parallel.pipeline > 1 or parallel.tensor > 1:
+            with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
+        elif parallel.sharding_strategy == "auto":
+            with_what = "parallel.sharding_strategy = auto, which may choose a pipeline"
+        if with_what:
+            yield Problem(
+                what=f"{place}.documents = apart with {with_what}",
+                rule="the blocks of a gpt are handed the ends of documents; other models, stages of a pipeline and "
+                "tensor ranks are handed nothing but the stream",
+                fix=f"set {place}.documents = joined, or shard a gpt with parallel.strategy = fsdp",
+            )
+
+
 def check_model_dimensions(config: Config) -> Iterator[Problem]:
     """Checks that the model's dimensions are those of the data, where the data's are known beforehand."""
     model, shape = config.model, known_shape(config.data)

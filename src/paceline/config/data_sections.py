@@ -68,6 +68,14 @@ class TokensDataConfig(_Data):
     )
     vocab_size: Count | None = Field(default=None, description="number of tokens there are; null: from the manifest")
     windows: Windows = Field(default="random", description=_WINDOWS)
+    documents: Literal["joined", "apart"] = Field(
+        default="joined",
+        description="joined: attention runs from one document into the next; apart: attention and positions begin anew "
+        "behind each end token, and what follows it is no target",
+    )
+    end_token: NotNegativeCount | None = Field(
+        default=None, description="documents = apart: the token at the end of each; null: from the manifest"
+    )
     context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
     verify: Literal["full", "fast", "none"] = Field(
         default="fast", description="what is compared with the manifest; fast: sizes, and hashes of younger files"
@@ -216,6 +224,8 @@ def may_ignore(data: DataConfig) -> bool:
         return any(map(may_ignore, data.sources.values()))
     if isinstance(data, ImagesDataConfig):
         return data.on_bad == "skip"
+    if isinstance(data, TokensDataConfig):
+        return data.documents == "apart"
     return isinstance(data, FactoryDataConfig | StreamDataConfig | RowsDataConfig)
 
 

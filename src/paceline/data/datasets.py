@@ -50,6 +50,8 @@ class DataShape:
     ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
     as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
 
+    ``end_token`` is what documents end with that a model keeps apart.
+
     ``mean`` and ``std``, one number for each channel or one for all, ask for images of bytes to be normalised. They
     count in bytes: 0 to 255.
     """
@@ -61,6 +63,7 @@ class DataShape:
     classes: int | None = None
     vocab_size: int | None = None
     context: int | None = None
+    end_token: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
 

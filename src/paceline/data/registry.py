@@ -18,7 +18,7 @@ from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenize
 from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_count
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.text import check_part, load_text, split_tokens
-from paceline.data.token_files import TokenSlice, open_tokens
+from paceline.data.token_files import OpenedTokens, TokenSlice, open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens
 from paceline.errors import DataError
@@ -112,6 +112,7 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     length = _context(config.context, context)
     options: dict[str, Any] = {"dtype": config.dtype, "vocab_size": config.vocab_size, "verify": config.verify}
     opened = open_tokens(config.path, **options)
+    end_token = _end_token(config, opened) if config.documents == "apart" else None
     size, fraction = len(opened.tokens), config.eval_fraction
     train: Tokens = opened.tokens
     evaluation: Tokens | None = None
@@ -124,11 +125,22 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     if evaluation is not None:
         check_part(len(evaluation), length, "the evaluation part of the tokens", fraction)
     return DataSplits(
-        train=_windows(config.windows, train, length, seed),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length),
-        shape=DataShape(kind="tokens", vocab_size=opened.tokens.vocab_size, context=length),
+        train=_windows(config.windows, train, length, seed, end_token),
+        eval=None if evaluation is None else TokenBlocks(evaluation, length, end_token),
+        shape=DataShape(kind="tokens", vocab_size=opened.tokens.vocab_size, context=length, end_token=end_token),
         tokenizer=opened.tokenizer,
     )
+
+
+def _end_token(config: sections.TokensDataConfig, opened: OpenedTokens) -> int:
+    found = opened.end_token if config.end_token is None else config.end_token
+    if found is None or found >= opened.tokens.vocab_size:
+        raise DataError(
+            f"data.path = {config.path!r} has end token {found}, of {opened.tokens.vocab_size} tokens\n"
+            "  data.documents = apart needs a token at the end of each document\n"
+            "  set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
+        )
+    return found
 
 
 def _context(own: int | None, of_model: int | None) -> int:
@@ -141,9 +153,13 @@ def _context(own: int | None, of_model: int | None) -> int:
     return length
 
 
-def _windows(kind: sections.Windows, tokens: Tokens, context: int, seed: int) -> TokenBlocks:
+def _windows(
+    kind: sections.Windows, tokens: Tokens, context: int, seed: int, end_token: int | None = None
+) -> TokenBlocks:
     """Makes the samples to train on; those to evaluate on are always blocks, so that each token counts once."""
-    return RandomWindows(tokens, context, seed) if kind == "random" else TokenBlocks(tokens, context)
+    if kind == "random":
+        return RandomWindows(tokens, context, seed, end_token)
+    return TokenBlocks(tokens, context, end_token)
 
 
 def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
