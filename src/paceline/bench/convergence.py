@@ -75,7 +75,7 @@ def bench_convergence(
     ``workers`` runs go on at a time. Raises UsageError for a config that evaluates nothing, ConfigError for ranks that
     it cannot run on.
     """
-    if config.data.eval_fraction == 0:
+    if getattr(config.data, "eval_fraction", None) == 0:
         raise UsageError(
             "data.eval_fraction = 0\n  where a run ends is judged by an evaluation set\n  set data.eval_fraction = 0.1"
         )

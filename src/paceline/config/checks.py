@@ -13,26 +13,20 @@ from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 from paceline.config.batch import check_batch
-from paceline.config.data_sections import (
-    RowsDataConfig,
-    SyntheticTokensDataConfig,
-    TextDataConfig,
-    TokensDataConfig,
-    known_shape,
+from paceline.config.data_checks import (
+    check_context,
+    check_documents,
+    check_mixture,
+    check_model_dimensions,
+    check_model_reads_data,
+    check_text_file,
+    no_file,
 )
 from paceline.config.hf_folder import check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, ParallelConfig
-from paceline.config.sections import (
-    GPTModelConfig,
-    MLPModelConfig,
-    ResNetModelConfig,
-    gpt_shape,
-    head_problems,
-    missing_dimensions,
-)
+from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems, missing_dimensions
 from paceline.config.settings import check_backend_settings
-from paceline.config.suggest import near_files
 from paceline.config.train_checks import (
     check_metric_names,
     check_optimizer_keys,
@@ -46,13 +40,6 @@ from paceline.plan.rule_case import no_effect, text_of
 
 Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 
-_WITH_CONTEXT = (TextDataConfig, TokensDataConfig, SyntheticTokensDataConfig, RowsDataConfig)
-_ROWS = ("jsonl", "parquet", "hf_dataset")
-_FITTING_DATA = {
-    "mlp": ("digits", "synthetic_classification", "synthetic_images", "images", *_ROWS, "factory"),
-    "resnet": ("synthetic_images", "images", "factory"),
-    "gpt": ("text", "tokens", "synthetic_tokens", *_ROWS, "factory"),
-}
 _LONGEST_NAME = 100
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
 
@@ -137,45 +124,6 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
     return check_batch(train.global_batch, microbatch, train.accumulate, data, ranks_key="parallel.data")
 
 
-def check_model_reads_data(config: Config) -> Iterator[Problem]:
-    model, data = config.model.kind, config.data.kind
-    fitting = _FITTING_DATA.get(model, (data,))
-    if data not in fitting:
-        models = [each for each, kinds in _FITTING_DATA.items() if data in kinds]
-        yield Problem(
-            what=f"model.kind = {model} cannot read data.kind = {data}",
-            rule=f"{model} reads {', '.join(fitting)}",
-            fix=f"try data.kind = {fitting[0]}, or model.kind = {' or '.join(models)}",
-        )
-
-
-def check_model_dimensions(config: Config) -> Iterator[Problem]:
-    """Checks that the model's dimensions are those of the data, where the data's are known beforehand."""
-    model, shape = config.model, known_shape(config.data)
-    if any(check_model_reads_data(config)):
-        return
-    if isinstance(model, MLPModelConfig):
-        yield from _exactly("input_dim", model.input_dim, shape.features, "features of a sample")
-        yield from _at_least("num_classes", model.num_classes, shape.classes, "classes")
-    elif isinstance(model, ResNetModelConfig):
-        yield from _exactly("in_channels", model.in_channels, shape.channels, "channels of an image")
-        yield from _at_least("num_classes", model.num_classes, shape.classes, "classes")
-    elif isinstance(model, GPTModelConfig):
-        yield from _at_least("vocab_size", model.vocab_size, shape.vocab_size, "tokens of the vocabulary")
-
-
-def _exactly(key: str, given: int | None, known: int | None, meaning: str) -> Iterator[Problem]:
-    if given is not None and known is not None and given != known:
-        what = f"model.{key} = {given}, but the data has {known} {meaning}"
-        yield Problem(what=what, rule="they are the same number", fix=f"set model.{key} = {known}, or leave it out")
-
-
-def _at_least(key: str, given: int | None, known: int | None, meaning: str) -> Iterator[Problem]:
-    if given is not None and known is not None and given < known:
-        what = f"model.{key} = {given} is fewer than the data's {known} {meaning}"
-        yield Problem(what=what, rule="each needs an output", fix=f"set model.{key} = {known}, or leave it out")
-
-
 def check_gpt_size(config: Config) -> Iterator[Problem]:
     """Checks that a GPT has a named size, or all of its dimensions."""
     if isinstance(config.model, GPTModelConfig) and (missing := missing_dimensions(config.model)):
@@ -192,42 +140,6 @@ def check_gpt_heads(config: Config) -> Iterator[Problem]:
     if shape is not None:
         is_rotary = shape.positions == "rotary"
         yield from head_problems(width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads, is_rotary=is_rotary)
-
-
-def check_context(config: Config) -> Iterator[Problem]:
-    """Checks that the length of a sample is given, and that the model's context holds it."""
-    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
-    if shape is None or not isinstance(config.data, _WITH_CONTEXT):
-        return
-    context = config.data.context
-    if shape.context is None and context is None:
-        yield Problem(
-            what="neither model.context nor data.context is given",
-            rule="the length of a sample comes from one of them, or from model.size",
-            fix="try model.context = 128",
-        )
-    elif shape.context is not None and context is not None and context > shape.context:
-        yield Problem(
-            what=f"model.context = {shape.context} is smaller than data.context = {context}",
-            rule="a sample must fit into the model's context",
-            fix=f"set model.context = {context}, or data.context = {shape.context}",
-        )
-
-
-def check_text_file(config: Config) -> Iterator[Problem]:
-    if config.data.kind != "text" or config.data.path is None or Path(config.data.path).is_file():
-        return
-    otherwise = "leave it out to train on Python's documentation"
-    yield _no_file("data.path", config.data.path, "a text file", otherwise)
-
-
-def _no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
-    near = near_files(Path(path))
-    return Problem(
-        what=f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}",
-        rule=f"it is {kind}, and a relative path starts at {Path.cwd()}",
-        fix=f"did you mean {' or '.join(near)}?" if near else otherwise,
-    )
 
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
@@ -274,7 +186,7 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
             )
     if not Path(file).is_file():
         kind = "a CSV file as paceline schedule --csv writes"
-        yield _no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
+        yield no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
@@ -299,6 +211,8 @@ def _degrees(parallel: ParallelConfig) -> str:
 CHECKS: tuple[Check, ...] = (
     check_metric_names,
     check_name,
+    check_mixture,
+    check_documents,
     check_model_reads_data,
     check_model_dimensions,
     check_gpt_size,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
-from paceline.config.sections import Count, ImportPath, NotNegativeCount, Probability, Section, Seed
+from paceline.config.sections import Count, ImportPath, NotNegativeCount, Positive, Probability, Section, Seed
 
 Windows: TypeAlias = Literal["random", "fixed"]
 _WINDOWS = (
@@ -17,9 +18,8 @@ OnBad: TypeAlias = Literal["stop", "skip"]
 _ON_BAD = "a sample that cannot be read; stop: ends the run; skip: goes on, and it does not count"
 
 
-class _Data(Section):
+class _Reading(Section):
     kind: str  # first, so that it stands first in a dump; each data set narrows it
-    eval_fraction: Probability = Field(default=0.2, description="share of the samples kept for evaluation")
     shuffle: bool = Field(default=True, description="a new order each epoch, a pure function of seed and epoch")
     last_batch: Literal["keep", "drop"] = Field(default="keep", description="what to do with an epoch's ragged batch")
     workers: Literal["auto"] | NotNegativeCount = Field(
@@ -34,6 +34,10 @@ class _Data(Section):
         default="auto", description="how loader processes start"
     )
     seed: Seed | None = Field(default=None, description="seed of order and split; null: train.seed")
+
+
+class _Data(_Reading):
+    eval_fraction: Probability = Field(default=0.2, description="share of the samples kept for evaluation")
 
 
 class DigitsDataConfig(_Data):
@@ -64,6 +68,14 @@ class TokensDataConfig(_Data):
     )
     vocab_size: Count | None = Field(default=None, description="number of tokens there are; null: from the manifest")
     windows: Windows = Field(default="random", description=_WINDOWS)
+    documents: Literal["joined", "apart"] = Field(
+        default="joined",
+        description="joined: attention runs from one document into the next; apart: attention and positions begin anew "
+        "behind each end token, and what follows it is no target",
+    )
+    end_token: NotNegativeCount | None = Field(
+        default=None, description="documents = apart: the token at the end of each; null: from the manifest"
+    )
     context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
     verify: Literal["full", "fast", "none"] = Field(
         default="fast", description="what is compared with the manifest; fast: sizes, and hashes of younger files"
@@ -137,7 +149,7 @@ class FactoryDataConfig(_Data):
     args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
 
 
-DataConfig: TypeAlias = (
+SourceConfig: TypeAlias = (
     DigitsDataConfig
     | TextDataConfig
     | TokensDataConfig
@@ -148,6 +160,38 @@ DataConfig: TypeAlias = (
     | SyntheticTokensDataConfig
     | FactoryDataConfig
 )
+
+
+class MixtureDataConfig(_Reading):
+    """Several data sets, mixed by weights."""
+
+    kind: Literal["mixture"] = Field(description="which data")
+    sources: dict[str, Annotated[SourceConfig, Field(discriminator="kind")]] = Field(
+        min_length=1, description="data sets by names of your own, each a section data of any other kind but stream"
+    )
+    weights: dict[str, Positive] = Field(
+        default={}, description="how often samples of a source are drawn, relative to the others', by its name; else 1"
+    )
+    samples: Count | None = Field(default=None, description="samples of an epoch; null: as many as all sources have")
+
+
+class StreamDataConfig(_Reading):
+    """Samples that come one after another, from the user's own code."""
+
+    kind: Literal["stream"] = Field(description="which data")
+    factory: ImportPath = Field(description="package.module:function that returns an iterable of samples")
+    args: dict[str, JsonValue] = Field(default={}, description="keyword arguments of the function")
+    samples: Count = Field(description="samples that make an epoch; the next one goes on behind them")
+    eval_samples: NotNegativeCount = Field(
+        default=0, description="how many of the stream's first samples are kept for evaluation"
+    )
+    on_end: Literal["stop", "repeat"] = Field(
+        default="stop", description="where the stream ends before the run; stop: ends the run; repeat: begins it anew"
+    )
+    shuffle: Literal[False] = Field(default=False, description="a stream is read in its own order")
+
+
+DataConfig: TypeAlias = SourceConfig | MixtureDataConfig | StreamDataConfig
 _DIGIT_PIXELS = 8 * 8
 
 
@@ -162,15 +206,33 @@ class KnownShape:
     context: int | None = None
 
 
+def sources_of(data: DataConfig) -> dict[str, SourceConfig | StreamDataConfig]:
+    """Returns the sections that say where samples come from, by their keys: those of a mixture, or ``data`` itself."""
+    if isinstance(data, MixtureDataConfig):
+        return {f"data.sources.{name}": source for name, source in data.sources.items()}
+    return {"data": data}
+
+
+def is_own_code(data: DataConfig) -> bool:
+    """Says whether samples come from the user's own code, which may import anything."""
+    return any(isinstance(each, FactoryDataConfig | StreamDataConfig) for each in sources_of(data).values())
+
+
 def may_ignore(data: DataConfig) -> bool:
     """Says whether targets may be such as do not count, so that ranks must count those that do."""
+    if isinstance(data, MixtureDataConfig):
+        return any(map(may_ignore, data.sources.values()))
     if isinstance(data, ImagesDataConfig):
         return data.on_bad == "skip"
-    return isinstance(data, FactoryDataConfig | RowsDataConfig)
+    if isinstance(data, TokensDataConfig):
+        return data.documents == "apart"
+    return isinstance(data, FactoryDataConfig | StreamDataConfig | RowsDataConfig)
 
 
 def known_shape(data: DataConfig) -> KnownShape:
     """Returns what is known of the data from its config."""
+    if isinstance(data, MixtureDataConfig):
+        return _known_together([known_shape(source) for source in data.sources.values()])
     if isinstance(data, DigitsDataConfig):
         return KnownShape(features=_DIGIT_PIXELS, classes=10)
     if isinstance(data, SyntheticClassificationDataConfig):
@@ -187,3 +249,14 @@ def known_shape(data: DataConfig) -> KnownShape:
     if isinstance(data, TextDataConfig):
         return KnownShape(vocab_size=256 if data.tokens == "byte" else None, context=data.context)
     return KnownShape()
+
+
+def _known_together(shapes: Sequence[KnownShape]) -> KnownShape:
+    """Returns what is known of a mixture: what all sources have in common, and the largest vocabulary."""
+    found: dict[str, int | None] = {}
+    for name in KnownShape.__slots__:
+        values = [getattr(shape, name) for shape in shapes]
+        found[name] = values[0] if len(set(values)) == 1 else None
+        if name in ("classes", "vocab_size") and None not in values:
+            found[name] = max(values)
+    return KnownShape(**found)

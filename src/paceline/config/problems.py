@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.aliases import meant_by, other_kind
@@ -38,20 +40,45 @@ def schema_problems(
 
     ``values`` is what was validated. ``locate`` tells where a dotted key was given, such as ``" (line 4)"``.
     """
-    kinds = {section: _kind_of(values, section) for section in ("model", "data")}
     problems: dict[str, Problem] = {}
     for each in error.errors(include_url=False, include_context=False, include_input=False):
-        path = _path_of(each["loc"], kinds)
-        if each["type"] in ("extra_forbidden", "invalid_key"):
-            problem = _unknown_key(path, kinds, locate(path), value_at(values, path))
-        elif each["type"] == "missing" and value_at(values, path) is MISSING:
-            problem = _missing_key(path, kinds)
-        elif each["type"].startswith("union_tag"):
-            problem = _wrong_kind(path, values, locate)
+        kind, location = each["type"], each["loc"]
+        if location[:3] == ("data", "mixture", "sources") and len(location) > 3:
+            path, problem = _problem_of_source(kind, location, values, locate)
         else:
-            problem = _wrong_value(path, kinds, values, locate)
+            path, problem = _problem_at(kind, location, values, locate)
         problems.setdefault(path, problem)
     return list(problems.values())
+
+
+def _problem_at(
+    kind: str, location: tuple[int | str, ...], values: Mapping[str, Any], locate: Callable[[str], str]
+) -> tuple[str, Problem]:
+    """Returns the key that pydantic found something ``kind`` at, and the problem."""
+    kinds = {section: _kind_of(values, section) for section in ("model", "data")}
+    path = _path_of(location, kinds)
+    if kind in ("extra_forbidden", "invalid_key"):
+        return path, _unknown_key(path, kinds, locate(path), value_at(values, path))
+    if kind == "missing" and value_at(values, path) is MISSING:
+        return path, _missing_key(path, kinds)
+    if kind.startswith("union_tag"):
+        return path, _wrong_kind(path, values, locate)
+    return path, _wrong_value(path, kinds, values, locate)
+
+
+def _problem_of_source(
+    kind: str, location: tuple[int | str, ...], values: Mapping[str, Any], locate: Callable[[str], str]
+) -> tuple[str, Problem]:
+    """Does so in a source of a mixture: what it says of a section ``data`` is said of that source."""
+    name = str(location[3])
+    place = f"data.sources.{name}"
+
+    def moved(text: str) -> str:
+        return re.sub(r"(?<![\w.])data(?=\.| = |$)", lambda _: place, text)
+
+    alone = {"data": values["data"]["sources"][name]}
+    path, problem = _problem_at(kind, ("data", *location[4:]), alone, lambda path: locate(moved(path)))
+    return moved(path), replace(problem, what=moved(problem.what), rule=moved(problem.rule), fix=moved(problem.fix))
 
 
 def format_value(value: Any) -> str:

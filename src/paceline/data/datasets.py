@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -50,6 +50,8 @@ class DataShape:
     ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
     as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
 
+    ``end_token`` is what documents end with that a model keeps apart.
+
     ``mean`` and ``std``, one number for each channel or one for all, ask for images of bytes to be normalised. They
     count in bytes: 0 to 255.
     """
@@ -61,6 +63,7 @@ class DataShape:
     classes: int | None = None
     vocab_size: int | None = None
     context: int | None = None
+    end_token: int | None = None
     mean: Sequence[float] | None = None
     std: Sequence[float] | None = None
 
@@ -124,7 +127,7 @@ class EpochDataset(Dataset[Any], ABC):
     rank does it, and no worker processes are needed.
     """
 
-    reads_ahead: ClassVar[bool] = False
+    reads_ahead: bool = False
 
     @abstractmethod
     def __len__(self) -> int:
@@ -189,7 +192,7 @@ def check_map_style(dataset: Any, name: str = "the data set") -> int:
             f"{name} is a {kind} without {missing}\n"
             "  a map-style data set is required: samples are asked for by index, so that their order depends on\n"
             "  seed and epoch alone and a run can resume anywhere\n"
-            "  give it __len__(self) and __getitem__(self, index), or read the stream into a list first"
+            "  give it __len__(self) and __getitem__(self, index), or name its factory in data: {kind: stream, ...}"
         )
     return len(dataset)
 

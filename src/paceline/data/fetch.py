@@ -193,7 +193,7 @@ def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned
         return tuple(gather(tensor, index, pinned=pinned) for tensor in dataset.tensors)
     numbers: list[int] = indices.tolist()
     items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
-    return _join(items, numbers) if isinstance(items, list) else items
+    return join_samples(items, numbers) if isinstance(items, list) else items
 
 
 def _read_of_epoch(dataset: EpochDataset, indices: Indices, epoch: int) -> Batch:
@@ -229,7 +229,8 @@ def _read_together(dataset: Any, numbers: list[int]) -> Any:
     return items
 
 
-def _join(samples: list[Any], numbers: list[int]) -> Batch:
+def join_samples(samples: list[Any], numbers: list[int]) -> Batch:
+    """Joins samples into a batch; raises ``DataError`` that names them by their ``numbers``."""
     try:
         batch = default_collate(samples)
     except Exception as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,9 +14,11 @@ from paceline.config import data_sections as sections
 from paceline.data import datasets, synthetic
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
 from paceline.data.images import MEAN, STD, Augment, ImageFolder
+from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
 from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_count
+from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.text import check_part, load_text, split_tokens
-from paceline.data.token_files import TokenSlice, open_tokens
+from paceline.data.token_files import OpenedTokens, TokenSlice, open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens
 from paceline.errors import DataError
@@ -56,9 +57,34 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int) -> D
         return _images(config, seed)
     if isinstance(config, sections.RowsDataConfig):
         return _rows(config, context, seed)
+    if config.kind == "mixture":
+        return _mixture(config, context, seed)
+    if config.kind == "stream":
+        return _stream(config)
     if config.kind != "factory":
         return _synthetic(config, seed)
     return _factory(config, seed)
+
+
+def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int) -> DataSplits:
+    # By name, so that a mixture does not depend on the order in which a file lists its sources.
+    made = {name: build_data(config.sources[name], context, seed) for name in sorted(config.sources)}
+    weights = {name: config.weights.get(name, 1.0) for name in made}
+    train = Mixture({name: each.train for name, each in made.items()}, weights, seed, config.samples, config.shuffle)
+    kept = {name: each.eval for name, each in made.items() if each.eval is not None}
+    return DataSplits(
+        train=train,
+        eval=Joined(kept) if kept else None,
+        shape=common_shape({name: each.shape for name, each in made.items()}),
+        tokenizer=common_tokenizer({name: each.tokenizer for name, each in made.items()}),
+    )
+
+
+def _stream(config: sections.StreamDataConfig) -> DataSplits:
+    source = StreamSource(factory=config.factory, args=config.args, kept=config.eval_samples, on_end=config.on_end)
+    shape = _shape_of(source.open(), source.name)
+    evaluation = StreamSamples(source, config.eval_samples, is_kept=True) if config.eval_samples else None
+    return DataSplits(train=StreamSamples(source, config.samples), eval=evaluation, shape=shape)
 
 
 def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
@@ -86,6 +112,7 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     length = _context(config.context, context)
     options: dict[str, Any] = {"dtype": config.dtype, "vocab_size": config.vocab_size, "verify": config.verify}
     opened = open_tokens(config.path, **options)
+    end_token = _end_token(config, opened) if config.documents == "apart" else None
     size, fraction = len(opened.tokens), config.eval_fraction
     train: Tokens = opened.tokens
     evaluation: Tokens | None = None
@@ -98,11 +125,22 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     if evaluation is not None:
         check_part(len(evaluation), length, "the evaluation part of the tokens", fraction)
     return DataSplits(
-        train=_windows(config.windows, train, length, seed),
-        eval=None if evaluation is None else TokenBlocks(evaluation, length),
-        shape=DataShape(kind="tokens", vocab_size=opened.tokens.vocab_size, context=length),
+        train=_windows(config.windows, train, length, seed, end_token),
+        eval=None if evaluation is None else TokenBlocks(evaluation, length, end_token),
+        shape=DataShape(kind="tokens", vocab_size=opened.tokens.vocab_size, context=length, end_token=end_token),
         tokenizer=opened.tokenizer,
     )
+
+
+def _end_token(config: sections.TokensDataConfig, opened: OpenedTokens) -> int:
+    found = opened.end_token if config.end_token is None else config.end_token
+    if found is None or found >= opened.tokens.vocab_size:
+        raise DataError(
+            f"data.path = {config.path!r} has end token {found}, of {opened.tokens.vocab_size} tokens\n"
+            "  data.documents = apart needs a token at the end of each document\n"
+            "  set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
+        )
+    return found
 
 
 def _context(own: int | None, of_model: int | None) -> int:
@@ -115,9 +153,13 @@ def _context(own: int | None, of_model: int | None) -> int:
     return length
 
 
-def _windows(kind: sections.Windows, tokens: Tokens, context: int, seed: int) -> TokenBlocks:
+def _windows(
+    kind: sections.Windows, tokens: Tokens, context: int, seed: int, end_token: int | None = None
+) -> TokenBlocks:
     """Makes the samples to train on; those to evaluate on are always blocks, so that each token counts once."""
-    return RandomWindows(tokens, context, seed) if kind == "random" else TokenBlocks(tokens, context)
+    if kind == "random":
+        return RandomWindows(tokens, context, seed, end_token)
+    return TokenBlocks(tokens, context, end_token)
 
 
 def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
@@ -224,7 +266,7 @@ def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
     from paceline.imports import import_from_path
 
     what = f"data.factory = {config.factory!r}"
-    made = _call(import_from_path(config.factory, "data.factory"), config.args, what)
+    made = call_factory(import_from_path(config.factory, "data.factory"), config.args, what)
     if isinstance(made, DataSplits):
         return made
     if isinstance(made, tuple) and len(made) != 2:
@@ -239,20 +281,6 @@ def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
     if not isinstance(made, tuple):
         return _subsets(train, config.eval_fraction, seed, shape)
     return DataSplits(train=train, eval=evaluation, shape=shape)
-
-
-def _call(factory: Callable[..., Any], args: dict[str, Any], what: str) -> Any:
-    """Calls the user's factory. Only arguments that do not fit are our business; its own errors pass as they are."""
-    try:
-        inspect.signature(factory).bind(**args)
-    except TypeError as error:
-        raise DataError(
-            f"{what} cannot be called with data.args = {args}: {error}\n"
-            "  data.args are its keyword arguments\n  give those that it needs, and no others"
-        ) from error
-    except ValueError:  # a factory written in C may have no signature; the call itself will tell
-        pass
-    return factory(**args)
 
 
 def _check_made(dataset: Any, name: str) -> int:

@@ -6,6 +6,9 @@
 
 So an epoch of random windows is one pass over the text: each token is expected in it once, and no two epochs have the
 same windows. A model that sees a text many times learns the same windows by heart much sooner than new ones.
+
+With an ``end_token``, documents are kept apart: what follows their ends is no target. See ``document_starts`` in
+``models/gpt.py`` for what the model does.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from paceline.data.datasets import EpochDataset, Pair
+from paceline.data.images import IGNORED
 from paceline.data.order import Indices, mix_seed, random_words
 
 _WINDOWS = 0x77696E646F7773  # keeps these draws apart from those of the order
@@ -50,9 +54,10 @@ class TokenBlocks(EpochDataset):
 
     reads_ahead = True
 
-    def __init__(self, tokens: Tokens, context: int) -> None:
+    def __init__(self, tokens: Tokens, context: int, end_token: int | None = None) -> None:
         self.tokens = tokens
         self.context = context
+        self.end_token = end_token
 
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.context
@@ -63,14 +68,17 @@ class TokenBlocks(EpochDataset):
 
     def read(self, indices: Indices, epoch: int) -> Pair:
         tokens = torch.from_numpy(self.tokens.read(self.starts(indices, epoch), self.context + 1))
-        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+        if self.end_token is not None:
+            targets.masked_fill_(inputs == self.end_token, IGNORED)
+        return inputs, targets
 
 
 class RandomWindows(TokenBlocks):
     """Windows that begin at random places, as many as there are blocks."""
 
-    def __init__(self, tokens: Tokens, context: int, seed: int) -> None:
-        super().__init__(tokens, context)
+    def __init__(self, tokens: Tokens, context: int, seed: int, end_token: int | None = None) -> None:
+        super().__init__(tokens, context, end_token)
         self.seed = mix_seed(seed, _WINDOWS)
 
     def starts(self, indices: Indices, epoch: int) -> Indices:

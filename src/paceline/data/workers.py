@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from paceline.data.datasets import MapDataset
 from paceline.data.fetch import WorkerStart, fetch_batch, is_in_memory
 from paceline.data.loader import check_picklable
+from paceline.data.streams import StreamSamples
 from paceline.errors import DataError
 
 BATCH_INTERVAL_S = 0.010
@@ -49,6 +50,8 @@ def choose_workers(dataset: MapDataset, batch_size: int, *, cores: int, worker_s
         return WorkerChoice(workers=0, reason="the data is in memory: a thread gathers batches ahead")
     try:
         check_picklable(dataset, worker_start)
+        if isinstance(dataset, StreamSamples):
+            return WorkerChoice(workers=1, reason="a stream is read in its order: a second process would read it again")
         seconds, is_on_host = _time_sample(dataset)
     except DataError as error:  # raised where it belongs: at the step that reads the sample
         return WorkerChoice(workers=0, reason=str(error).splitlines()[0])

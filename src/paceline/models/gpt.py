@@ -78,11 +78,15 @@ def gpt_config(size: str | None = None, **overrides: Any) -> GPTConfig:
 
 
 class GPT(nn.Module):
-    """Maps tokens (batch, length) to logits (batch, length, vocab_size); logits at t see tokens 0 to t."""
+    """Maps tokens (batch, length) to logits (batch, length, vocab_size); logits at t see tokens 0 to t.
 
-    def __init__(self, config: GPTConfig) -> None:
+    With an ``end_token`` they see those of their own document: attention and positions begin anew behind each such one.
+    """
+
+    def __init__(self, config: GPTConfig, end_token: int | None = None) -> None:
         super().__init__()
         self.config = config
+        self.end_token = end_token
         self.token_embedding = Embedding(config.vocab_size, config.width)
         self.position_embedding = Embedding(config.context, config.width) if config.positions == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
@@ -97,8 +101,10 @@ class GPT(nn.Module):
         Raises UsageError for sequences that are longer than the context.
         """
         x = self.embed(tokens)
+        # One mask for all blocks. Without documents there is none: the kernels know what causal is.
+        masks = () if self.end_token is None else (document_mask(tokens, self.end_token),)
         for block in self.layers:
-            x = block(x)
+            x = block(x, *masks)
         return self.unembed(x, targets, counts=counts)
 
     def loss_vocabulary(self) -> int:
@@ -115,7 +121,10 @@ class GPT(nn.Module):
             )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            x = x + self.position_embedding(torch.arange(length, device=tokens.device))
+            positions = torch.arange(length, device=tokens.device)
+            if self.end_token is not None:
+                positions = positions - document_starts(tokens, self.end_token)
+            x = x + self.position_embedding(positions)
         return cast("Tensor", self.dropout(x))
 
     def unembed(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
@@ -126,7 +135,15 @@ class GPT(nn.Module):
         return project(x) if targets is None else project(x, targets, counts=counts)
 
     def pipeline_layers(self) -> list[PipelineLayer]:
-        """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut."""
+        """Returns the embedding, the blocks, and the norm with the output layer: where a pipeline may cut.
+
+        Raises UsageError where documents are kept apart: a stage is handed the stream, and not where they end.
+        """
+        if self.end_token is not None:
+            raise UsageError(
+                "a pipeline's stages cannot keep documents apart: they are handed the stream alone\n"
+                "  set data.documents = joined, or parallel.pipeline = 1"
+            )
         entry = [self.token_embedding, self.position_embedding, self.dropout]
         exit_ = [self.norm, self.token_embedding if self.head is None else self.head]
         return [
@@ -163,9 +180,10 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the stream (batch, length, width) after this block."""
-        x = x + self.dropout(self.attention(self.attention_norm(x)))
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Returns the stream (batch, length, width) after this block; ``mask`` is that of ``document_mask``."""
+        inner = self.attention_norm(x)
+        x = x + self.dropout(self.attention(inner) if mask is None else self.attention(inner, mask))
         return cast("Tensor", x + self.dropout(self.mlp(self.mlp_norm(x))))
 
 
@@ -183,19 +201,25 @@ class Attention(nn.Module):
         self.output = Linear(config.heads * config.head_dim, config.width, std=_residual_std(config))
         self.rotary = Rotary(config.context, config.head_dim) if config.positions == "rotary" else None
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns for each position the mix of the values at and before it, shape (batch, length, width)."""
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Returns for each position the mix of the values at and before it, shape (batch, length, width).
+
+        With a ``mask``, of those that it is true for. Rotary positions need no more: they are distances.
+        """
         query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
         if self.rotary is not None:
             query, key = self.rotary(query), self.rotary(key)
         # On a GPU the kernels share the heads. Elsewhere they are repeated by hand: SDPA's enable_gqa leaves out some
         # kernels there, and which ones differs by version.
         shares = self.queries_per_kv > 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        shares = shares and mask is None  # with a mask, only the slowest kernel shares heads
         if self.queries_per_kv > 1 and not shares:
             key = key.repeat_interleave(self.queries_per_kv, dim=1)
             value = value.repeat_interleave(self.queries_per_kv, dim=1)
         dropout = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=shares)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shares
+        )
         return cast("Tensor", self.output(mixed.transpose(1, 2).flatten(2)))
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -292,6 +316,23 @@ class Embedding(nn.Embedding):
     def project(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
         """Returns what an output layer that is tied to the embedding does: the logits, or their loss."""
         return F.linear(x, self.weight) if targets is None else head_loss(x, self.weight, targets, counts=counts)
+
+
+def document_starts(tokens: Tensor, end_token: int) -> Tensor:
+    """Returns for each token (batch, length) the place where its document begins; a document ends with its end token.
+
+    What a row begins with counts as a document, even if it is the rest of one.
+    """
+    places = torch.arange(tokens.shape[1], device=tokens.device)
+    is_first = F.pad(tokens[:, :-1] == end_token, (1, 0), value=True)
+    return torch.where(is_first, places, 0).cummax(dim=1).values
+
+
+def document_mask(tokens: Tensor, end_token: int) -> Tensor:
+    """Returns where attention looks, (batch, 1, length, length): at earlier tokens of the same document."""
+    starts, length = document_starts(tokens, end_token), tokens.shape[1]
+    causal = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
+    return ((starts[:, :, None] == starts[:, None, :]) & causal).unsqueeze(1)
 
 
 def _make_norm(config: GPTConfig) -> nn.Module:

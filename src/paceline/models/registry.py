@@ -35,6 +35,9 @@ def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = Fa
     Raises ConfigError with all problems when config and data do not fit together or leave a field open, UsageError for
     a factory that cannot be imported, raises, or returns something else.
     """
+    if shape.end_token is not None and config.kind != "gpt":
+        what = f"model.kind = {config.kind} cannot keep documents apart at token {shape.end_token}"
+        raise ConfigError([Problem(what=what, rule="a gpt can", fix="set data.documents = joined")], source="model")
     if config.kind == "mlp":
         return _build_mlp(config, shape)
     if config.kind == "resnet":
@@ -167,7 +170,7 @@ def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
             *_context_problems(settings.context, shape),
         ]
     )
-    return GPT(settings)
+    return GPT(settings, end_token=shape.end_token)
 
 
 def _build_from_factory(config: FactoryModelConfig) -> nn.Module:

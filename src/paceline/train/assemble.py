@@ -20,7 +20,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
-from paceline.config.data_sections import may_ignore
+from paceline.config.data_sections import is_own_code, may_ignore
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
@@ -243,7 +243,7 @@ def _notes(engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
 
 def _has_own_code(config: Config) -> bool:
     """Says whether data or model are code of the user's, which may import anything."""
-    return config.model.kind in ("factory", "hf") or config.data.kind == "factory"
+    return config.model.kind in ("factory", "hf") or is_own_code(config.data)
 
 
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch._subclasses import fake_tensor
 
 from paceline.config import Config
+from paceline.config.data_sections import is_own_code
 from paceline.data.registry import DataSplits
 from paceline.errors import PacelineError, UsageError
 from paceline.imports import import_from_path
@@ -41,7 +42,7 @@ def needs_values(error: BaseException) -> bool:
 
 def is_users(config: Config) -> bool:
     """Says whether model, data or loss of a config are of the user's own code."""
-    return config.model.kind in ("factory", "hf") or config.data.kind == "factory" or config.train.loss != "auto"
+    return config.model.kind in ("factory", "hf") or is_own_code(config.data) or config.train.loss != "auto"
 
 
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:

@@ -19,7 +19,7 @@ from paceline.comm.dry.communicator import META, DryCommunicator
 from paceline.config import Config
 from paceline.config.data_sections import may_ignore
 from paceline.data.loader import StepBatch
-from paceline.data.registry import DataSplits, build_data
+from paceline.data.registry import DataSplits, SyntheticConfig, build_data
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.models.registry import build_model, model_context
@@ -52,7 +52,7 @@ class StepPieces:
 
 def few_data(config: Config) -> DataSplits:
     """Makes the data; of random data only a few samples, since their shape is all that counts."""
-    if hasattr(config.data, "samples"):
+    if isinstance(config.data, SyntheticConfig):
         config = config.with_values("data", samples=min(config.data.samples, _FEW), eval_fraction=0.0)
     seed = config.train.seed if config.data.seed is None else config.data.seed
     return build_data(config.data, model_context(config.model), seed)
