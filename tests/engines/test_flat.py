@@ -16,6 +16,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, gradient_scale
 from paceline.engines.precision import PRECISIONS, Precision
+from paceline.models.unfilled import mark_unfilled
 from paceline.plan.layout import Offload
 
 FP32 = PRECISIONS["fp32"]
@@ -422,3 +423,26 @@ def test_the_same_on_gloo_ranks(gloo_pool: GlooPool) -> None:
     mean = contribution(0, length) * 0.5 + contribution(1, length) * 0.5
     for _, mine, start in results:
         assert torch.equal(mine, mean[start : start + length // 2])
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_filled_later_has_zeros_between_parameters(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def dirty(like: torch.Tensor, **options: object) -> torch.Tensor:
+        return torch.full_like(like, torch.nan, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(torch, "empty_like", dirty)
+
+    def work(comm: Communicator) -> tuple[torch.Tensor, int]:
+        named = [(name, nn.Parameter(parameter.to("meta"))) for name, parameter in make_parameters()]
+        mark_unfilled(parameter for _, parameter in named)
+        group = make_group(comm, named)
+        assert group.is_unfilled
+        with torch.no_grad():
+            for piece in group.pieces:
+                piece.fill_(1.0)
+        return group.master, group.layout.length
+
+    found = run_virtual(work, ranks)
+    whole = torch.cat([master for master, _ in found])
+    assert len(whole) == found[0][1]
+    assert whole.sum() == sum(parameter.numel() for _, parameter in make_parameters())

@@ -53,8 +53,11 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
     for file in files:
         places |= {name: (file.name, place) for name, place in safetensors_header(file).tensors.items()}
     patterns = list(fresh)
-    by_model = {ours: theirs for theirs, ours in renamed(model, places).items()}
-    names, problems = _match(model, {ours: places[theirs][1].shape for ours, theirs in by_model.items()}, patterns)
+    by_model = {name: name for name in places}
+    names, problems = _match(model, {name: place.shape for name, (_, place) in places.items()}, patterns)
+    if problems:  # only then: to ask the library for its renamings takes about as long as to read a GiB
+        by_model = {ours: theirs for theirs, ours in renamed(model, places).items()}
+        names, problems = _match(model, {ours: places[theirs][1].shape for ours, theirs in by_model.items()}, patterns)
     if problems:
         raise MisfitError(
             f"the weights in {folder} are not those of {type(model).__name__}\n"

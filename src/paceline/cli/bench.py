@@ -359,6 +359,38 @@ def checkpoint(
 
 
 @app.command()
+def load(
+    mib: int = typer.Option(1024, help="About so many MiB of weights.", min=1),
+    dtype: str = typer.Option("float32", help="float32 or bfloat16: of the files, and of what is loaded."),
+    ranks: int = typer.Option(2, help="Gloo ranks that load, with one thread each.", min=2),
+    rounds: int = typer.Option(3, help="Rounds in which every arm takes a turn.", min=1),
+    folder: str = typer.Option(
+        None, callback=check_scratch, help="The disk to write to.  [default: where temporary files go]"
+    ),
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """Time how a Hugging Face folder gets into sharded ranks.
+
+    A Llama of random weights, loaded by fresh processes into full sharding: ours, Accelerate's way (where it is
+    installed), and from_pretrained on every rank with torch's fully_shard; time, and the most memory that a rank needs.
+
+    Examples:
+
+      paceline bench load
+
+      paceline bench load --mib 64 --dtype bfloat16 --rounds 2 --json
+    """
+    from paceline.bench.load import FAIRNESS, LoadWorkload, bench_load
+
+    (chosen,) = chosen_of("--dtype", dtype, ["float32", "bfloat16"])
+    work = LoadWorkload(mib=mib, dtype=chosen, ranks=ranks, rounds=rounds, folder=folder)
+    settings = {"device": "cpu", "fairness": FAIRNESS, **asdict(work)}
+    del settings["folder"]
+    show_record("load", settings, [bench_load(work, tell)], output, as_json=as_json)
+
+
+@app.command()
 def ledger(
     blocks: int = typer.Option(60, help="Blocks of ten steps that each arm takes, in turns.", min=1),
     output: Output = None,

@@ -64,6 +64,11 @@ _TABLES: dict[str, tuple[str, ...]] = {
         *("stall: {stall_ms:,.1f} ms", "of at once: {stall_of_at_once:.3f}", "goal: {goal_stall:?g}"),
         "memory: {memory_of_shard:.2f}",
     ),
+    "load": (
+        *("<arm: {arm}", "<ranks: {ranks}", "time: {median_s:.2f} s", *_RATIO, "goal: {goal:g}"),
+        *("a rank's memory: {memory_bytes:B}", "ratio: {memory_ratio:.3f}", "goal: {goal_memory:g}"),
+        *("private: {private_bytes:B}", "ratio: {private_ratio:.3f}", "<of: {peer}", "<not run: {error}"),
+    ),
     "ledger": (
         *("<what: {what}", "without: {without_s:U}", "with: {with_s:U}", "ratio: {ratio:.4f}"),
         "middle half: {ratio_low:.4f}-{ratio_high:.4f}",

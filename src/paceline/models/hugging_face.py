@@ -55,7 +55,8 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
         raise ConfigError(problems)
     settings.use_cache = False  # keys and values of tokens before: of use where text is written, and memory here
     try:
-        with parameters_on_meta() if is_unfilled else contextlib.nullcontext():
+        # The mark tells the library to draw nothing for a parameter; without values that would still take a while.
+        with parameters_on_meta(_is_hf_initialized=True) if is_unfilled else contextlib.nullcontext():
             model: nn.Module = kind(settings)
     except (ImportError, ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise UsageError(

@@ -18,13 +18,17 @@ _MARK = "_paceline_unfilled"
 
 
 @contextlib.contextmanager
-def parameters_on_meta() -> Iterator[None]:
-    """Lets modules that are built inside keep their parameters on the meta device; one thread builds at a time."""
+def parameters_on_meta(**marks: Any) -> Iterator[None]:
+    """Lets modules that are built inside keep their parameters on the meta device; one thread builds at a time.
+
+    ``marks`` become attributes of these parameters.
+    """
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and not param.is_meta:
             param = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+            vars(param).update(marks)
         register(module, name, param)
 
     nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]

@@ -120,17 +120,29 @@ class FlatGroup:
         """
         self._is_in_place = in_place
         mine = self.full.detach()[self.start : self.stop]
+        has_values = not self.is_unfilled
+        if not has_values:
+            mine = torch.empty_like(mine) if self.has_copy and not self.is_on_host else mine
+            self._zero_gaps(mine)
         if self.is_on_host:
             self.master = host_empty(mine.numel(), self.dtype, self.comm.device).copy_(mine)
             if self.param_dtype != self.dtype:
                 self._staged = host_empty(mine.numel(), self.param_dtype, self.comm.device)
         else:
-            self.master = mine.clone() if self.has_copy else mine
+            self.master = mine.clone() if self.has_copy and has_values else mine
         self.pieces = [self._piece(place) for place in range(len(self.names))]
         if self.param_dtype != self.dtype:
             self.full = self.full.to(self.param_dtype)
             for parameter, slot in zip(self.parameters, self.layout.slots, strict=True):
                 parameter.data = slot.view(self.full)
+
+    def _zero_gaps(self, mine: torch.Tensor) -> None:
+        """Sets what lies between the parameters of a slice to zero: whoever fills these has no values for it."""
+        end = 0
+        for begin, stop in (self.span(place) for place in range(len(self.names))):
+            mine[end:begin].zero_()
+            end = stop
+        mine[end:].zero_()
 
     def span(self, place: int) -> tuple[int, int]:
         """Returns where in the slice the piece of the n-th parameter lies."""

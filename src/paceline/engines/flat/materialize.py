@@ -140,9 +140,7 @@ def build_units(
     def cut(unit: Unit) -> None:
         """Ends a unit: rank 0's values for all, of which each rank keeps its slice."""
         for group in unit.groups:
-            if group.is_unfilled:
-                group.full.data[group.start : group.stop].zero_()
-            elif comm.size > 1:
+            if comm.size > 1 and not group.is_unfilled:
                 comm.broadcast(group.full.data).wait()
         unit.keep_slices(places)
 
