@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from kept_records import Kept
 from torch import nn
 
 from paceline.comm.base import Communicator
@@ -31,22 +32,6 @@ GPT: dict[str, Any] = {
     "train": {"steps": 4, "global_batch": 8, "dtype": "float64"},
     "monitor": {"histograms": 2},
 }
-
-
-class Kept:
-    """A sink that keeps its records."""
-
-    def __init__(self) -> None:
-        self.records: list[Record] = []
-
-    def write(self, *records: Record) -> None:
-        self.records += records
-
-    def flush(self) -> None:
-        """Keeps nothing back."""
-
-    def close(self) -> None:
-        """Has nothing open."""
 
 
 def train(comm: Communicator, values: dict[str, Any]) -> tuple[list[Record], dict[str, torch.Tensor]]:
