@@ -154,6 +154,39 @@ def test_a_model_computes_its_own_loss_from_gathered_logits() -> None:
         torch.testing.assert_close(loss, expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("name", ["llama, tied, biases", "gpt2"])
+def test_a_model_computes_its_own_loss_from_split_logits(name: str) -> None:
+    tokens, _ = batch(0)
+    labels = tokens.clone()
+    labels[0, :3] = -100
+
+    def losses(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        mean = model(input_ids=tokens, labels=labels)
+        total = model(input_ids=tokens, labels=labels, num_items_in_batch=torch.tensor(7))
+        return mean.loss, total.loss, mean.logits
+
+    plain = make(name)
+    mean, total, logits = losses(plain)
+    exact = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())  # the library's is in fp32
+    torch.testing.assert_close(exact.float(), mean)
+    exact.backward()
+    expected = {key: parameter.grad for key, parameter in plain.named_parameters()}
+
+    def work(comm: VirtualCommunicator) -> None:
+        model = make(name)
+        layout = apply_tensor_parallel(model, comm)
+        found, summed, split = losses(model)
+        found.backward()
+        assert isinstance(split, SplitLogits)
+        torch.testing.assert_close(found, exact, rtol=0, atol=TOLERANCE)
+        torch.testing.assert_close(summed.float(), total)
+        for key, parameter in model.named_parameters():
+            whole = layout.full(key, parameter.grad, comm)
+            torch.testing.assert_close(whole, expected[key], rtol=0, atol=TOLERANCE)
+
+    run_virtual(work, 2)
+
+
 def test_the_ready_plans_are_found() -> None:
     assert plan_for(make("qwen3")) is LLAMA_PLAN
     assert plan_for(make("gpt2")) is GPT2_PLAN

@@ -28,6 +28,7 @@ from paceline.engines.tensor.layers import (
     VocabularyHead,
 )
 from paceline.engines.tensor.layout import Split, TensorLayout
+from paceline.engines.tensor.loss import causal_loss
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
 
@@ -191,7 +192,8 @@ def apply_tensor_parallel(
     """Splits a model over the ranks of ``comm``, in place; returns where the parts of its tensors belong.
 
     ``sequence`` splits what lies between the split layers too, along the sequence. The output layer returns
-    ``SplitLogits``, or with ``gathers_logits`` whole ones. Without a plan, the ready one that fits is taken.
+    ``SplitLogits``, or with ``gathers_logits`` whole ones; causal models of Hugging Face compute their loss from
+    ``labels=`` in either case. Without a plan, the ready one that fits is taken.
 
     Raises UsageError with all that does not fit: names, heads that do not divide, layers that cannot be split.
     """
@@ -212,6 +214,8 @@ def apply_tensor_parallel(
         is_end = change.rule.role in ("embedding", "head")
         _convert(change, ends if is_end else region, gathers_logits=gathers_logits)
     _place_hooks(model, plan, region)
+    if not gathers_logits and any(change.rule.role == "head" for change in changes):
+        _replace_loss(model)
     splits = {name: cut.get(id(tensor), Split(shape=whole[name])) for name, tensor in _tensors(model)}
     return TensorLayout(splits=splits)
 
@@ -383,6 +387,12 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> No
             module.register_forward_pre_hook(functools.partial(_before, region.take), with_kwargs=True)
         for _, module, _ in plan.fitting(model, "end"):
             module.register_forward_hook(lambda _module, _args, output: region.join(output))
+
+
+def _replace_loss(model: Any) -> None:
+    """Lets a causal model of Hugging Face compute its loss from ``labels=`` without whole logits."""
+    if getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
+        model.loss_function = causal_loss
 
 
 def _enter(region: TensorRegion, layers: tuple[SplitLayer, ...], x: Tensor) -> Tensor:

@@ -86,6 +86,27 @@ class SplitLogits:
         )
 
 
+def causal_loss(
+    logits: SplitLogits,
+    labels: Tensor | None,
+    vocab_size: int | None = None,  # those of the logits; as the library calls it
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **_others: Any,
+) -> Tensor:
+    """Returns the loss that causal models of Hugging Face compute from ``labels=``, of split logits.
+
+    Each token predicts the next one. The mean over labels that are not ignored, or the sum over ``num_items_in_batch``.
+    """
+    del vocab_size
+    if shift_labels is None:
+        shift_labels = torch.nn.functional.pad(cast("Tensor", labels), (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.to(logits.local.device)
+    count = (targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch
+    return logits.cross_entropy(targets, ignore_index) / count
+
+
 class _SplitCrossEntropy(torch.autograd.Function):
     """The summed cross entropy of rows of split logits."""
 
