@@ -60,6 +60,7 @@ class SplitRule:
     role: Role
     heads: str | None = None  # split between heads: the attribute of the module above that says how wide one is
     groups: int = 1  # matrices that lie side by side in the weight, each of them split
+    head_parts: int = 1  # matrices of which each head has its rows side by side, so that heads are that much wider
     resized: tuple[str, ...] = ()  # attributes that count what is split: a rank's are its share
     is_optional: bool = False
 
@@ -167,7 +168,23 @@ GPT2_PLAN = TensorPlan(
     ),
 )
 
-READY_PLANS = (GPT_PLAN, LLAMA_PLAN, GPT2_PLAN)
+GPT_NEOX_PLAN = TensorPlan(
+    name="GPT-NeoX",
+    rules=(
+        SplitRule(pattern="attention.query_key_value", role="column", heads="head_size", head_parts=3),
+        *_rules(
+            "layers.*.",
+            input="attention mlp",
+            column="mlp.dense_h_to_4h",
+            row="attention.dense mlp.dense_4h_to_h",
+            between="input_layernorm post_attention_layernorm",
+        ),
+        *_rules(embedding="embed_in", head="lm_head? embed_out?", between="final_layer_norm"),
+        *_rules(begin="layers.0", end="final_layer_norm"),
+    ),
+)
+
+READY_PLANS = (GPT_PLAN, LLAMA_PLAN, GPT2_PLAN, GPT_NEOX_PLAN)
 
 
 _KINDS: dict[Role, type[nn.Module]] = {
@@ -308,7 +325,7 @@ def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
         return
     extent = split.shape[split.dim] // split.groups
     if change.rule.heads is not None:
-        width = getattr(change.above, change.rule.heads)
+        width = getattr(change.above, change.rule.heads) * change.rule.head_parts
         heads = extent // width
         if heads % size:
             good = [n for n in range(size, 0, -1) if heads % n == 0]
