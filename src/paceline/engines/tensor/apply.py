@@ -31,6 +31,7 @@ from paceline.engines.tensor.layout import Split, TensorLayout
 from paceline.engines.tensor.loss import causal_loss
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
+from paceline.models.lora import A, Adapted, B
 
 # Which layers of a model are split, and how: a plan of name patterns, as data.
 #
@@ -264,7 +265,9 @@ def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
         if parameter is None:
             continue
         dim: int | None = None
-        if rule.role in ("column", "embedding", "head"):
+        if name in (A, B):  # an adapter's: (rank, inputs) and (outputs, rank)
+            dim = {("column", B): 0, ("row", A): 1}.get((rule.role, name))
+        elif rule.role in ("column", "embedding", "head"):
             dim = parameter.ndim - 1 if transposed else 0
         elif rule.role == "row" and parameter.ndim == 2:
             dim = 0 if transposed else 1
@@ -338,7 +341,7 @@ def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward)
+    is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward, Adapted.forward)
     return _is_transposed(module) or (isinstance(module, nn.Linear) and is_plain)
 
 
