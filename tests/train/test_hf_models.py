@@ -194,11 +194,13 @@ LORA = {"rank": 2, "alpha": 6.0, "targets": ["q_proj", "down_proj", "c_attn"]}
 
 
 @pytest.mark.some(2)
-@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1"])
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero1", "tensor"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
 def test_adapters_alone_are_trained(folder: Folder, kind: str, strategy: str) -> None:
     targets = LORA["targets"][:2] if kind == "llama" else LORA["targets"][2:]
-    config = config_of(folder(kind), strategy, lora={**LORA, "targets": targets})
+    split = {"tensor": 2, "sequence_parallel": kind == "llama"} if strategy == "tensor" else {}
+    sharded = "ddp" if split else strategy
+    config = config_of(folder(kind), sharded, parallel=split, lora={**LORA, "targets": targets})
     seeded = {}
 
     def adapt(model: nn.Module) -> None:

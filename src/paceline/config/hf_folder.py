@@ -16,7 +16,7 @@ WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 
 def check_hf_folder(config: Config) -> Iterator[Problem]:
     """Checks the folder of a Hugging Face model, and what its adapters and degrees exclude."""
-    model, parallel = config.model, config.parallel
+    model = config.model
     if not isinstance(model, HFModelConfig):
         return
     folder = Path(model.path)
@@ -54,10 +54,4 @@ def check_hf_folder(config: Config) -> Iterator[Problem]:
             what="keys of model.lora with model.lora.rank = 0",
             rule="without a rank there are no adapters",
             fix="set model.lora.rank = 8, or leave model.lora out",
-        )
-    if model.lora.rank and parallel.tensor > 1:
-        yield Problem(
-            what=f"model.lora.rank = {model.lora.rank} with parallel.tensor = {parallel.tensor}",
-            rule="adapters are beside whole linear layers",
-            fix="set parallel.tensor = 1, and parallel.strategy = fsdp for more room",
         )

@@ -27,7 +27,7 @@ from paceline.errors import UsageError
 A, B = "lora_a", "lora_b"
 
 
-class _Adapted(nn.Module):
+class Adapted(nn.Module):
     """Mixed into the class of a layer."""
 
     lora_a: nn.Parameter
@@ -37,9 +37,12 @@ class _Adapted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns what the layer does, and what its adapter adds."""
-        thin = F.linear(F.dropout(x, self.lora_dropout, self.training), self.lora_a)
         found: Tensor = super().forward(x)
-        return found + self.lora_scale * F.linear(thin, self.lora_b)
+        return found + self.added(x, self.lora_a, self.lora_b)
+
+    def added(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Returns what the adapter adds, with these matrices."""
+        return self.lora_scale * F.linear(F.linear(F.dropout(x, self.lora_dropout, self.training), a), b)
 
 
 def add_lora(
@@ -89,7 +92,7 @@ def adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
     return {
         name: {"scale": module.lora_scale, "is_transposed": not isinstance(module, nn.Linear)}
         for name, module in model.named_modules()
-        if isinstance(module, _Adapted)
+        if isinstance(module, Adapted)
     }
 
 
@@ -106,7 +109,7 @@ def _fits(name: str, pattern: str) -> bool:
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
     """Returns inputs and outputs of a linear layer; None of anything else."""
     weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2 or isinstance(module, _Adapted):
+    if weight is None or weight.ndim != 2 or isinstance(module, Adapted):
         return None
     if isinstance(module, nn.Linear):
         return weight.shape[1], weight.shape[0]
@@ -131,4 +134,4 @@ def _adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
 @functools.cache
 def _mixed(own: Any) -> Any:
     """Makes the class that is both; always the same, as compiled code looks at it."""
-    return type(f"Adapted{own.__name__}", (_Adapted, own), {})
+    return type(f"Adapted{own.__name__}", (Adapted, own), {})

@@ -31,6 +31,7 @@ from paceline.engines.tensor.layout import Split, TensorLayout
 from paceline.engines.tensor.loss import causal_loss
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
+from paceline.models.lora import A, Adapted, B
 
 # Which layers of a model are split, and how: a plan of name patterns, as data.
 #
@@ -60,6 +61,7 @@ class SplitRule:
     role: Role
     heads: str | None = None  # split between heads: the attribute of the module above that says how wide one is
     groups: int = 1  # matrices that lie side by side in the weight, each of them split
+    head_parts: int = 1  # matrices of which each head has its rows side by side, so that heads are that much wider
     resized: tuple[str, ...] = ()  # attributes that count what is split: a rank's are its share
     is_optional: bool = False
 
@@ -167,7 +169,23 @@ GPT2_PLAN = TensorPlan(
     ),
 )
 
-READY_PLANS = (GPT_PLAN, LLAMA_PLAN, GPT2_PLAN)
+GPT_NEOX_PLAN = TensorPlan(
+    name="GPT-NeoX",
+    rules=(
+        SplitRule(pattern="attention.query_key_value", role="column", heads="head_size", head_parts=3),
+        *_rules(
+            "layers.*.",
+            input="attention mlp",
+            column="mlp.dense_h_to_4h",
+            row="attention.dense mlp.dense_4h_to_h",
+            between="input_layernorm post_attention_layernorm",
+        ),
+        *_rules(embedding="embed_in", head="lm_head? embed_out?", between="final_layer_norm"),
+        *_rules(begin="layers.0", end="final_layer_norm"),
+    ),
+)
+
+READY_PLANS = (GPT_PLAN, LLAMA_PLAN, GPT2_PLAN, GPT_NEOX_PLAN)
 
 
 _KINDS: dict[Role, type[nn.Module]] = {
@@ -247,7 +265,9 @@ def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
         if parameter is None:
             continue
         dim: int | None = None
-        if rule.role in ("column", "embedding", "head"):
+        if name in (A, B):  # an adapter's: (rank, inputs) and (outputs, rank)
+            dim = {("column", B): 0, ("row", A): 1}.get((rule.role, name))
+        elif rule.role in ("column", "embedding", "head"):
             dim = parameter.ndim - 1 if transposed else 0
         elif rule.role == "row" and parameter.ndim == 2:
             dim = 0 if transposed else 1
@@ -308,7 +328,7 @@ def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
         return
     extent = split.shape[split.dim] // split.groups
     if change.rule.heads is not None:
-        width = getattr(change.above, change.rule.heads)
+        width = getattr(change.above, change.rule.heads) * change.rule.head_parts
         heads = extent // width
         if heads % size:
             good = [n for n in range(size, 0, -1) if heads % n == 0]
@@ -321,7 +341,7 @@ def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward)
+    is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward, Adapted.forward)
     return _is_transposed(module) or (isinstance(module, nn.Linear) and is_plain)
 
 

@@ -47,6 +47,7 @@ from paceline.engines.nodes import late_linear, moved, same, weight_gradient
 from paceline.engines.tensor.layout import Split, split_range
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
+from paceline.models.lora import A, Adapted
 
 # A linear layer whose weight gradient is computed by a node of its own, recorded before the product's.
 #
@@ -282,6 +283,15 @@ class SplitLayer(nn.Module):
         return weight.t() if self.is_transposed else weight
 
     def _product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        y = self._plain_product(x, bias)
+        if not isinstance(self, Adapted):
+            return y
+        # One matrix of the adapter is split as the weight is; the other is whole, and its gradients are of parts.
+        is_first_split = A in self.splits
+        (shared,) = self.region.share(self.lora_b if is_first_split else self.lora_a)
+        return y + (self.added(x, self.lora_a, shared) if is_first_split else self.added(x, shared, self.lora_b))
+
+    def _plain_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self.float8_by_row is not None:
             return float8_linear(x, self.matrix, bias, by_row=self.float8_by_row)
         late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
