@@ -14,6 +14,7 @@ import pytest
 from made_records import write_records
 
 from paceline.checkpoint.manifest import Manifest, manifest_text
+from paceline.checkpoint.tensors import encode
 from paceline.checkpoint.tools.listing import list_folder
 from paceline.cli.train import _next_steps, show_result
 from paceline.config import Config, load_config
@@ -76,7 +77,7 @@ def saved(folder: Path, step: int, best: int | None = None) -> Path:
     """Leaves an empty checkpoint in a folder."""
     path = folder / f"step-{step:08d}"
     path.mkdir(parents=True)
-    values = {} if best is None else {"best": {"metric": "eval_loss", "value": 1.0, "step": best}}
+    values = {} if best is None else {"best": encode({"metric": "eval_loss", "value": 1.0, "step": best}, "best")}
     whole = Manifest(step=step, position=0, world=0, tensors={}, files={}, values=values)
     (path / "manifest.json").write_text(manifest_text(whole))
     return path

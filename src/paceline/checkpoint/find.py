@@ -19,7 +19,7 @@ from paceline.bounded_yaml import load_yaml
 from paceline.checkpoint.coverage import check_coverage, piece_problems
 from paceline.checkpoint.manifest import MANIFEST, Line, Manifest, Spot, damaged, head_line, newest_line, parse_manifest
 from paceline.checkpoint.storage import FileStore, cannot_read, file_in, nothing_there, storage_of
-from paceline.checkpoint.values import check_values
+from paceline.checkpoint.values import check_values, decode_with
 from paceline.errors import CheckpointError
 from paceline.untrusted import MOST_JSON_BYTES, is_count, parse_json_object, read_regular
 
@@ -223,7 +223,7 @@ def find_best(run_folder: Path, depth: Depth = "full") -> Path:
     Raises CheckpointError if nothing was evaluated, if the best one was not kept, or if it is damaged.
     """
     newest = find_checkpoint("auto", run_folder, "fast")
-    best = read_manifest(newest).values.get("best")
+    best = decode_with(read_manifest(newest).values.get("best"), lambda raw, dtype, shape: (len(raw), dtype, shape))
     if not isinstance(best, dict) or not is_count(best.get("step")):
         raise CheckpointError(
             f"{newest.parent} has no best checkpoint\n  the best is told by evaluations on the way\n"

@@ -109,10 +109,14 @@ def show_result(result: RunResult, *, as_json: bool) -> None:
 
 
 def _nothing_left(result: RunResult) -> str:
-    return (
+    patience = result.config.train.early_stop.patience
+    note = (
         f"nothing left to do: the checkpoint is of step {result.last_step}, and the run ends there\n"
         f"  to go on, make it longer: {_longer(result.config)} --resume ..."
     )
+    if patience is None:
+        return note
+    return f"{note}\n  where early stopping ended it: train.early_stop.patience={2 * patience} --resume ..."
 
 
 def _next_steps(folder: Path, config: Config) -> list[str]:

@@ -132,7 +132,8 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
 def check_metric_names(config: Config) -> Iterator[Problem]:
     """Checks that the metrics by which runs stop and checkpoints are best are evaluated."""
     own = [f"eval_{name}" for name in config.train.metrics]
-    known = ["eval_loss", "eval_accuracy", "eval_perplexity", *own]
+    has_tokens = config.model.kind not in ("mlp", "resnet") and config.train.loss == "auto"
+    known = ["eval_loss", "eval_accuracy", *(["eval_perplexity"] if has_tokens else []), *own]
     asked = {
         "train.early_stop.metric": config.train.early_stop.metric,
         "checkpoint.best_metric": config.checkpoint.best_metric,

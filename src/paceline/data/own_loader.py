@@ -49,7 +49,8 @@ class OwnLoader:
         if 0 < short < ranks.size:
             warnings.warn(
                 f"the last batch of an epoch has {short} of {self.order.global_batch} samples, for {ranks.size} ranks: "
-                "ranks without one get None; call engine.sit_out() for it, or give drop_last=True",
+                "ranks without one get None, for which they call engine.loss_scale(0) and engine.sit_out() "
+                "(docs/convert.md); or give drop_last=True",
                 stacklevel=3,
             )
 

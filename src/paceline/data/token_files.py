@@ -136,13 +136,14 @@ def open_tokens(
         tokens = _joined(files, max(vocab_size or 0, manifest.vocab_size), path)
         tokenizer = open_tokenizer(folder) if has_tokenizer(folder) else None
         return OpenedTokens(tokens=tokens, end_token=manifest.end_token, tokenizer=tokenizer)
+    found = _find(path)
     if vocab_size is None:
         raise DataError(
             f"data.vocab_size is not set, and data.path = {path!r} has no {MANIFEST}\n"
             "  raw tokens do not say how many there may be\n"
             "  set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
         )
-    return OpenedTokens(tokens=_joined([open_file(each, dtype) for each in _find(path)], vocab_size, path))
+    return OpenedTokens(tokens=_joined([open_file(each, dtype) for each in found], vocab_size, path))
 
 
 def open_file(path: Path, dtype: Literal["uint16", "uint32"] | None = None) -> TokenFile:

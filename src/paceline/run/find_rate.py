@@ -57,7 +57,7 @@ def find_rate(
     early = asked.train.early_stop.model_copy(update={"patience": None})
     changed = changed.with_values("train", early_stop=early)
     changed = changed.with_values("checkpoint", every_steps=None, every_epochs=None, every_minutes=None, at_end=False)
-    changed = changed.with_values("checkpoint", keep_best=0, folder=None)
+    changed = changed.with_values("checkpoint", keep_best=0, best_metric="eval_loss", best_mode=None, folder=None)
     changed = changed.with_values("recovery", max_restarts=0, on_nan="skip", on_spike="ignore")
     try:
         train(changed, options=replace(options or RunOptions(), force=result_folder.exists(), resume=None))

@@ -123,6 +123,9 @@ def _refuse_tokens(checkpoint: Checkpoint) -> Tokenizer:
 def _config(checkpoint: Checkpoint, folder: Path) -> Config:
     """Returns the config of the run; a Hugging Face model is built from what the checkpoint keeps of its folder."""
     values: dict[str, Any] = dict(checkpoint.manifest.about.get("config") or {})
+    kind = checkpoint.manifest.setting("model", "kind")
+    if kind in ("mlp", "resnet"):
+        raise UsageError(f"{checkpoint.path}: model.kind = {kind} is no language model\n  only these write text")
     if not isinstance(values.get("model"), dict):
         raise UsageError(
             f"{checkpoint.path} does not say which model it is of\n  checkpoints of paceline train do\n"
