@@ -96,3 +96,10 @@ def test_bad_rows_are_told_with_their_line_or_left_out(tmp_path: Path) -> None:
         inputs, targets = fetch_batch(splits.train, np.arange(4))
     assert inputs.tolist() == [[1, 2], [0, 0], [0, 0], [5, 6]]
     assert torch.equal(targets, torch.tensor([0, -100, -100, 1]))
+
+
+def test_a_class_beyond_the_last_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"x": [1, 2], "y": 0}\n{"x": [3, 4], "y": 9}\n')
+    with pytest.raises(DataError, match=r"rows.jsonl: line 2 cannot be used: 'y' is 9, and there are 3 classes"):
+        fetch_batch(build(path, "jsonl", inputs="x", targets="y", classes=3).train, np.arange(2))

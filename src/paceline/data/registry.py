@@ -211,6 +211,10 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int) -> Da
     length = _context(config.context, context) if config.targets is None else None
     columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
 
+    known = config.classes
+    if config.targets is not None:
+        known = known or class_count(Path(config.path).expanduser(), config.targets)
+
     def open_rows(path: str) -> RowDataset:
         place = Path(path).expanduser()
         rows = JsonLines(place) if config.kind == "jsonl" else ArrowRows(place, config.kind, columns)
@@ -223,13 +227,12 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int) -> Da
             tokenizer=tokenizer,
             context=length,
             on_bad=config.on_bad,
+            classes=known,
         )
 
     train = open_rows(config.path)
-    known = config.classes
     if config.targets is not None:
         first = train[0][0]
-        known = known or class_count(Path(config.path).expanduser(), config.targets)
         features = len(first) if first.ndim == 1 else None
         shape = DataShape(kind="classes" if known else "custom", features=features, classes=known)
     else:

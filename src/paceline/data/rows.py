@@ -53,8 +53,9 @@ class RowDataset(EpochDataset):
         tokenizer: Tokenizer | None = None,
         context: int | None = None,
         on_bad: OnBad = "stop",
+        classes: int | None = None,
     ) -> None:
-        self.rows, self.inputs, self.targets = rows, inputs, targets
+        self.rows, self.inputs, self.targets, self.classes = rows, inputs, targets, classes
         self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
 
     def __len__(self) -> int:
@@ -85,7 +86,10 @@ class RowDataset(EpochDataset):
                     raise ValueError(f"it has no {name!r}, of {', '.join(map(repr, row))}")
             if self.targets is None:
                 return self._text(row[self.inputs])
-            return _tensor(row[self.inputs], self.inputs), _tensor(row[self.targets], self.targets)
+            target = _tensor(row[self.targets], self.targets)
+            if self.classes is not None and target.numel() == 1 and not 0 <= target.item() < self.classes:
+                raise ValueError(f"{self.targets!r} is {target.item()}, and there are {self.classes} classes, from 0")
+            return _tensor(row[self.inputs], self.inputs), target
         except (ValueError, DataError) as error:
             what = f"{self.rows.place(index)} cannot be used: {str(error).partition(chr(10))[0]}"
             if self.on_bad == "stop":
