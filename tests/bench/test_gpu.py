@@ -42,6 +42,7 @@ def test_plain_loops_and_the_engine_train_the_same_gpt(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("eager")
+@pytest.mark.exhaustive
 def test_plain_loops_and_the_engine_train_the_same_images(tmp_path: Path) -> None:
     ours = losses_of(IMAGES, "paceline engine", tmp_path)
     assert ours[0] != ours[-1]

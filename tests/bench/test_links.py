@@ -211,6 +211,7 @@ def left_of(stem: str) -> list[str]:
 
 
 @pytest.mark.usefixtures("root")
+@pytest.mark.exhaustive
 def test_the_links_carry_the_bytes_of_theory_and_no_host_is_left() -> None:
     where = Placement(ranks=2, hosts=2)
     schedule = Schedule(sizes={GIGABIT: (64 * KIB,)}, rounds=1, parts=("all_reduce",))

@@ -57,6 +57,7 @@ def test_what_the_page_says_of_the_claims(script: ModuleType) -> None:
     assert 6 * 6e9 * 45000 / 8 > 200e12
 
 
+@pytest.mark.exhaustive
 def test_a_slow_network_costs_most_at_the_first_step_out_of_a_node(script: ModuleType) -> None:
     slow = script.load_cluster("32x dgx-1 over ethernet-25g")
     found = [point.efficiency for point in script.convolutional(slow, "fp16", [8, 16, 256])]

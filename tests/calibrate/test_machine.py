@@ -56,6 +56,7 @@ def measure(comm: Communicator) -> RankFigures:
     return measure_rank(comm, WANTED)
 
 
+@pytest.mark.exhaustive
 def test_ranks_measure_their_links_together(gloo_pool: GlooPool) -> None:
     found = combine_ranks(gloo_pool.run(measure, ranks=2), WANTED, threads=1)
     assert (found.ranks, found.threads, found.device) == (2, 1, "cpu")

@@ -85,6 +85,7 @@ def test_scaling_tables(call: Call) -> None:
 
 
 @pytest.mark.some(1)
+@pytest.mark.exhaustive
 def test_scaling_is_drawn_as_predicted(call: Call, tmp_path: Path) -> None:
     words = ("plan", CONFIG, "train.global_batch=16", "--cluster", "dgx-h100", "--gpus", "1,8")
     shown = call(*words, "--png", str(tmp_path / "scaling.png"))

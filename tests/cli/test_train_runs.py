@@ -110,6 +110,7 @@ def test_under_torchrun_the_first_rank_predicts_a_run_on_one_host(
         assert isinstance(_predict(config, claimed, (0, 1)), BackgroundPrediction) == is_predicted
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_it_is_one_rank_of_many(project: Path, ends: Ends) -> None:
     torchrun = [
         sys.executable,

@@ -423,6 +423,7 @@ def train_gather_load(comm: Communicator) -> dict[str, Any]:
     return state
 
 
+@pytest.mark.exhaustive
 def test_the_same_on_gloo_ranks(gloo_pool: GlooPool) -> None:
     whole = Whole(OPTIMIZERS["adamw_fused"])
     whole.train(range(2))

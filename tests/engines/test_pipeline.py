@@ -123,6 +123,7 @@ def test_stages_share_the_batch_by_any_strategy(strategy: str, schedule: str) ->
     check(settings_of(4, 3, strategy, pipeline=2, schedule=schedule))
 
 
+@pytest.mark.exhaustive
 def test_hybrid_sharding_inside_a_pipeline() -> None:
     check(settings_of(8, 2, "hybrid", pipeline=2))
 

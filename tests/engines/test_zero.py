@@ -1078,6 +1078,7 @@ def test_norms_with_statistics_stay_as_they_were_built() -> None:
 @pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
 @STAGES
+@pytest.mark.exhaustive
 def test_compiled_blocks_keep_the_numbers_and_the_overlap(monkeypatch: pytest.MonkeyPatch, stage: int) -> None:
     """Traced and differentiated block by block (without code generation, which needs a compiler on the machine)."""
     compile_function = torch.compile

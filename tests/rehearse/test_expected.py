@@ -96,6 +96,7 @@ def test_a_process_that_fails_says_so_and_is_gone() -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="keeps no process to a core")
+@pytest.mark.exhaustive
 def test_a_dry_run_keeps_to_the_cores_of_the_run() -> None:
     allowed = sorted(os.sched_getaffinity(0))
     cases = {(): [allowed[-1]], tuple(allowed): allowed, (allowed[0],): [allowed[0]]}

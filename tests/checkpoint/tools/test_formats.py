@@ -173,6 +173,7 @@ def test_hugging_faces_folder_names_its_architecture(
 
 
 @pytest.mark.parametrize("model", [LLAMA, CLASSIC], ids=["llama", "classic"])
+@pytest.mark.exhaustive
 def test_hugging_faces_model_computes_the_same(saved: Save, tmp_path: Path, model: dict[str, object]) -> None:
     import transformers  # here: to load it takes seconds, which every worker would pay
 
