@@ -144,7 +144,39 @@ class EndRecord:
     time: float
 
 
-Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRecord:
+    """What the sampler of a host read at one time: its processors, memory, network, disks and GPUs.
+
+    Names are those of OpenTelemetry where it has one (``hw.gpu.utilization``, a share of 1), followed by ``/`` and the
+    index of the device where there are several: ``hw.gpu.utilization/0``. What cannot be read is left out.
+    """
+
+    host: str
+    values: dict[str, float]
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommRecord:
+    """The operations of one kind and group that this rank finished since its record before: a ledger in short.
+
+    ``group`` names the mesh axis (``world``, ``data``, ...) and ``ranks`` its size. ``bytes`` are those of the tensors
+    (``paceline.comm``'s count, not what an algorithm sends), ``seconds`` the time from the start of each operation to its
+    end, added up.
+    """
+
+    step: int
+    kind: str
+    group: str
+    ranks: int
+    calls: int
+    bytes: int
+    seconds: float
+    time: float
+
+
+Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord
 
 
 def to_line(record: Record) -> str:
@@ -294,6 +326,8 @@ _FORMS_BY_NAME = {
         "eval": EvalRecord,
         "event": EventRecord,
         "end": EndRecord,
+        "host": HostRecord,
+        "comm": CommRecord,
     }.items()
 }
 _FORMS_BY_CLASS = {form.record_class: form for form in _FORMS_BY_NAME.values()}

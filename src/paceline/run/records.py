@@ -22,7 +22,16 @@ from paceline import __version__
 from paceline.cluster.peaks import Peaks, find_peaks
 from paceline.config import why_not_sharded
 from paceline.health.straggler import Straggler
-from paceline.records.records import EndRecord, EndStatus, EventRecord, Record, RunRecord, parse_line, to_line
+from paceline.records.records import (
+    EndRecord,
+    EndStatus,
+    EventRecord,
+    HostRecord,
+    Record,
+    RunRecord,
+    parse_line,
+    to_line,
+)
 from paceline.records.sinks import JsonlSink
 from paceline.run.notes import read_progress
 from paceline.run.prediction import machine_entry
@@ -195,4 +204,4 @@ def _open_attempt(path: Path, since: float) -> tuple[RunRecord, int] | None:
     run = next((record for record in found if isinstance(record, RunRecord)), None)
     if run is None or run.time < since or any(isinstance(record, EndRecord) for record in found):
         return None
-    return run, max((record.step for record in found if not isinstance(record, RunRecord)), default=0)
+    return run, max((record.step for record in found if not isinstance(record, RunRecord | HostRecord)), default=0)
