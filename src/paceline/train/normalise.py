@@ -1,6 +1,6 @@
 """Images of bytes, normalised where they are trained on.
 
-A byte is a quarter of what a float is to read, to pin and to copy. On the device, two passes over the images make
+A byte is a quarter of what a float is to read, to pin and to copy. On the device, one pass over the images makes
 (x - mean) / std of them, in the dtype of the run; a policy's cast follows as for any other input. It is
 part of the loss, so that training, evaluation, verification and the dry run give the model the same inputs.
 """
@@ -22,7 +22,7 @@ class Normalise:
     """Makes (x - mean) / std of a batch's images of bytes: uint8 tensors of samples, channels, height and width."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
-        # As x * scale + shift: one pass that reads bytes, and one in place.
+        # As x * scale + shift, which one operator computes in a pass that reads bytes.
         self._scale = [1.0 / each for each in std]
         self._shift = [-middle / each for middle, each in zip(mean, std, strict=True)]
         self._known: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -40,7 +40,7 @@ class Normalise:
                     "  images are (channels, height, width): check their order, and shape.mean and shape.std"
                 )
             scale, shift = self._factors(value.device, dtype)
-            return torch.mul(value, scale).add_(shift)
+            return torch.addcmul(shift, value, scale)
 
         return tree_map(change, batch)
 
