@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.records.records import EndRecord, EventRecord, Record, RunRecord, follow_records
+from paceline.run.signals import start_thread
 from paceline.terminal import echo
 
 
@@ -39,8 +40,8 @@ def live_progress(folder: Path, *, is_shown: bool) -> Iterator[None]:
                 view.write(_with_near_paths(record))
 
     thread = threading.Thread(target=follow, name="progress", daemon=True)
-    thread.start()
     try:
+        start_thread(thread)
         yield
     finally:
         is_over.set()

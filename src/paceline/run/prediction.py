@@ -19,6 +19,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import Config, dump_yaml
 from paceline.errors import UsageError
 from paceline.records.records import RunRecord, follow_records
+from paceline.run.signals import start_thread
 from paceline.search.expect import expect_run, expected_memory, unpriced
 from paceline.search.expectation import FILE, Expectation
 
@@ -99,7 +100,7 @@ class BackgroundPrediction:
             self._start()
             return
         self._search = threading.Thread(target=self._start_when_found, name="microbatch", daemon=True)
-        self._search.start()
+        start_thread(self._search)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._is_over.set()

@@ -33,6 +33,7 @@ from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
 from paceline.errors import CommunicationError
 from paceline.run.nodes import LAST_CALL_S, Nodes
+from paceline.run.signals import start_thread
 
 BACKEND = "paceline"
 _SERVER_S = 60.0  # for the launcher that has the server to start
@@ -94,7 +95,7 @@ class Rendezvous(RendezvousHandler):
     def __enter__(self) -> Rendezvous:
         _explained(self._client.wait_for_server, _SERVER_S)
         if self._thread is not None:
-            self._thread.start()
+            start_thread(self._thread)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -90,6 +90,24 @@ def signals_ignored() -> Iterator[None]:
         yield
 
 
+def start_thread(thread: threading.Thread) -> None:
+    """Starts a thread; a signal that comes meanwhile is handled as soon as the thread runs.
+
+    An exception of a handler inside of ``Thread.start`` would leave half a thread behind, which prints a traceback.
+    """
+    if threading.current_thread() is not threading.main_thread():  # the only one that handles signals
+        thread.start()
+        return
+    came: list[int] = []
+    with _handlers_restored() as before:
+        for number, handler in before.items():
+            if callable(handler):
+                signal.signal(number, lambda number, _: came.append(number))
+        thread.start()
+    for each in came:
+        before[signal.Signals(each)](each, None)
+
+
 @contextlib.contextmanager
 def interrupts_withheld() -> Iterator[None]:
     """Keeps Ctrl-C in a terminal from processes that are started in the block: whoever starts them ends them."""

@@ -35,6 +35,7 @@ from paceline.health.verdict import HangVerdict, Limits, judge
 from paceline.run.notes import noted_processes, read_failures, replace_file, write_failure
 from paceline.run.process_state import look_at_process
 from paceline.run.records import note_straggler
+from paceline.run.signals import start_thread
 from paceline.run.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
 
 if TYPE_CHECKING:
@@ -316,8 +317,8 @@ def polling(
                 return
 
     thread = threading.Thread(target=follow, name=name, daemon=True)
-    thread.start()
     try:
+        start_thread(thread)
         yield
     finally:
         is_left.set()
