@@ -115,6 +115,16 @@ def check_pairing(folder: Path, strategy: str, fault: str, backend: str) -> None
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_update_that_is_left_out_near_the_end_fails_the_rank_that_ends_last(tmp_path: Path, strategy: str) -> None:
+    left = run_loop(tmp_path, strategy, "late update")
+    sentence = str(verdict_of(tmp_path, left)["sentence"])
+    assert sentence.startswith("rank 1 left out an update")
+    assert sentence.count(str(PROGRAM)) == 2
+    assert any(left.codes)
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("backend", ["shared_memory", "gloo"])
 @pytest.mark.parametrize("strategy", ["zero2", "fsdp"])
 @pytest.mark.parametrize("fault", ["leave", "validate", "save"])

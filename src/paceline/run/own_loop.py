@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.comm import torch_dist
 from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.ledger.file import NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
+from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
 from paceline.comm.objects import broadcast_object, gather_objects
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0
+_SELDOM_S = 0.25  # updates are compared at least so often, and every sixteenth or so of faster loops
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 _MISMATCHES = Limits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
 _WAITED = ("did not come within", "is gone")
@@ -156,20 +157,37 @@ class OwnLoop:
         ]
         self._hook_before = sys.excepthook
         sys.excepthook = self._explain
-        atexit.register(self.close)
+        atexit.register(self._leave)
 
     def close(self) -> None:
-        """Notes that the rank leaves as it should, and stops to follow it. Safe to call twice."""
+        """Notes that the rank leaves as it should, and stops to follow it. Safe to call twice.
+
+        Raises CollectiveMismatchError where it has ended in another step than a rank that ended before.
+        """
         if not self._is_open or os.getpid() != self._pid:
             return
         self._is_open = False
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave)
         for hook in self._hooks:
             hook.remove()
         if sys.excepthook == self._explain:
             sys.excepthook = self._hook_before
+        verdict = self._pairing.finish()
         self._ledger.finish()
-        self._clear()
+        try:
+            self._raise(verdict)
+        finally:
+            self._clear()
+
+    def _leave(self) -> None:
+        """Closes at the end of the process; what is raised there would not change its exit code."""
+        try:
+            self.close()
+        except CollectiveMismatchError:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
 
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         del optimizer
@@ -185,10 +203,13 @@ class OwnLoop:
             self._ledger.count_step()
         self._ledger.enter(DATA)
         if self._is_of_engine(optimizer):
-            verdict = self._pairing.note(sys._getframe(1))
-            if verdict is not None:
-                self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
-                raise CollectiveMismatchError(verdict.sentence)
+            self._raise(self._pairing.note(sys._getframe(1)))
+
+    def _raise(self, verdict: HangVerdict | None) -> None:
+        """Tells and raises a verdict on ranks that are not in the same step, if there is one."""
+        if verdict is not None:
+            self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
+            raise CollectiveMismatchError(verdict.sentence)
 
     def _is_of_engine(self, optimizer: torch.optim.Optimizer) -> bool:
         """Says whether an optimizer updates what ranks train together, as far as that is known."""
@@ -233,15 +254,17 @@ class OwnLoop:
 
 
 class StepPairing:
-    """Compares with the other ranks, at every update, whether they are in the same step.
+    """Compares with the other ranks, at updates that all of them note, whether they are in the same step.
 
     With those of this host nothing is sent: what the others have noted is in their ledgers, which this process can
-    read. What another rank has not come to yet is compared at a later update. For other hosts, see ``pair_hosts.py``.
+    read. What another rank has not come to yet is compared at a later update, or at the end of the loop. For other
+    hosts, see ``pair_hosts.py``.
     """
 
     def __init__(self, ledger: Ledger, watch: SelfWatch) -> None:
         self._ledger, self._watch, self._mine = ledger, watch, ledger.reader()
-        self._notes = UpdateNotes()
+        self._notes = UpdateNotes(seldom_s=_SELDOM_S)
+        self._issued = 0  # operations before the last update
         self._pairs: dict[int, PairedRanks] = {}
         self._compared: dict[int, int] = {}  # after how many collectives the last comparison was, by rank
         self._own: deque[Update] = deque(maxlen=NUM_UPDATES)
@@ -258,13 +281,19 @@ class StepPairing:
 
     def note(self, frame: FrameType) -> HangVerdict | None:
         """Notes an update, made by the code at ``frame``; returns a verdict if ranks are not in the same step."""
-        ledger = self._ledger
-        own = self._notes.next(ledger.counts[WORLD_GROUP], ledger.last_place(), frame)
-        ledger.note_update(own)
-        if own.is_fresh:
-            self._own.append(own)
-            if self._history is not None:
-                self._history.add(own)
+        self._issued = self._ledger.cells[ISSUED]
+        return self._compare(frame) if self._notes.count(self._ledger.counts[WORLD_GROUP]) else None
+
+    def finish(self) -> HangVerdict | None:
+        """Notes the last update, if it was not; of two ranks the one that is done later finds a difference."""
+        return None if self._notes.is_noted else self._compare(None)
+
+    def _compare(self, frame: FrameType | None) -> HangVerdict | None:
+        own = self._notes.note(self._ledger.last_place(self._issued), frame)
+        self._ledger.note_update(own)
+        self._own.append(own)
+        if self._history is not None:
+            self._history.add(own)
         found = (self._compare_with(reader) for reader in self._watch.readers())
         return next((verdict for verdict in found if verdict is not None), None)
 
