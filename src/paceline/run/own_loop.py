@@ -33,11 +33,13 @@ from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
+from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.errors import CollectiveMismatchError, CommunicationError
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.run.left_ranks import LeftRanks
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.process_state import look_at_process
 from paceline.run.self_watch import SelfWatch, start_watch
@@ -54,7 +56,9 @@ _STOPPED_S = 60.0
 _SELDOM_S = 0.25  # updates are compared at least so often, and every sixteenth or so of faster loops
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 _MISMATCHES = Limits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
-_WAITED = ("did not come within", "is gone")
+_GONE = "is gone"
+_WAITED = ("did not come within", _GONE)
+_DIES_S, _ASK_S = 0.5, 0.01
 
 
 def connect(
@@ -150,6 +154,10 @@ class OwnLoop:
         self._is_temporary = is_temporary
         self._first: int | None = None  # the optimizer whose updates are counted as steps
         self._pairing = StepPairing(ledger, watch)
+        if watch.channel is not None:
+            watch.left = LeftRanks(
+                channel=watch.channel, host=watch.host, hosts=watch.hosts, has_store=does_first_rank_hold_store()
+            )
         self._is_open = True
         self._hooks = [
             register_optimizer_step_pre_hook(self._begin_update),
@@ -172,11 +180,13 @@ class OwnLoop:
             hook.remove()
         if sys.excepthook == self._explain:
             sys.excepthook = self._hook_before
+        self._watch.end_thread()
         verdict = self._pairing.finish()
         self._ledger.finish()
         try:
             self._raise(verdict)
         finally:
+            self._watch.leave()
             self._clear()
 
     def _leave(self) -> None:
@@ -226,20 +236,29 @@ class OwnLoop:
                 if verdict is not None:
                     self._watch.tell(verdict)
                 self._clear()
-        self._hook_before(kind, error, traceback)
+            self._hook_before(kind, error, traceback)
+            self._watch.leave()
+        else:
+            self._hook_before(kind, error, traceback)
 
     def _judge(self, error: CommunicationError) -> HangVerdict | None:
         """Finds the cause of an error of communication in the ledgers of this host."""
-        now = time.monotonic()
-        views = self._watch.views(now)
         own = self._ledger.reader().rank
-        views = [replace(view, state="running") if view.rank == own else view for view in views]
+        deadline = time.monotonic() + (_DIES_S if _GONE in str(error) else 0.0)
+        while True:
+            now = time.monotonic()
+            views = [replace(each, state="running") if each.rank == own else each for each in self._watch.views(now)]
+            is_dead = any(each.state == "running" and look_at_process(each.pid) is None for each in views)
+            if is_dead or now >= deadline or any(each.state != "running" for each in views):
+                break
+            time.sleep(_ASK_S)  # a process that is killed closes its connections before it is gone
         # A rank that failed or died has said why, or its launcher will.
-        is_told = any(
-            view.state == "failed" or (view.state == "running" and look_at_process(view.pid) is None) for view in views
-        )
+        is_told = is_dead or any(each.state == "failed" for each in views)
         has_waited = any(sign in str(error) for sign in _WAITED) and not is_told
-        return judge(views, now, _NO_LIMIT if has_waited else _MISMATCHES)
+        verdict = judge(views, now, _MISMATCHES)
+        if verdict is not None or not has_waited:
+            return verdict
+        return judge(views, now, _NO_LIMIT) if self._watch.left is None else self._watch.left.explain(views, now)
 
     def _clear(self) -> None:
         """Removes what this rank has in a temporary folder, and the folder with the last one."""
@@ -286,7 +305,12 @@ class StepPairing:
 
     def finish(self) -> HangVerdict | None:
         """Notes the last update, if it was not; of two ranks the one that is done later finds a difference."""
-        return None if self._notes.is_noted else self._compare(None)
+        found = None if self._notes.is_noted else self._compare(None)
+        paired, left = self._watch.paired, self._watch.left
+        if found is None and paired is not None and left is not None and not left.is_store_gone:
+            with contextlib.suppress(CommunicationError):
+                found = paired.finish()
+        return found
 
     def _compare(self, frame: FrameType | None) -> HangVerdict | None:
         own = self._notes.note(self._ledger.last_place(self._issued), frame)
