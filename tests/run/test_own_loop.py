@@ -19,7 +19,7 @@ from paceline.run.processes import loopback_interface
 
 POOL = Path(__file__).parents[1] / "pool"
 PROGRAM = POOL / "own_loop.py"
-GUILTY = 1
+GUILTY, LATER_S = 1, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def run_loop(
         while not any(process.poll() for process in processes) and any(each.poll() is None for each in processes):
             time.sleep(0.02)
         seconds = time.monotonic() - started
+        while any(each.poll() is None for each in processes) and time.monotonic() < started + seconds + LATER_S:
+            time.sleep(0.02)
     finally:
         for process in processes:
             if process.poll() is None:

@@ -248,6 +248,9 @@ class OwnLoop:
         while True:
             now = time.monotonic()
             views = [replace(each, state="running") if each.rank == own else each for each in self._watch.views(now)]
+            verdict = judge(views, now, _MISMATCHES)
+            if verdict is not None:
+                return verdict
             is_dead = any(each.state == "running" and look_at_process(each.pid) is None for each in views)
             if is_dead or now >= deadline or any(each.state != "running" for each in views):
                 break
@@ -255,9 +258,8 @@ class OwnLoop:
         # A rank that failed or died has said why, or its launcher will.
         is_told = is_dead or any(each.state == "failed" for each in views)
         has_waited = any(sign in str(error) for sign in _WAITED) and not is_told
-        verdict = judge(views, now, _MISMATCHES)
-        if verdict is not None or not has_waited:
-            return verdict
+        if not has_waited:
+            return None
         return judge(views, now, _NO_LIMIT) if self._watch.left is None else self._watch.left.explain(views, now)
 
     def _clear(self) -> None:
