@@ -253,5 +253,3 @@ def test_updates_are_read_back_by_the_number_of_collectives() -> None:
     assert reader.update_at(296) is None
     assert reader.update_at(300) is None  # not yet
     assert reader.update_at(3) is None  # no more
-    ledger.note_update(Update(collectives=297, updates=100, idle=1, is_fresh=False))
-    assert reader.update_at(297) == Update(collectives=297, updates=99, counters={5: 99, 9: 2**40})

@@ -2,7 +2,8 @@
 
     python -m own_loop STRATEGY FAULT BACKEND TIMEOUT STEP_S
 
-Lines that a verdict is to name end in ``# stands here: <fault>``.
+"late update" is the fault "update" near the end of the loop, and "first leave" is "leave" on rank 0. Lines that a
+verdict is to name end in ``# stands here: <fault>``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
 def train(comm: paceline.Communicator, engine: paceline.Engine, fault: str, step_s: float) -> None:
     """Trains plainly, but for the fault; for 20 s if steps take a while."""
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
+    when, _, fault = fault.rpartition(" ")
+    bad_step, guilty = STEPS - 2 if when == "late" else BAD_STEP, 0 if when == "first" else GUILTY
     for step in range(int(20 / step_s) if step_s else STEPS):
         time.sleep(step_s)
         inputs, targets = batch(step, comm.rank)
-        is_bad = comm.rank == GUILTY and step == BAD_STEP
+        is_bad = comm.rank == guilty and step == bad_step
         if is_bad and fault == "step":
             continue
         if is_bad and fault == "leave":

@@ -19,7 +19,7 @@ from paceline.run.processes import loopback_interface
 
 POOL = Path(__file__).parents[1] / "pool"
 PROGRAM = POOL / "own_loop.py"
-GUILTY = 1
+GUILTY, LATER_S = 1, 2.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ def run_loop(
         while not any(process.poll() for process in processes) and any(each.poll() is None for each in processes):
             time.sleep(0.02)
         seconds = time.monotonic() - started
+        while any(each.poll() is None for each in processes) and time.monotonic() < started + seconds + LATER_S:
+            time.sleep(0.02)
     finally:
         for process in processes:
             if process.poll() is None:
@@ -112,6 +114,16 @@ def check_pairing(folder: Path, strategy: str, fault: str, backend: str) -> None
         assert "rank 1 left out a step of its loop" in sentence
         assert "rank 0 at step = 12" in sentence
         assert "rank 1 at step = 13" in sentence
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_an_update_that_is_left_out_near_the_end_fails_the_rank_that_ends_last(tmp_path: Path, strategy: str) -> None:
+    left = run_loop(tmp_path, strategy, "late update")
+    sentence = str(verdict_of(tmp_path, left)["sentence"])
+    assert sentence.startswith("rank 1 left out an update")
+    assert sentence.count(str(PROGRAM)) == 2
+    assert any(left.codes)
 
 
 @pytest.mark.exhaustive
@@ -171,9 +183,21 @@ def test_ranks_on_two_hosts_that_pair_different_steps_are_told(
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_what_ranks_on_two_hosts_may_do_differently_is_no_difference(tmp_path: Path, strategy: str) -> None:
     left = run_loop(tmp_path, strategy, "none", step_s=0.4, hosts=("a", "b"))
-    assert left.codes == (0, 0)
-    assert "paceline: " not in left.err  # torch itself may write that its store is gone: rank 0 had it, and left first
+    assert (left.codes, left.err) == ((0, 0), "")  # nor a line of torch's, whose store goes with rank 0
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.soak
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["first leave", "leave"])
+def test_a_rank_that_ends_before_one_of_another_host_is_named_with_both_steps(tmp_path: Path, fault: str) -> None:
+    left = run_loop(tmp_path, "ddp", fault, "gloo", 20.0, hosts=("a", "b"))
+    guilty = 0 if fault == "first leave" else GUILTY
+    told = verdict_of(tmp_path, left)
+    assert (told["kind"], told["ranks"], left.codes[guilty]) == ("left", [guilty], 0)
+    assert "it has finished after step 12, its last operation all_reduce(" in str(told["sentence"])
+    assert f"rank {1 - guilty} waits for it after step 12 at {line_of('step')}" in str(told["sentence"])
+    assert "TCPStore" not in left.err
 
 
 @pytest.mark.exhaustive

@@ -114,13 +114,19 @@ def _store_for_nccl(store: Any, rank: int, world: int) -> Any:
     return _C10D.PrefixStore(_WORLD, _C10D.FileStore(str(file), world))
 
 
+def does_first_rank_hold_store() -> bool:
+    """Says whether the store is in the process of rank 0, and goes with it: no launcher has made one."""
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return Address.parse(os.environ["MASTER_ADDR"]) is None and not is_agents
+
+
 def _own_store(world: int, timeout: datetime.timedelta) -> Any:
     """Makes torch's store on rank 0, where a foreign launcher leaves that to it; None where the launcher has one.
 
     It listens at the address in MASTER_ADDR; torch's own would listen at all addresses of this host.
     """
     place, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    if Address.parse(place) is not None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True):
+    if not does_first_rank_hold_store():
         return None
     options: dict[str, Any] = {"timeout": timeout, "wait_for_workers": False, "multi_tenant": True}
     try:

@@ -2,7 +2,7 @@
 
 A rank that leaves out a step of its loop, only its backward pass or only its update goes on: its next collectives match
 those of the others in kind and shape, and from then on the ranks mix gradients of different steps. So each rank notes,
-with every update of an optimizer,
+with updates of an optimizer,
 
     collectives   how many it had issued in the group of all ranks: the same number is the same moment for all ranks
     updates       how many updates it had made
@@ -13,8 +13,8 @@ by the same number with every update. Where one rank's counter has gone up by on
 out a step, unless another counter still agrees: that one then counts what was trained. Counters that start over, stand
 still or were never the same say nothing, so that uneven epochs and tails are no difference.
 
-Ranks that see one another's updates as they are made compare every one of them. Others keep an ``UpdateHistory`` each,
-and compare what both have kept, every now and then.
+Ranks that see one another's updates as they are made compare all that both have noted. Others keep an
+``UpdateHistory`` each, and compare what both have kept, every now and then.
 """
 
 from __future__ import annotations
@@ -37,16 +37,15 @@ _LEVEL_BITS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """An update of an optimizer. ``idle`` counts those before it, and itself, without a collective since the last.
+    """An update of an optimizer that came after a collective. ``idle`` counts those before it that came after none.
 
-    ``is_fresh``: there was one, and ``place`` says which and from where, by numbers of the rank's ledger. Counters are
-    known by numbers.
+    ``place`` says which collective that was and from where, by numbers of the rank's ledger. Counters are known by
+    numbers.
     """
 
     collectives: int
     updates: int
     idle: int = 0
-    is_fresh: bool = True
     counters: Mapping[int, int] = field(default_factory=dict)
     place: int = field(default=0, compare=False)
 
@@ -64,7 +63,7 @@ class UpdateHistory:
         self._last = -1
 
     def add(self, update: Update) -> None:
-        """Adds a fresh update. Costs a microsecond."""
+        """Adds an update. Costs a microsecond."""
         if len(self._first) < _NUM_FIRST:
             self._first.append(update)
         before, self._last = self._last, update.collectives
@@ -96,7 +95,7 @@ class Difference:
 @dataclass(slots=True)
 class _Counter:
     value: int
-    updates: int  # fresh ones that were made when it had this value
+    updates: int  # those after a collective that were made when it had this value
     rate: tuple[int, int] = (0, 1)  # by how much it went up, in so many updates
     num_same: int = 0
 

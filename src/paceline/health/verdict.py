@@ -190,13 +190,15 @@ def _missing(
     entry, absent = pending[victims[0]], waited[victims[0]]
     guilty.sort(key=lambda view: (view.rank not in absent, view.rank))
     several = len(guilty) > 1
+    states = {view.state for view in guilty}
+    kind: Kind = "dead" if "dead" in states else "left" if states <= {"finished", "failed"} else "missing"
     doing = "; ".join(_doing(view, now, is_named=several) for view in guilty)
     who = "them" if several else "it"
     waits = f"{_tell(victims)} {'wait' if len(victims) > 1 else 'waits'} for {who}"
+    if kind == "left":
+        waits += f" after step {views[victims[0]].step}"
     lines = _lines([views[rank] for rank in victims], pending)
     verb = "are" if len(absent) > 1 else "is"
-    states = {view.state for view in guilty}
-    kind: Kind = "dead" if "dead" in states else "left" if states <= {"finished", "failed"} else "missing"
     sentence = f"{_tell(absent)} {verb} missing from {_describe_place(entry)}: {doing}; {waits}{lines}"
     return _verdict_at(entry, kind, ranks, sentence)
 
@@ -353,7 +355,10 @@ def _doing(view: LedgerView, now: float, *, is_named: bool) -> str:
 def _end(view: LedgerView) -> str:
     if view.state == "failed":
         return "has failed with an error of its own"
-    return "has finished" if view.state == "finished" else f"is dead (process {view.pid})"
+    if view.state != "finished":
+        return f"is dead (process {view.pid})"
+    last = f", its last operation {view.entries[-1].call} at {view.entries[-1].line}" if view.entries else ""
+    return f"has finished after step {view.step}{last}"
 
 
 def _describe_place(entry: LedgerEntry) -> str:

@@ -30,14 +30,16 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from paceline.comm import torch_dist
 from paceline.comm.ledger.communicator import LedgerCommunicator
-from paceline.comm.ledger.file import NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
+from paceline.comm.ledger.file import ISSUED, NUM_UPDATES, WORLD_GROUP, LedgerReader, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
+from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.errors import CollectiveMismatchError, CommunicationError
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.run.left_ranks import LeftRanks
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.process_state import look_at_process
 from paceline.run.self_watch import SelfWatch, start_watch
@@ -51,9 +53,12 @@ if TYPE_CHECKING:
 
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0
+_SELDOM_S = 0.25  # updates are compared at least so often, and every sixteenth or so of faster loops
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 _MISMATCHES = Limits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
-_WAITED = ("did not come within", "is gone")
+_GONE = "is gone"
+_WAITED = ("did not come within", _GONE)
+_DIES_S, _ASK_S = 0.5, 0.01
 
 
 def connect(
@@ -149,6 +154,10 @@ class OwnLoop:
         self._is_temporary = is_temporary
         self._first: int | None = None  # the optimizer whose updates are counted as steps
         self._pairing = StepPairing(ledger, watch)
+        if watch.channel is not None:
+            watch.left = LeftRanks(
+                channel=watch.channel, host=watch.host, hosts=watch.hosts, has_store=does_first_rank_hold_store()
+            )
         self._is_open = True
         self._hooks = [
             register_optimizer_step_pre_hook(self._begin_update),
@@ -156,20 +165,39 @@ class OwnLoop:
         ]
         self._hook_before = sys.excepthook
         sys.excepthook = self._explain
-        atexit.register(self.close)
+        atexit.register(self._leave)
 
     def close(self) -> None:
-        """Notes that the rank leaves as it should, and stops to follow it. Safe to call twice."""
+        """Notes that the rank leaves as it should, and stops to follow it. Safe to call twice.
+
+        Raises CollectiveMismatchError where it has ended in another step than a rank that ended before.
+        """
         if not self._is_open or os.getpid() != self._pid:
             return
         self._is_open = False
-        atexit.unregister(self.close)
+        atexit.unregister(self._leave)
         for hook in self._hooks:
             hook.remove()
         if sys.excepthook == self._explain:
             sys.excepthook = self._hook_before
+        self._watch.end_thread()
+        verdict = self._pairing.finish()
         self._ledger.finish()
-        self._clear()
+        try:
+            self._raise(verdict)
+        finally:
+            self._watch.leave()
+            self._clear()
+
+    def _leave(self) -> None:
+        """Closes at the end of the process; what is raised there would not change its exit code."""
+        try:
+            self.close()
+        except CollectiveMismatchError:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):
+                    stream.flush()
+            os._exit(1)
 
     def _begin_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         del optimizer
@@ -185,10 +213,13 @@ class OwnLoop:
             self._ledger.count_step()
         self._ledger.enter(DATA)
         if self._is_of_engine(optimizer):
-            verdict = self._pairing.note(sys._getframe(1))
-            if verdict is not None:
-                self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
-                raise CollectiveMismatchError(verdict.sentence)
+            self._raise(self._pairing.note(sys._getframe(1)))
+
+    def _raise(self, verdict: HangVerdict | None) -> None:
+        """Tells and raises a verdict on ranks that are not in the same step, if there is one."""
+        if verdict is not None:
+            self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
+            raise CollectiveMismatchError(verdict.sentence)
 
     def _is_of_engine(self, optimizer: torch.optim.Optimizer) -> bool:
         """Says whether an optimizer updates what ranks train together, as far as that is known."""
@@ -205,20 +236,31 @@ class OwnLoop:
                 if verdict is not None:
                     self._watch.tell(verdict)
                 self._clear()
-        self._hook_before(kind, error, traceback)
+            self._hook_before(kind, error, traceback)
+            self._watch.leave()
+        else:
+            self._hook_before(kind, error, traceback)
 
     def _judge(self, error: CommunicationError) -> HangVerdict | None:
         """Finds the cause of an error of communication in the ledgers of this host."""
-        now = time.monotonic()
-        views = self._watch.views(now)
         own = self._ledger.reader().rank
-        views = [replace(view, state="running") if view.rank == own else view for view in views]
+        deadline = time.monotonic() + (_DIES_S if _GONE in str(error) else 0.0)
+        while True:
+            now = time.monotonic()
+            views = [replace(each, state="running") if each.rank == own else each for each in self._watch.views(now)]
+            verdict = judge(views, now, _MISMATCHES)
+            if verdict is not None:
+                return verdict
+            is_dead = any(each.state == "running" and look_at_process(each.pid) is None for each in views)
+            if is_dead or now >= deadline or any(each.state != "running" for each in views):
+                break
+            time.sleep(_ASK_S)  # a process that is killed closes its connections before it is gone
         # A rank that failed or died has said why, or its launcher will.
-        is_told = any(
-            view.state == "failed" or (view.state == "running" and look_at_process(view.pid) is None) for view in views
-        )
+        is_told = is_dead or any(each.state == "failed" for each in views)
         has_waited = any(sign in str(error) for sign in _WAITED) and not is_told
-        return judge(views, now, _NO_LIMIT if has_waited else _MISMATCHES)
+        if not has_waited:
+            return None
+        return judge(views, now, _NO_LIMIT) if self._watch.left is None else self._watch.left.explain(views, now)
 
     def _clear(self) -> None:
         """Removes what this rank has in a temporary folder, and the folder with the last one."""
@@ -233,15 +275,17 @@ class OwnLoop:
 
 
 class StepPairing:
-    """Compares with the other ranks, at every update, whether they are in the same step.
+    """Compares with the other ranks, at updates that all of them note, whether they are in the same step.
 
     With those of this host nothing is sent: what the others have noted is in their ledgers, which this process can
-    read. What another rank has not come to yet is compared at a later update. For other hosts, see ``pair_hosts.py``.
+    read. What another rank has not come to yet is compared at a later update, or at the end of the loop. For other
+    hosts, see ``pair_hosts.py``.
     """
 
     def __init__(self, ledger: Ledger, watch: SelfWatch) -> None:
         self._ledger, self._watch, self._mine = ledger, watch, ledger.reader()
-        self._notes = UpdateNotes()
+        self._notes = UpdateNotes(seldom_s=_SELDOM_S)
+        self._issued = 0  # operations before the last update
         self._pairs: dict[int, PairedRanks] = {}
         self._compared: dict[int, int] = {}  # after how many collectives the last comparison was, by rank
         self._own: deque[Update] = deque(maxlen=NUM_UPDATES)
@@ -258,13 +302,24 @@ class StepPairing:
 
     def note(self, frame: FrameType) -> HangVerdict | None:
         """Notes an update, made by the code at ``frame``; returns a verdict if ranks are not in the same step."""
-        ledger = self._ledger
-        own = self._notes.next(ledger.counts[WORLD_GROUP], ledger.last_place(), frame)
-        ledger.note_update(own)
-        if own.is_fresh:
-            self._own.append(own)
-            if self._history is not None:
-                self._history.add(own)
+        self._issued = self._ledger.cells[ISSUED]
+        return self._compare(frame) if self._notes.count(self._ledger.counts[WORLD_GROUP]) else None
+
+    def finish(self) -> HangVerdict | None:
+        """Notes the last update, if it was not; of two ranks the one that is done later finds a difference."""
+        found = None if self._notes.is_noted else self._compare(None)
+        paired, left = self._watch.paired, self._watch.left
+        if found is None and paired is not None and left is not None and not left.is_store_gone:
+            with contextlib.suppress(CommunicationError):
+                found = paired.finish()
+        return found
+
+    def _compare(self, frame: FrameType | None) -> HangVerdict | None:
+        own = self._notes.note(self._ledger.last_place(self._issued), frame)
+        self._ledger.note_update(own)
+        self._own.append(own)
+        if self._history is not None:
+            self._history.add(own)
         found = (self._compare_with(reader) for reader in self._watch.readers())
         return next((verdict for verdict in found if verdict is not None), None)
 

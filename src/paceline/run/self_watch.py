@@ -11,6 +11,7 @@ host's ranks, and leaves with ``exit_codes.HUNG``.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import math
@@ -22,15 +23,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.file import HEARTBEAT, LedgerReader
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.comm.side_channel import TIMEOUT_S, SideChannel
+from paceline.comm.side_channel import TIMEOUT_S, PatientChannel, SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness, RankLook
@@ -38,6 +38,7 @@ from paceline.health.ledger_text import looks_from_text, looks_to_text, views_fr
 from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangVerdict, Limits, RankState, judge, state_of
+from paceline.run.left_ranks import LeftRanks, left_key
 from paceline.run.notes import note_hang
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.rank_process import end_children, tell_agent
@@ -145,64 +146,13 @@ class LateHosts:
         return kept
 
 
-class PatientChannel(SideChannel):
-    """A side channel whose store may not answer at all: then an operation raises CommunicationError after a while.
-
-    A thread of its own asks, since a connection to a host that cannot be reached any more may block for minutes.
-    """
-
-    def __init__(self, store: Any, name: str, *, patience_s: float = 1.5) -> None:
-        super().__init__(store, name)
-        self._patience_s = patience_s
-        self._questions: SimpleQueue[Callable[[], str]] = SimpleQueue()
-        self._answers: SimpleQueue[str | CommunicationError] = SimpleQueue()
-        self._is_answered = True
-        threading.Thread(target=self._serve, name="store", daemon=True).start()
-
-    def publish(self, key: str, text: str) -> None:
-        def leave() -> str:
-            SideChannel.publish(self, key, text)
-            return ""
-
-        self._ask(leave)
-
-    def read(self, key: str) -> str:
-        return self._ask(lambda: SideChannel.read(self, key))
-
-    def _ask(self, question: Callable[[], str]) -> str:
-        if not self._is_answered:
-            self._take(0.0)  # the answer to an earlier question
-        self._questions.put(question)
-        answer = self._take(self._patience_s)
-        if isinstance(answer, CommunicationError):
-            raise answer
-        return answer
-
-    def _take(self, patience_s: float) -> str | CommunicationError:
-        try:
-            answer = self._answers.get(timeout=patience_s)
-        except Empty:
-            self._is_answered = False
-            raise CommunicationError("the store does not answer") from None
-        self._is_answered = True
-        return answer
-
-    def _serve(self) -> None:
-        while True:
-            question = self._questions.get()
-            try:
-                answer: str | CommunicationError = question()
-            except CommunicationError as error:
-                answer = error
-            self._answers.put(answer)
-
-
 HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 _BEAT_S = 2.5  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
 _ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this
 _TAKES_OVER_S = 1.2  # until the next rank of a host leads, and has answered
 _UNHEARD = "its host is gone, stopped or cannot be reached"
+_STOPS_S = 3.0  # a look takes less, even where ranks are asked for their stacks
 _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
 _NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
 
@@ -234,10 +184,10 @@ def start_watch(
     run = broadcast_object(comm, f"{time.time_ns()}")
     channel = None
     if len(hosts) > 1:
-        channel = PatientChannel(join_store(TIMEOUT_S), run)
+        channel = PatientChannel(join_store(TIMEOUT_S), run, farewell=left_key(0))
     watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own, told)
     watch.views(time.monotonic())  # all ledgers are there by now, and steps may be fast
-    threading.Thread(target=watch.follow, name="watch", daemon=True).start()
+    watch.start()
     return watch
 
 
@@ -252,16 +202,19 @@ class SelfWatch:
     ledger: Ledger
     hosts: Mapping[str, list[int]]
     policy: WatchPolicy
-    channel: SideChannel | None
+    channel: PatientChannel | None
     host: str
     told: Path | None = None  # where the verdict goes; None: into ``folder``
     paired: PairedHosts | None = None  # in a loop of the user's own, on the first rank of one of several hosts
+    left: LeftRanks | None = None  # in a loop of the user's own, on several hosts
     _watch: Watch = field(init=False)
     _late_hosts: LateHosts | None = None
     _beats: dict[int, tuple[int, float]] = field(default_factory=dict)
     _leads_now: bool = False
     _published_s: float | None = None
     _heard: dict[str, tuple[str, float]] = field(default_factory=dict)  # what hosts answered last, and when
+    _is_over: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
 
     def __post_init__(self) -> None:
         self._watch = Watch(self.folder, self.hosts[self.host], self.policy)
@@ -271,12 +224,38 @@ class SelfWatch:
             period_s = _HOSTS_PERIODS * self.policy.compare_s
             self._late_hosts = LateHosts(self.channel, self.host, tuple(self.hosts), take, lateness, period_s)
 
+    def start(self) -> None:
+        """Starts the thread that follows the ranks until this process ends."""
+        self._thread = threading.Thread(target=self.follow, name="watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Ends the threads of this watch, which must not be inside torch when the interpreter ends. Safe twice."""
+        if self.channel is not None:
+            self.channel.close()
+        self.end_thread()
+        atexit.unregister(self.stop)
+
+    def leave(self) -> None:
+        """Stops, and says to other hosts that this rank has left its loop as it should."""
+        self.end_thread()
+        if self.left is not None:
+            now = time.monotonic()
+            self.left.leave(self.ledger.reader().view(changed_s=now, host=self.host), now)
+        self.stop()
+
+    def end_thread(self) -> None:
+        """Stops to look at the ledgers."""
+        self._is_over.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_STOPS_S)
+
     def follow(self) -> None:
         """Looks at the ledgers until there is a verdict, which ends this process."""
         if self._late_hosts is not None and self.ledger.reader().rank == self.hosts[self.host][0]:
             self._late_hosts.compare_clocks()
-        while not self.ledger.reader().pulse().is_finished:
-            time.sleep(self.policy.every_s)
+        while not self.ledger.reader().pulse().is_finished and not self._is_over.wait(self.policy.every_s):
             self.ledger.cells[HEARTBEAT] += 1
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
@@ -301,6 +280,11 @@ class SelfWatch:
         if self.channel is None:
             return found
         try:
+            if self.left is not None:
+                self.left.look(now)
+                if self.left.is_store_gone:
+                    self._late_hosts = None
+                    return None if found is None else self.left.explain(self._watch.last_views, now)
             if found is None and self.paired is not None:
                 found = self.paired.look(now)
                 found = None if found is None else replace(found, states=tuple(self.states()))
@@ -367,12 +351,11 @@ class SelfWatch:
             self._published_s = now
             channel.publish(f"host/{self.host}", views_to_text(self._watch.last_views, now))
         self._ask_others(channel, now)
-        texts = {host: channel.read(f"host/{host}") for host in self.hosts}
-        silent = [host for host, text in texts.items() if not text]
+        views = {host: self._views_of(channel, host, now) for host in self.hosts}
+        silent = [host for host, found_there in views.items() if not found_there]
         verdict = None
         if not silent:
-            views = [view for text in texts.values() for view in views_from_text(text, now)]
-            verdict = judge(views, now, _NO_LIMIT)
+            verdict = judge([view for each in views.values() for view in each], now, _NO_LIMIT)
         else:
             limit_s = self.policy.limits.step_s
             patience_s = max(_ANSWER_S, min(_LONGEST_ANSWER_S, limit_s / 4))
@@ -383,6 +366,13 @@ class SelfWatch:
         if verdict is not None:
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
+
+    def _views_of(self, channel: SideChannel, host: str, now: float) -> list[LedgerView]:
+        """Returns the ranks of a host that stand still or have left; none while one of them may move."""
+        text = channel.read(f"host/{host}")
+        if text or self.left is None or host == self.host:
+            return views_from_text(text, now) if text else []
+        return self.left.of_host(host, now)
 
     def _wait_for_others(self, channel: SideChannel) -> None:
         """Waits until every host has the verdict: the store may be a rank's, and ends with it."""

@@ -52,8 +52,8 @@ TABLE_AT: Final = RECORDS_AT + NUM_RECORDS * RECORD_BYTES
 TABLE_BYTES: Final = 2**20
 UPDATES_AT: Final = TABLE_AT + TABLE_BYTES
 NUM_UPDATES: Final = 32
-# Number, collectives, updates, idle, is_fresh, place; counters and their values.
-UPDATE: Final = struct.Struct(f"<{6 + 2 * MOST_COUNTERS}Q")
+# Number, collectives, updates, idle, place; counters and their values.
+UPDATE: Final = struct.Struct(f"<{5 + 2 * MOST_COUNTERS}Q")
 GET_PLACE: Final = struct.Struct("<12xH2xQ").unpack_from  # of a record: its group; its call and site as one
 FILE_BYTES: Final = UPDATES_AT + NUM_UPDATES * UPDATE.size
 
@@ -194,17 +194,17 @@ class LedgerReader:
         )
 
     def update_at(self, collectives: int) -> Update | None:
-        """Returns the update that the rank made first after so many collectives; None where it is not there."""
+        """Returns the update that the rank noted after so many collectives; None where it is not there."""
         newest = self._cells[UPDATED]
         for number in range(newest, max(0, newest - NUM_UPDATES + 1), -1):
             words = UPDATE.unpack_from(self._buffer, UPDATES_AT + number % NUM_UPDATES * UPDATE.size)
             if words[0] != number or words[1] < collectives:
                 return None
-            if words[1] == collectives and words[4]:
-                names, values = words[6 : 6 + MOST_COUNTERS], words[6 + MOST_COUNTERS :]
+            if words[1] == collectives:
+                names, values = words[5 : 5 + MOST_COUNTERS], words[5 + MOST_COUNTERS :]
                 counters = {name: value for name, value in zip(names, values, strict=True) if name}
                 return Update(
-                    collectives=collectives, updates=words[2], idle=words[3], place=words[5], counters=counters
+                    collectives=collectives, updates=words[2], idle=words[3], place=words[4], counters=counters
                 )
         return None
 

@@ -143,9 +143,13 @@ class Ledger:
         """Notes that the rank leaves with an error of its own, which it tells itself."""
         self.cells[layout.IS_FINISHED] = layout.FAILED
 
-    def last_place(self) -> int:
-        """Returns the call and the site of the last collective of all ranks, as a record has them; 0: not found."""
-        newest = self.cells[ISSUED]
+    def last_place(self, newest: int) -> int:
+        """Returns the call and the site of the last collective of all ranks, as a record has them; 0: not found.
+
+        ``newest`` is the number of the operation from which it is looked for backwards.
+        """
+        if self.cells[ISSUED] - newest >= NUM_RECORDS - _NEAR:
+            return 0
         for number in range(newest, max(0, newest - _NEAR), -1):
             group, place = layout.GET_PLACE(self.buffer, RECORDS_AT + number % NUM_RECORDS * RECORD_BYTES)
             if group == layout.WORLD_GROUP:
@@ -163,7 +167,6 @@ class Ledger:
             update.collectives,
             update.updates,
             update.idle,
-            update.is_fresh,
             update.place,
             *counters,
             *rest,

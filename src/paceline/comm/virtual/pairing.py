@@ -31,7 +31,7 @@ class VirtualPairing:
     def __init__(self, group: VirtualGroup) -> None:
         self.trained = [TrainedParameters() for _ in group.ranks]
         self._group = group
-        self._notes = [UpdateNotes() for _ in group.ranks]
+        self._notes = [UpdateNotes(seldom_s=0.0) for _ in group.ranks]
         self._made: list[dict[int, tuple[Update, LedgerEntry]]] = [{} for _ in group.ranks]  # by collectives
         self._pairs = [PairedRanks() for _ in group.ranks[1:]]  # each rank with the one after it
         self._thread = threading.local()
@@ -56,9 +56,9 @@ class VirtualPairing:
                 self._compare(rank, sys._getframe(1))
 
     def _compare(self, rank: int, frame: FrameType) -> None:
-        own = self._notes[rank].next(self._group.issued[rank], 0, frame)
-        if not own.is_fresh:
+        if not self._notes[rank].count(self._group.issued[rank]):
             return
+        own = self._notes[rank].note(0, frame)
         made = self._made[rank]
         made[own.collectives] = own, self._collective(rank, frame)
         if len(made) > _MOST_KEPT:
