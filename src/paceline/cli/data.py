@@ -63,7 +63,8 @@ def prepare(
     )
     from rich.progress import Progress
 
-    with Progress(console=new_console(stderr=True), transient=True, disable=as_json) as bar:
+    console = new_console(stderr=True)  # without a terminal, rich would print an empty line
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("encoding", total=total_bytes(options))
         manifest = run(options, lambda done: bar.advance(task, done))
     if as_json:
