@@ -50,6 +50,9 @@ def prepare(
 
     if on_error not in ("stop", "skip"):
         raise UsageError(f"--on-error {on_error}\n  it is stop or skip")
+    if tokenizer == "byte":
+        tokenizer = "bytes"
+        echo("--tokenizer byte: the word is bytes", err=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes: each encodes with one core
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = PrepareOptions(

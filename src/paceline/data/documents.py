@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.untrusted import open_regular
+from paceline.untrusted import open_regular, reason_of
 
 _BLOCK = 2**18
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -108,12 +108,12 @@ def _read_json(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterato
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line.rstrip())
             text = value[field] if isinstance(value, dict) else None
             if isinstance(text, str) and b"\\ud" in line.lower():
                 text.encode()  # half of a surrogate pair is no text
         except (ValueError, KeyError, RecursionError) as error:
-            reason = f"it has no field {field!r}" if isinstance(error, KeyError) else str(error)
+            reason = f"it has no field {field!r}" if isinstance(error, KeyError) else reason_of(error)
             skip(f"{piece.path}: the line at byte {place} cannot be used: {reason}")
             continue
         if isinstance(text, str):
