@@ -103,6 +103,13 @@ def test_a_run_is_exported_loaded_and_sampled(
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
     assert found[0] == int(second[0, -1].argmax())
     assert not any("lora" in name for name in theirs.state_dict())
+    # The prompt has 5 tokens, and the context 8 or 16: the window moves in the middle.
+    drawn = [SampleOptions(tokens=15, seed=3, uses_cache=uses) for uses in (True, False)]
+    lengths: list[int] = []
+    language.model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    assert sample(language, "to be", drawn[0]) == sample(language, "to be", drawn[1])
+    assert lengths[: language.context - 4] == [5] + [1] * (language.context - 5)
+    assert lengths[15 : 15 + language.context - 4] == list(range(5, language.context + 1))
 
 
 def test_the_same_seed_writes_the_same_text(tmp_path: Path) -> None:

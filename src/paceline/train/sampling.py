@@ -1,12 +1,14 @@
 """Text from a language model: a checkpoint made into a model on one device, and its next token again and again.
 
 Each token is drawn from the logits of the last position: the ``top_k`` most likely ones alone, divided by the
-temperature; at temperature 0 the most likely one. The model sees at most its context, and reads it whole for every
-token: cost n forwards for n tokens.
+temperature; at temperature 0 the most likely one. The model keeps the keys and values of what it has read, so that a token
+costs a forward pass of one token. It sees at most its context: beyond that the window moves, every token in it has another
+place, and the model reads it whole for every token.
 """
 
 from __future__ import annotations
 
+import inspect
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,8 @@ from paceline.config import Config, config_from_dict
 from paceline.data.datasets import DataShape
 from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
 from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.models.gpt import GPT
+from paceline.models.key_values import KeyValues
 from paceline.models.registry import build_model
 from paceline.models.unfilled import allocate_unfilled
 from paceline.shards import Shard, whole_region
@@ -39,6 +43,7 @@ class SampleOptions:
     temperature: float = 0.8
     top_k: int = 0
     seed: int = 0
+    uses_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +89,44 @@ def sample(language: LanguageModel, prompt: str, options: SampleOptions) -> list
         raise UsageError("the prompt has no tokens\n  the model goes on from them\n  give --prompt a text")
     generator = torch.Generator().manual_seed(options.seed)
     tokens: list[int] = []
+    reader = _Reader(language, uses_cache=options.uses_cache)
     for _ in range(options.tokens):
-        window = torch.tensor([(given + tokens)[-language.context :]], device=language.device)
-        logits = logits_of(language.model(window))[0, -1].float().cpu()
+        logits = reader.read([*given, *tokens])[0, -1].float().cpu()
         token = _draw(logits[: language.tokenizer.vocab_size], options, generator)
         if token == language.tokenizer.end_token:
             break
         tokens.append(token)
     return tokens
+
+
+class _Reader:
+    """Has a model read a growing row of tokens, each of them once where it keeps keys and values."""
+
+    def __init__(self, language: LanguageModel, *, uses_cache: bool) -> None:
+        self._language = language
+        self._kept: Any = None  # the library's own form for models of Hugging Face
+        self._num_read = 0
+        is_ours = isinstance(language.model, GPT)
+        takes = inspect.signature(language.model.forward).parameters
+        self._is_theirs = not is_ours and {"past_key_values", "use_cache"} <= set(takes)
+        self._keeps = uses_cache and (is_ours or self._is_theirs)
+
+    def read(self, tokens: list[int]) -> Any:
+        """Returns the logits of the last tokens; those of the very last are what follows the row."""
+        self._keeps = self._keeps and len(tokens) <= self._language.context
+        fresh = tokens[self._num_read :] if self._keeps else tokens[-self._language.context :]
+        window = torch.tensor([fresh], device=self._language.device)
+        if not self._keeps:
+            self._kept = None
+            return logits_of(self._language.model(window))
+        self._num_read = len(tokens)
+        if not self._is_theirs:
+            self._kept = self._kept or KeyValues()
+            return logits_of(self._language.model(window, cache=self._kept))
+        output = self._language.model(window, past_key_values=self._kept, use_cache=True)
+        self._kept = getattr(output, "past_key_values", None)
+        self._keeps = self._kept is not None
+        return logits_of(output)
 
 
 def _draw(logits: torch.Tensor, options: SampleOptions, generator: torch.Generator) -> int:
