@@ -322,12 +322,11 @@ def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequenc
 def _title(summary: RunSummary) -> Text:
     styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
+    size = parameters_text(summary.num_parameters, summary.num_trained)
     title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
     title.append(f"  {summary.message}" if summary.message else "")
     return title.append(
-        f"\n{summary.strategy} on {ranks} ({summary.backend}), {parameters_text(summary.num_parameters, summary.num_trained)}, "
-        f"global batch {summary.global_batch}",
-        style="dim",
+        f"\n{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}", style="dim"
     )
 
 
