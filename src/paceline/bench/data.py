@@ -17,7 +17,6 @@ Reading is measured in the records of a training run: the share of its steps tha
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import statistics
@@ -46,6 +45,7 @@ from paceline.records.records import Record, StepRecord
 from paceline.run.processes import run_processes
 from paceline.train.assemble import build_trainer
 from paceline.units import MIB
+from paceline.untrusted import parse_json_object
 
 OWN, COMMAND = "tokenizer", "paceline"
 GOALS = {"ratio": 0.8, "data_share": 0.01}
@@ -66,7 +66,7 @@ used = resource.getrusage(resource.RUSAGE_CHILDREN)
 if done.returncode:
     sys.exit(done.returncode)
 values = {"seconds": seconds, "processor_s": used.ru_utime + used.ru_stime, "memory": used.ru_maxrss}
-print(json.dumps({**values, "printed": json.loads(done.stdout)}))
+print(json.dumps(values), done.stdout.decode(), sep="\\n")
 """
 
 
@@ -178,11 +178,12 @@ def time_command(text: Path, tokenizer: str, output: Path) -> Turn:
     )
     if done.returncode:
         raise UsageError(f"paceline data prepare has ended with code {done.returncode}\n  its message is above")
-    found = json.loads(done.stdout)
+    first, _, printed = done.stdout.partition(b"\n")
+    found = parse_json_object(first)
     return Turn(
         seconds=found["seconds"],
         processor_s=found["processor_s"],
-        tokens=found["printed"]["tokens"] - 1,  # less the end token
+        tokens=parse_json_object(printed)["tokens"] - 1,  # less the end token
         memory_bytes=found["memory"] * (1 if sys.platform == "darwin" else 1024),
     )
 
