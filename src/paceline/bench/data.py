@@ -261,7 +261,7 @@ def _time_reading(work: TokensWorkload, workers: int, folder: Path) -> dict[str,
     config = config_from_dict(
         {
             "model": {"kind": "gpt", "size": work.model, "context": work.context},
-            "data": {"kind": "tokens", "path": str(folder), "workers": workers},
+            "data": {"kind": "tokens", "path": str(folder), "workers": workers, "eval_fraction": 0.0},
             "train": {"steps": _WARM_UP + work.steps, "global_batch": work.batch},
         }
     )
