@@ -240,7 +240,7 @@ class TokensWorkload:
     model: str = "gpt-11m"
     batch: int = 4
     context: int = 128
-    steps: int = 60
+    steps: int = 30
     workers: tuple[int, ...] = (0, 1)
     mib: int = 16
 

@@ -52,7 +52,7 @@ def tokens(
     batch: int = typer.Option(4, help="Samples of a step.", min=1),
     context: int = typer.Option(128, help="Tokens of a sample.", min=1),
     workers: str = typer.Option("0,1", help="Comma-separated: numbers of loader workers."),
-    steps: int = typer.Option(60, help="Steps that are counted, after a few to warm up.", min=2),
+    steps: int = typer.Option(30, help="Steps that are counted, after a few to warm up.", min=2),
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
