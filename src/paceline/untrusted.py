@@ -50,6 +50,13 @@ def parse_json_object(text: str | bytes | bytearray, most_bytes: int = MOST_JSON
     return value
 
 
+def reason_of(error: Exception) -> str:
+    """Returns the first line of an error; of JSON in one line the column alone, as its caller knows the line."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"{error.msg} at column {error.colno}"
+    return str(error).partition("\n")[0]
+
+
 def _integer(text: str) -> int:
     if len(text) > MOST_DIGITS:
         raise ValueError(f"it has a number of {len(text):,} digits, and {MOST_DIGITS} are the most")

@@ -13,6 +13,7 @@ import torch
 
 from paceline.comm.virtual.baton import call_site
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
+from paceline.engines.apply import parallelize
 from paceline.errors import CollectiveMismatchError, RankFailedError, StuckRankError
 
 Rank = Callable[[VirtualCommunicator], Any]
@@ -180,6 +181,21 @@ def test_a_mismatch_names_the_lines_and_who_had_not_arrived() -> None:
     assert place(calls_by_rank, "the sum") in str(caught.value)
     assert place(calls_by_rank, "the minimum") in str(caught.value)
     assert "ranks 2, 3 had not arrived" in str(caught.value)
+
+
+def steps_or_reduces(comm: VirtualCommunicator) -> None:
+    engine = parallelize(torch.nn.Linear(2, 2), comm, "fsdp")
+    if comm.rank == 0:
+        engine(torch.ones(1, 2))  # the forward pass
+    else:
+        comm.all_reduce(torch.ones(1))  # the sum
+
+
+def test_a_mismatch_inside_of_an_engine_names_the_users_line() -> None:
+    with pytest.raises(CollectiveMismatchError) as caught:
+        run_virtual(steps_or_reduces, 2)
+    assert f"{place(steps_or_reduces, 'the forward pass')} through paceline/engines/" in str(caught.value)
+    assert place(steps_or_reduces, "the sum") in str(caught.value)
 
 
 def test_a_mismatch_in_a_subgroup_is_told_in_ranks_of_the_world() -> None:

@@ -43,8 +43,8 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
     (MLP, ["model.num_classes=9"], "model.num_classes = 9 is fewer than the data's 10 classes"),
     (MLP, ["model.num_classes=11"], None),
     (RESNET, ["model.in_channels=1"], "model.in_channels = 1, but the data has 3 channels"),
-    (GPT, ["model.vocab_size=255", "data.tokens=byte"], "model.vocab_size = 255 is fewer than the data's 256 tokens"),
-    (GPT, ["model.vocab_size=256", "data.tokens=byte"], None),
+    (GPT, ["model.vocab_size=255", "data.tokens=bytes"], "model.vocab_size = 255 is fewer than the data's 256 tokens"),
+    (GPT, ["model.vocab_size=256", "data.tokens=bytes"], None),
     # gpt
     (GPT, ["model={kind: gpt}"], "a gpt without model.size lacks model.layers, model.heads, model.width"),
     (GPT, ["model={kind: gpt, size: gpt-124m}"], None),

@@ -118,6 +118,31 @@ def test_check() -> None:
     assert found["problems"][0]["fix"] == "did you mean optim.lr?"
 
 
+def test_check_looks_for_all_that_a_config_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine_to_check.py").write_text("def watch(trainer, result): ...\nbroken = 3\n")
+    (tmp_path / "text.txt").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    named = [
+        "data={kind: mixture, sources: {a: {kind: tokens, path: 'a-*.bin'}, b: {kind: text, path: tex.txt}}}",
+        "train.hooks=['mine_to_check:watch', 'mine_to_check:wacht']",
+        "train.metrics={f1: 'not_there:f1', other: 'mine_to_check:broken'}",
+        "optim.groups={'*.weight': {lr: 0.1}, 'nothing.*': {frozen: true}}",
+    ]
+    model = "model={kind: gpt, layers: 1, heads: 1, width: 8, context: 8}"
+    found = json.loads(invoke("check", DIGITS, model, *named, "--json", exit_code=1))["problems"]
+    assert [each["what"].partition("\n")[0] for each in found] == [
+        "data.sources.b.path = 'tex.txt' does not exist",
+        "data.sources.a.path = 'a-*.bin' does not exist",
+        "train.metrics.f1 = 'not_there:f1': there is no module 'not_there'",
+        "train.metrics.other = 'mine_to_check:broken' is of type int, which cannot be called",
+        "train.hooks[1] = 'mine_to_check:wacht': mine_to_check has no 'wacht'",
+        "optim.groups: 'nothing.*' fits no parameter",
+    ]
+    assert found[0]["fix"] == "did you mean text.txt?"
+    right = ["data={kind: text, path: text.txt, context: 4}", "optim.groups={'*.weight': {lr: 0.1}}"]
+    assert "no problems" in invoke("check", DIGITS, model, *right)
+
+
 @pytest.mark.parametrize("command", ["show", "explain", "schema", "check"])
 def test_help_teaches_with_an_example(command: str) -> None:
     assert f"paceline config {command}" in invoke(command, "--help")

@@ -371,3 +371,10 @@ def test_a_run_that_an_override_shortens_gets_a_shorter_warmup(tmp_path: Path) -
             loaded(tmp_path, text, *overrides)
     with pytest.raises(ConfigError, match=r"is longer than train\.steps"):
         loaded(tmp_path, text.replace("1000", "50"))
+
+
+def test_a_value_with_an_older_word_gets_its_new_one(tmp_path: Path) -> None:
+    (tmp_path / "old.yaml").write_text("model: {kind: gpt, size: gpt-nano}\ndata: {kind: text, tokens: byte}\n")
+    found = load_config_with_sources(tmp_path / "old.yaml")
+    assert found.config.data.tokens == "bytes"  # type: ignore[union-attr]
+    assert found.notes == ("data.tokens = byte: the word is bytes",)

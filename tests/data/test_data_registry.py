@@ -132,7 +132,7 @@ def test_text_takes_its_context_from_itself_then_from_the_model(tmp_path: Path) 
     assert (len(splits.train), len(splits.eval or [])) == (19, 4)
     from_model = build_data(TextDataConfig(kind="text", path=str(path)), context=16, seed=0)
     assert from_model.shape.context == 16
-    as_bytes = build_data(TextDataConfig(kind="text", path=str(path), tokens="byte"), context=16, seed=0)
+    as_bytes = build_data(TextDataConfig(kind="text", path=str(path), tokens="bytes"), context=16, seed=0)
     assert as_bytes.shape.vocab_size == 256
     with pytest.raises(DataError, match=r"data\.context is not set"):
         build_data(TextDataConfig(kind="text", path=str(path)), context=None, seed=0)

@@ -94,6 +94,8 @@ def test_a_folder_has_all_documents_in_order(tmp_path: Path, tokenizer: str) -> 
     assert not (tmp_path / "out" / ".progress").exists()
     with pytest.raises(DataError, match="holds tokens already"):
         prepare(options_for(tmp_path, tokenizer=tokenizer))
+    assert prepare(options_for(tmp_path, tokenizer="bytes", may_replace=True)).tokenizer == "bytes"
+    assert all_tokens(tmp_path / "out") == EXPECTED
 
 
 def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +129,14 @@ def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path, monkeyp
         ("a.jsonl", b'{"tex": "x"}\n', "the line at byte 0 cannot be used: it has no field 'text'"),
         ("a.jsonl", b"{broken\n", "the line at byte 0 cannot be used"),
         ("a.txt", b"ok\ncaf\xe9 au lait\n", "is not UTF-8: .* at byte 6"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "the line at byte 0 cannot be used: .* surrogates not allowed"),
+        ("b c.txt", b"caf\xe9", r"iconv -f LATIN1 -t UTF-8 '\S+/b c.txt' > '\S+/b c-utf8.txt'"),
+        (
+            "a.txt",
+            "\ufefftext".encode("utf-16-le"),
+            r"is not UTF-8 but UTF-16: .*\n.*\n.*iconv -f UTF-16 -t UTF-8 \S+a.txt",
+        ),
+        ("a.txt", "\ufefftext".encode("utf-32-be"), "is not UTF-8 but UTF-32"),
         ("a.txt", b"", "is empty"),
         ("a.parquet", b"PAR1 and no more", "cannot be read as parquet"),
     ],

@@ -89,7 +89,7 @@ def test_what_is_missing_is_told(tmp_path: Path, kind: str) -> None:
 def test_bad_rows_are_told_with_their_line_or_left_out(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"x": [1, 2], "y": 0}\n{"x": [3\n\n{"x": [5, 6], "y": 1}\n')
-    with pytest.raises(DataError, match=r"rows.jsonl: line 2 cannot be used"):
+    with pytest.raises(DataError, match=r"rows.jsonl: line 2 cannot be used: Expecting ',' delimiter at column 9\n"):
         fetch_batch(build(path, "jsonl", inputs="x", targets="y", classes=2).train, np.arange(2))
     splits = build(path, "jsonl", inputs="x", targets="y", classes=2, on_bad="skip")
     with pytest.warns(UserWarning, match="it does not count"):

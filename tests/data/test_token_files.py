@@ -12,12 +12,12 @@ import pytest
 
 from paceline.config.data_sections import TokensDataConfig
 from paceline.data.datasets import EpochDataset
-from paceline.data.fetch import is_in_memory
+from paceline.data.fetch import BatchRequest, LoaderOptions, LoaderSource, is_in_memory
 from paceline.data.manifest import Manifest, Shard, hash_file
 from paceline.data.registry import DataSplits, build_data
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer
-from paceline.errors import DataError
+from paceline.errors import BadSampleError, DataError
 
 
 def write_shards(folder: Path, sizes: tuple[int, ...] = (7, 1, 12), dtype: str = "uint16") -> np.ndarray[Any, Any]:
@@ -108,8 +108,17 @@ def test_a_shard_that_changed_is_named(tmp_path: Path) -> None:
 
 def test_bad_files_are_told_with_their_place(tmp_path: Path) -> None:
     write_shards(tmp_path)
-    with pytest.raises(DataError, match=r"part-2.bin: token 3 is 11, beyond a vocabulary of 11"):
+    with pytest.raises(BadSampleError, match=r"part-2.bin: token 3 is 11, beyond a vocabulary of 11"):
         open_tokens(str(tmp_path), dtype=None, vocab_size=11).tokens.read(np.array([2, 9]), 4)
+    # What a loader worker finds is no less permanent.
+    beyond = LoaderSource(build(tmp_path, vocab_size=11, context=4).train, LoaderOptions(workers=1), 0)
+    with pytest.raises(BadSampleError, match="beyond a vocabulary of 11"):
+        list(beyond.stream(iter([BatchRequest(np.arange(4), 0)])))
+    cut_off = open_tokens(str(tmp_path), dtype=None, vocab_size=20).tokens
+    (tmp_path / "part-2.bin").write_bytes(b"cut!")
+    with pytest.raises(BadSampleError, match=r"part-2.bin was cut off: it has 4 bytes, and had [\d,]+ tokens"):
+        cut_off.read(np.array([9]), 4)
+    write_shards(tmp_path)
     with pytest.raises(DataError, match=r"data.vocab_size is not set"):
         build(tmp_path)
     with pytest.raises(DataError, match=r"training part of .* has 20 tokens .* for a context of 20"):

@@ -103,3 +103,19 @@ def test_a_loss_may_be_a_plain_pair() -> None:
     assert (float(value.total.detach()) > 0, value.count) == (True, 16)
     with pytest.raises(UsageError, match="a loss returned a Tensor"):
         parallelize(make_model(), SoloCommunicator(CPU)).run_microbatches([tokens], lambda *_: torch.ones(()))
+
+
+@pytest.mark.parametrize("spread", [{"strategy": "ddp"}, {"strategy": "fsdp"}, {"pipeline": 2}, {"tensor": 2}], ids=str)
+def test_every_engine_counts_the_parameters_that_train(spread: dict[str, Any]) -> None:
+    def work(comm: Communicator) -> tuple[int, int]:
+        model = GPT(gpt_config("gpt-nano"))
+        model.get_parameter("layers.0.attention.query.weight").requires_grad_(False)
+        engine = parallelize(model, comm, **spread)
+        return engine.num_parameters, engine.num_trained
+
+    model = GPT(gpt_config("gpt-nano"))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    assert (
+        run_virtual(work, ranks=2)
+        == [(total, total - model.get_parameter("layers.0.attention.query.weight").numel())] * 2
+    )

@@ -76,6 +76,13 @@ def test_a_file_gets_plain_lines_now_and_then(
     ]
 
 
+def test_the_header_says_how_many_parameters_train(run_record: RunRecord) -> None:
+    view, stream = _plain(_Clock())
+    view.write(replace(run_record, num_trained=34_000))
+    view.close()
+    assert "   1.2M parameters, 34.0k of them trained   global batch" in stream.getvalue()
+
+
 def test_the_rate_is_of_all_ranks_and_of_recent_steps(run_record: RunRecord, step_record: StepRecord) -> None:
     view, stream = _plain(_Clock())
     view.write(run_record)

@@ -14,6 +14,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from paceline.errors import (
+    BadSampleError,
     CheckpointError,
     CommunicationError,
     ConfigError,
@@ -109,6 +110,11 @@ def test_the_traceback_of_a_loader_worker_comes_with_the_error() -> None:
     error.__cause__.add_note("in a loader worker:\n  File of the user")
     assert user_traceback(error) == "ValueError: bad pixel\nin a loader worker:\n  File of the user"
     assert not is_refusal(error, is_built=False, has_trained=False)
+
+
+def test_data_that_is_wrong_comes_again_and_data_that_is_away_may_come_back() -> None:
+    assert describe_error(0, BadSampleError("token 3 is 11, beyond a vocabulary of 11")).kind == "mistake"
+    assert describe_error(0, DataError("tokens.bin cannot be read any more: Input/output error")).kind == "error"
 
 
 # Messages

@@ -27,12 +27,17 @@ TEXT = "to be or not to be, that is the question\n" * 20
 SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
-def make_llama() -> Any:
+def make_llama(kv_heads: int = 1) -> Any:
     """Makes a model of the library, as a factory of the user's would."""
     import transformers  # here: to load it takes seconds
 
     config = transformers.LlamaConfig(
-        **SIZES, num_key_value_heads=1, vocab_size=24, max_position_embeddings=16, bos_token_id=None, eos_token_id=None
+        **SIZES,
+        num_key_value_heads=kv_heads,
+        vocab_size=24,
+        max_position_embeddings=16,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     return transformers.LlamaForCausalLM(config)
 
@@ -103,6 +108,13 @@ def test_a_run_is_exported_loaded_and_sampled(
     torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-5)
     assert found[0] == int(second[0, -1].argmax())
     assert not any("lora" in name for name in theirs.state_dict())
+    # The prompt has 5 tokens, and the context 8 or 16: the window moves in the middle.
+    drawn = [SampleOptions(tokens=15, seed=3, uses_cache=uses) for uses in (True, False)]
+    lengths: list[int] = []
+    language.model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
+    assert sample(language, "to be", drawn[0]) == sample(language, "to be", drawn[1])
+    assert lengths[: language.context - 4] == [5] + [1] * (language.context - 5)
+    assert lengths[15 : 15 + language.context - 4] == list(range(5, language.context + 1))
 
 
 def test_the_same_seed_writes_the_same_text(tmp_path: Path) -> None:
@@ -114,6 +126,27 @@ def test_the_same_seed_writes_the_same_text(tmp_path: Path) -> None:
     assert likely == sample(language, "to ", SampleOptions(tokens=12, temperature=0))
     with pytest.raises(UsageError, match="the prompt has no tokens"):
         sample(language, "", SampleOptions())
+
+
+@pytest.mark.parametrize("spread", ["fsdp", "tensor"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_ranks_that_hold_parts_write_the_same_text(name: str, spread: Any, tmp_path: Path) -> None:
+    if name == "llama":
+        make_llama(kv_heads=2).save_pretrained(tmp_path / "llama")
+    path = save(tmp_path, MODELS["gpt"] if name == "gpt" else {"kind": "hf", "path": str(tmp_path / "llama")})
+    options = SampleOptions(tokens=12, seed=1)
+    alone = sample(open_language_model(open_checkpoint(path), CPU), "to ", options)
+    held: list[int] = []
+
+    def work(comm: VirtualCommunicator) -> list[int]:
+        language = open_language_model(open_checkpoint(path), CPU, comm, spread)
+        assert language.engine is not None
+        held.append(sum(shard.region.size for shard in language.engine.shards()))
+        return sample(language, "to ", options)
+
+    assert run_virtual(work, 2) == [alone, alone]
+    whole = sum(each.numel() for each in open_language_model(open_checkpoint(path), CPU).model.parameters())
+    assert max(held) < 0.8 * whole
 
 
 def test_a_run_without_a_vocabulary_writes_no_text(tmp_path: Path) -> None:
@@ -136,3 +169,13 @@ def test_the_command_writes_text(tmp_path: Path) -> None:
     found = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert len(found["tokens"]) == 6
     assert plain.output == f"to be{found['text']}\n"
+
+
+@pytest.mark.exhaustive
+def test_the_command_writes_with_processes(tmp_path: Path) -> None:
+    call = ["sample", str(save(tmp_path, MODELS["gpt"])), "--prompt", "to ", "--tokens", "6", "--json"]
+    alone, together = (
+        json.loads(CliRunner().invoke(app, [*call, *more], catch_exceptions=False).stdout)
+        for more in ([], ["--ranks", "2", "--device", "cpu"])
+    )
+    assert alone == together

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import typer
 
+from paceline.cli.bench_data import prepare, tokens
 from paceline.cli.bench_gpu import gpu
 from paceline.cli.bench_options import (
     AsJson,
@@ -29,6 +30,8 @@ from paceline.cli.options import ConfigPath, Overrides
 
 app = typer.Typer(no_args_is_help=True, help="Time ours beside the others, and see how large a model fits.")
 app.command()(gpu)
+app.command()(prepare)
+app.command()(tokens)
 
 
 @app.command()

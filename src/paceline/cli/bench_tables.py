@@ -69,6 +69,19 @@ _TABLES: dict[str, tuple[str, ...]] = {
         *("a rank's memory: {memory_bytes:B}", "ratio: {memory_ratio:.3f}", "goal: {goal_memory:g}"),
         *("private: {private_bytes:B}", "ratio: {private_ratio:.3f}", "<of: {peer}", "<not run: {error}"),
     ),
+    "prepare": (
+        *("<tokenizer: {tokenizer}", "<arm: {arm}", "time: {median_s:.2f} s", "MB/s: {mb_per_s:.2f}", *_RATIO),
+        *(
+            "goal: {goal:g}",
+            "on cores: {processor_s:.2f} s",
+            "of it: {processor_ratio:.3f}",
+            "memory: {memory_bytes:B}",
+        ),
+    ),
+    "tokens": (
+        *("<model: {model}", "workers: {workers}", "step: {median_ms:.2f} ms", "data: {data_ms:.3f} ms"),
+        *("most: {most_data_ms:.3f} ms", "share: {data_share:.2%}", "goal: {goal:.0%}"),
+    ),
     "ledger": (
         *("<what: {what}", "without: {without_s:U}", "with: {with_s:U}", "ratio: {ratio:.4f}"),
         "middle half: {ratio_low:.4f}-{ratio_high:.4f}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from paceline.cli.options import AsJson, ConfigPath, Overrides
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, Problem
 from paceline.terminal import echo
 from paceline.units import format_bytes
 
@@ -76,14 +77,20 @@ def schema() -> None:
 def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
     """Check a config and report every problem at once. Exits with 0 when there is none.
 
+    Looks whether its files and folders are there, its import paths can be imported, and the patterns of optim.groups
+    fit parameters. Reads no data.
+
     Example:  paceline config check configs/gpt_pydoc.yaml parallel.ranks=3
     """
-    from paceline.config import check_ranks
+    from paceline.config import check_ranks, load_config_with_sources
+    from paceline.train.reach import find_unreachable
+
+    def find_more(found: Config) -> Iterator[Problem]:
+        yield from check_ranks(found, ranks) if ranks is not None else ()
+        yield from find_unreachable(found)
 
     try:
-        loaded = _load(config, overrides)
-        if problems := check_ranks(loaded.config, ranks) if ranks is not None else []:
-            raise ConfigError(problems, source=str(config))
+        load_config_with_sources(config, overrides or (), check=find_more)
     except ConfigError as error:
         if not as_json:
             raise

@@ -50,6 +50,9 @@ def prepare(
 
     if on_error not in ("stop", "skip"):
         raise UsageError(f"--on-error {on_error}\n  it is stop or skip")
+    if tokenizer == "byte":
+        tokenizer = "bytes"
+        echo("--tokenizer byte: the word is bytes", err=True)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # of the processes: each encodes with one core
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     options = PrepareOptions(
@@ -63,7 +66,8 @@ def prepare(
     )
     from rich.progress import Progress
 
-    with Progress(console=new_console(stderr=True), transient=True, disable=as_json) as bar:
+    console = new_console(stderr=True)  # without a terminal, rich would print an empty line
+    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
         task = bar.add_task("encoding", total=total_bytes(options))
         manifest = run(options, lambda done: bar.advance(task, done))
     if as_json:

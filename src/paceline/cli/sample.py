@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
 import typer
 
 from paceline.cli.options import print_json
+from paceline.errors import UsageError
 
 
 def sample(
@@ -15,6 +19,10 @@ def sample(
     top_k: int = typer.Option(0, min=0, help="Draw among so many of the most likely tokens.  [default: all]"),
     seed: int = typer.Option(0, min=0, help="The same seed writes the same text."),
     device: str = typer.Option("auto", help="cpu, cuda, or auto."),
+    ranks: int = typer.Option(1, min=1, help="CPU ranks that hold a part of the model each; for GPUs see below."),
+    spread: str = typer.Option(
+        "fsdp", metavar="fsdp|tensor", help="What a part is: of all parameters, or of each layer."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print prompt, text and tokens as JSON."),
 ) -> None:
     """Write text with the language model of a run.
@@ -22,27 +30,47 @@ def sample(
     The checkpoint has all that it takes: the weights, the model's config, and the vocabulary of the text or the
     tokenizer of the Hugging Face folder.
 
+    A model that does not fit on one device is written with by several: torchrun starts a rank for each GPU.
+
     Examples:
 
       paceline sample runs/gpt-pydoc --prompt "The for statement"
+
+      torchrun --standalone --nproc-per-node 4 -m paceline sample runs/large --prompt "The for statement"
 
       paceline sample runs/gpt-pydoc --prompt "class " --tokens 500 --temperature 0.5 --top-k 20 --seed 7
     """
     import torch
 
-    from paceline.checkpoint import open_checkpoint
     from paceline.cli.checkpoint import find_any
+    from paceline.comm.solo import SoloCommunicator
+    from paceline.comm.torch_dist import connect, disconnect, launched_rank
+    from paceline.run.processes import run_processes
     from paceline.terminal import echo
-    from paceline.train.sampling import SampleOptions, open_language_model
-    from paceline.train.sampling import sample as draw
+    from paceline.train.sampling import SampleOptions, write_together
 
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    checkpoint = open_checkpoint(find_any(run))
-    language = open_language_model(checkpoint, torch.device(chosen))
+    if spread not in ("fsdp", "tensor"):
+        raise UsageError(f"--spread {spread}\n  it is fsdp or tensor")
     options = SampleOptions(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    found = draw(language, prompt, options)
-    text = language.tokenizer.decode(found)
-    if as_json:
-        print_json({"checkpoint": str(checkpoint.path), "prompt": prompt, "text": text, "tokens": found})
+    checkpoint = find_any(run)
+    work: tuple[Any, ...] = (checkpoint, prompt, options, spread)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        written = write_together(connect(device=None if device == "auto" else device), *work)
+        disconnect()
+    elif ranks > 1:
+        if device == "cuda":
+            raise UsageError(
+                f"--ranks {ranks} with --device cuda\n  it starts CPU ranks\n"
+                f"  on GPUs: torchrun --standalone --nproc-per-node {ranks} -m paceline sample {run}"
+            )
+        written = run_processes(write_together, ranks, args=work)[0]
     else:
-        echo(prompt + text)
+        chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+        written = write_together(SoloCommunicator(torch.device(chosen)), *work)
+    if launched_rank() != 0:
+        return
+    if as_json:
+        facts = {"checkpoint": str(checkpoint), "prompt": prompt, "text": written.text, "tokens": written.tokens}
+        print_json(facts)
+    else:
+        echo(prompt + written.text)

@@ -142,7 +142,7 @@ def check_context(config: Config) -> Iterator[Problem]:
 
 def check_text_file(config: Config) -> Iterator[Problem]:
     for place, source in sources_of(config.data).items():
-        if source.kind == "text" and source.path is not None and not Path(source.path).is_file():
+        if source.kind == "text" and source.path is not None and not Path(source.path).expanduser().is_file():
             otherwise = "leave it out to train on Python's documentation"
             yield no_file(f"{place}.path", source.path, "a text file", otherwise)
 

@@ -52,7 +52,7 @@ class TextDataConfig(_Data):
 
     kind: Literal["text"] = Field(description="which data")
     path: str | None = Field(default=None, description="a UTF-8 text file; null: the documentation inside Python")
-    tokens: Literal["char", "byte"] = Field(default="char", description="what a token is")
+    tokens: Literal["char", "bytes"] = Field(default="char", description="what a token is")
     windows: Windows = Field(default="random", description=_WINDOWS)
     context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
 
@@ -247,7 +247,7 @@ def known_shape(data: DataConfig) -> KnownShape:
     if isinstance(data, TokensDataConfig | RowsDataConfig):
         return KnownShape(vocab_size=data.vocab_size, context=data.context)
     if isinstance(data, TextDataConfig):
-        return KnownShape(vocab_size=256 if data.tokens == "byte" else None, context=data.context)
+        return KnownShape(vocab_size=256 if data.tokens == "bytes" else None, context=data.context)
     return KnownShape()
 
 

@@ -101,7 +101,7 @@ def _leaf(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
         choices=tuple(str(choice) for choice in choices),
         types=frozenset(option["type"] for option in options if "type" in option),
         default=spec.get("default"),
-        is_import_path=any("pattern" in option for option in options),
+        is_import_path=any("pattern" in option.get("items", option) for option in options),
     )
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from pydantic import ValidationError
 
@@ -28,6 +28,9 @@ _EXCLUSIVE = {"train.steps": "train.epochs", "train.epochs": "train.steps"}
 # What says how long a schedule is. A warmup of the file gives way where an override of these leaves no room for it.
 _LENGTHS = {"train.steps", "train.global_batch", "optim.schedule.length", "optim.schedule.unit"}
 _WARMUP = "optim.schedule.warmup"
+Check: TypeAlias = Callable[[Config], Iterable[Problem]]
+# Values that had another word before.
+_RENAMED = {("data", "tokens", "byte"): "bytes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +53,16 @@ def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) ->
     return load_config_with_sources(path, overrides).config
 
 
-def load_config_with_sources(path: str | Path | None, overrides: str | Sequence[str] = ()) -> LoadedConfig:
-    """Reads a config as ``load_config`` does, and keeps where each key came from."""
+def load_config_with_sources(
+    path: str | Path | None, overrides: str | Sequence[str] = (), *, check: Check = lambda _: ()
+) -> LoadedConfig:
+    """Reads a config as ``load_config`` does, and keeps where each key came from; ``check`` may find more problems."""
     source = str(path) if path is not None else "config"
     document = parse_document(_read(Path(path)), source) if path is not None else Document(values={})
     asked = _AskedValues(values=copy.deepcopy(document.values), lines=document.lines, of_file=document.values)
     for text in [overrides] if isinstance(overrides, str) else overrides:
         asked.override(text)
-    config = _validate(asked, source)
+    config = _validate(asked, source, check)
     sources = {key: asked.source(key, source) for key in leaf_values(config)}
     return LoadedConfig(config=config, sources=sources, notes=tuple(asked.notes))
 
@@ -168,6 +173,14 @@ class _AskedValues:
                 self.notes.append(f"{each.what}: left out, as an override has made it idle")
         return len(self.notes) > told
 
+    def rename(self) -> None:
+        """Gives values that have another word today that word, and notes it."""
+        for (section, key, old), new in _RENAMED.items():
+            content = self.values.get(section)
+            if isinstance(content, dict) and content.get(key) == old:
+                content[key] = new
+                self.notes.append(f"{section}.{key} = {old}: the word is {new}")
+
     def locate(self, path: str) -> str:
         """Returns where a key was given, for messages: `` (override)``, `` (line 4)``, or nothing."""
         found = self._nearest(path)
@@ -227,9 +240,10 @@ def _malformed(text: str) -> Problem:
     return Problem(what=f"override {text!r} is malformed", rule=_OVERRIDE_RULE, fix=fix)
 
 
-def _validate(asked: _AskedValues, source: str) -> Config:
+def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> Config:
     """Returns the config, or raises ConfigError with the problems of overrides, schema and rules together."""
     _open_empty_sections(asked.values)
+    asked.rename()
     problems = list(asked.problems)
     try:
         config = Config.model_validate(asked.values)
@@ -237,7 +251,7 @@ def _validate(asked: _AskedValues, source: str) -> Config:
         if found and asked.make_way(config, found):
             config = Config.model_validate(asked.values)
             found = run_checks(config)
-        problems += found
+        problems += [*found, *check(config)]
     except ValidationError as error:
         problems += schema_problems(error, asked.values, asked.locate)
         problems += _check_the_rest(asked.values, broken={str(each["loc"][0]) for each in error.errors()})

@@ -228,6 +228,9 @@ def _list_fix(known: KnownField, value: Any) -> str:
     given = [value] if isinstance(value, str) else value
     if not all(isinstance(each, str) for each in given):
         return ""
+    if known.is_import_path:
+        given = [each if ":" in each else ":".join(each.rsplit(".", 1)) for each in given]
+        return "" if given == value else f"did you mean {known.path} = [{', '.join(given)}]?"
     near = [nearest(each, known.choices) or each for each in given] if known.choices else given
     if near == given and known.choices and not set(given) <= set(known.choices):
         return ""

@@ -10,19 +10,25 @@ hundred KiB are in memory at a time.
 
 from __future__ import annotations
 
+import codecs
 import io
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import DataError
-from paceline.untrusted import open_regular
+from paceline.untrusted import open_regular, reason_of
 
 _BLOCK = 2**18
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
 _MOST_LINE_BYTES = 2**28
+_MARKS = (  # of UTF-32 first: its mark in little-endian begins with that of UTF-16
+    *((mark, "UTF-32") for mark in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)),
+    *((mark, "UTF-16") for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,17 +91,16 @@ def read_piece(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterato
 
 def _read_text(piece: Piece) -> Iterator[Text]:
     """Yields blocks of whole lines: lines of the piece are those that begin in it."""
-    size = Path(piece.path).stat().st_size
-    block, held, place = [], 0, 0
-    for place, line in _lines(piece):
-        block.append(line)
-        held += len(line)
-        if held >= _BLOCK:
-            yield Text(_decode(b"".join(block), piece.path, place + len(line) - held), False)
-            block, held = [], 0
-    end = place + len(block[-1]) if block else 0
-    if block or piece.last >= size:
-        yield Text(_decode(b"".join(block), piece.path, end - held), piece.last >= size)
+    with open_regular(Path(piece.path)) as raw:
+        file = io.BufferedReader(raw, _BLOCK)
+        place = _first_line(file, piece)
+        while place < piece.last and (block := file.read(min(_BLOCK, piece.last - place))):
+            if not block.endswith(b"\n"):
+                block += _read_line(file, piece.path, place)
+            yield Text(decode_text(block, Path(piece.path), place), False)
+            place += len(block)
+    if piece.last >= Path(piece.path).stat().st_size:
+        yield Text("", True)
 
 
 def _read_json(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterator[Text]:
@@ -103,10 +108,12 @@ def _read_json(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterato
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = json.loads(line.rstrip())
             text = value[field] if isinstance(value, dict) else None
+            if isinstance(text, str) and b"\\ud" in line.lower():
+                text.encode()  # half of a surrogate pair is no text
         except (ValueError, KeyError, RecursionError) as error:
-            reason = f"it has no field {field!r}" if isinstance(error, KeyError) else str(error)
+            reason = f"it has no field {field!r}" if isinstance(error, KeyError) else reason_of(error)
             skip(f"{piece.path}: the line at byte {place} cannot be used: {reason}")
             continue
         if isinstance(text, str):
@@ -119,13 +126,18 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
     """Yields the lines that begin in a piece, with their first byte. A file without ends of lines is cut anywhere."""
     with open_regular(Path(piece.path)) as raw:
         file = io.BufferedReader(raw, _BLOCK)
-        place = piece.first
-        if place:
-            file.seek(place - 1)
-            place += len(_read_line(file, piece.path, place)) - 1  # of the line that began in the piece before
+        place = _first_line(file, piece)
         while place < piece.last and (line := _read_line(file, piece.path, place)):
             yield place, line
             place += len(line)
+
+
+def _first_line(file: Any, piece: Piece) -> int:
+    """Goes to the first line that begins in a piece, and returns its first byte."""
+    if not piece.first:
+        return 0
+    file.seek(piece.first - 1)
+    return piece.first + len(_read_line(file, piece.path, piece.first)) - 1
 
 
 def _read_line(file: Any, path: str, place: int) -> bytes:
@@ -138,13 +150,19 @@ def _read_line(file: Any, path: str, place: int) -> bytes:
     return line
 
 
-def _decode(content: bytes, path: str, place: int) -> str:
+def decode_text(content: bytes, path: Path, place: int = 0) -> str:
+    """Returns the text of bytes from a place of a file on. Raises ``DataError`` with the command that converts it."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
+        with open_regular(path) as file:
+            first = file.read(4)
+        known = next((name for mark, name in _MARKS if first.startswith(mark)), None)
+        is_known = "" if known is None else f" but {known}"
+        source, target = shlex.quote(str(path)), shlex.quote(f"{path.with_suffix('')}-utf8{path.suffix}")
         raise DataError(
-            f"{path} is not UTF-8: {error.reason} at byte {place + error.start}\n  text is read as UTF-8\n"
-            "  convert the file: iconv -f latin1 -t utf-8"
+            f"{path} is not UTF-8{is_known}: {error.reason} at byte {place + error.start}\n  text is read as UTF-8\n"
+            f"  convert the file: iconv -f {known or 'LATIN1'} -t UTF-8 {source} > {target}"
         ) from error
 
 

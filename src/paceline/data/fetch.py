@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate
 
 from paceline.data.datasets import Batch, EpochDataset, InMemoryDataset, MapDataset, SampleSubset, gather
 from paceline.data.order import Indices, mix_seed
-from paceline.errors import DataError, UsageError
+from paceline.errors import BadSampleError, DataError, UsageError
 
 WorkerStart: TypeAlias = Literal["auto", "fork", "spawn", "forkserver"]
 _NUM_NAMED_SAMPLES = 8
@@ -132,7 +132,7 @@ class LoaderSource:
                 raise _worker_died(error) from error
             if isinstance(batch, _UnreadBatch):
                 self.close()
-                raise DataError(batch.message) from batch.cause
+                raise (BadSampleError if batch.is_permanent else DataError)(batch.message) from batch.cause
             yield batch
 
     def close(self) -> None:
@@ -262,6 +262,7 @@ class _UnreadBatch:
 
     message: str
     cause: BaseException | None
+    is_permanent: bool
 
 
 class _RequestSampler(Sampler[BatchRequest]):
@@ -296,7 +297,8 @@ class _Reader:
                 _check_sendable(batch)
                 self._has_sent = True
         except DataError as error:
-            return _UnreadBatch(message=str(error), cause=_portable(error.__cause__))
+            is_permanent = isinstance(error, BadSampleError)
+            return _UnreadBatch(message=str(error), cause=_portable(error.__cause__), is_permanent=is_permanent)
         return batch
 
 

@@ -16,7 +16,7 @@ import torch
 
 from paceline.data.datasets import EpochDataset, Pair
 from paceline.data.order import Indices, random_words
-from paceline.errors import DataError
+from paceline.errors import BadSampleError, DataError
 
 Augment: TypeAlias = Literal["none", "flip", "crop_flip"]
 OnBad: TypeAlias = Literal["stop", "skip"]
@@ -48,7 +48,7 @@ class ImageFolder(EpochDataset):
             except (OSError, ValueError, SyntaxError, MemoryError) as error:  # what pillow raises for damaged files
                 what = f"{self.files[index]} (sample {index}) does not decode: {error}"
                 if self.on_bad == "stop":
-                    raise DataError(
+                    raise BadSampleError(
                         f"{what}\n  every file with the name of an image is one\n"
                         "  mend or remove it, or go on without such ones: data.on_bad = skip"
                     ) from error

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
@@ -24,14 +25,21 @@ import numpy as np
 
 from paceline.data.documents import Piece, Text, cut_pieces, find_sources, read_piece
 from paceline.data.manifest import MANIFEST, Manifest, Shard
-from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, open_tokenizer
+from paceline.data.tokenizers import (
+    TOKENIZER_FILES,
+    ByteTokenizer,
+    CharTokenizer,
+    Tokenizer,
+    code_points,
+    open_tokenizer,
+)
 from paceline.errors import DataError, UsageError
 from paceline.untrusted import parse_json_object, read_regular
 
 _PROGRESS = ".progress"
 _PLAN = "plan.json"
 _LEAST_PIECE, _MOST_PIECE = 2**20, 2**26
-_PIECES_A_WORKER = 8
+_PIECES_A_WORKER = 16  # the last ones leave a core without work for at most a piece
 _AT_ONCE = 2**20  # characters that are encoded in one call
 
 
@@ -132,8 +140,8 @@ def _plan(options: PrepareOptions, sources: list[Path], piece_bytes: int) -> dic
 def _begin(options: PrepareOptions, plan: dict[str, Any]) -> Path:
     """Makes the folder ready, and returns where progress is noted."""
     output, notes = options.output, options.output / _PROGRESS
-    if options.may_replace and output.is_dir():
-        for path in (*output.glob("tokens-*.bin*"), output / MANIFEST):
+    if options.may_replace and ((output / MANIFEST).exists() or notes.is_dir()):
+        for path in (*output.glob("tokens-*.bin*"), output / MANIFEST, *(output / name for name in TOKENIZER_FILES)):
             path.unlink(missing_ok=True)
         shutil.rmtree(notes, ignore_errors=True)
     text = json.dumps(plan)
@@ -170,17 +178,17 @@ def _tokenizer(options: PrepareOptions, pieces: list[Piece], run: Callable[..., 
         return open_tokenizer(notes)
     characters: set[str] = set()
     for _, found in run(partial(_characters, options=options), range(len(pieces)), pieces):
-        characters |= set(found)
+        characters.update(found)
     tokenizer = CharTokenizer("".join(sorted(characters)), has_end=True)
     tokenizer.save(notes)
     return tokenizer
 
 
 def _characters(_: int, piece: Piece, *, options: PrepareOptions) -> str:
-    found: set[str] = set()
+    is_found = np.zeros(sys.maxunicode + 1, dtype=bool)
     for each in read_piece(piece, options.field, _Skipped(options.on_error)):
-        found.update(each.text)
-    return "".join(found)
+        is_found[code_points(each.text)] = True
+    return "".join(map(chr, np.flatnonzero(is_found).tolist()))
 
 
 def _encode_piece(number: int, piece: Piece, *, tokenizer: Tokenizer, options: PrepareOptions) -> PieceDone:
@@ -188,7 +196,7 @@ def _encode_piece(number: int, piece: Piece, *, tokenizer: Tokenizer, options: P
     name, skipped = f"tokens-{number:05d}.bin", _Skipped(options.on_error)
     part, known = options.output / f"{name}.part", hashlib.sha256()
     tokens = documents = 0
-    end = [] if tokenizer.end_token is None else [tokenizer.end_token]
+    end = np.array([] if tokenizer.end_token is None else [tokenizer.end_token], dtype=np.uint32)
     with part.open("wb") as file:
         for texts in _batches(read_piece(piece, options.field, skipped)):
             encoded = tokenizer.encode_many([each.text for each in texts])
@@ -196,10 +204,10 @@ def _encode_piece(number: int, piece: Piece, *, tokenizer: Tokenizer, options: P
             for row, each in zip(encoded, texts, strict=True):
                 rows += [row, end] if each.ends else [row]
                 documents += each.ends
-            content = np.concatenate(rows).astype(_dtype(tokenizer)).tobytes()
-            known.update(content)
-            file.write(content)
-            tokens += len(content) // np.dtype(_dtype(tokenizer)).itemsize
+            content = np.concatenate(rows, dtype=_dtype(tokenizer), casting="unsafe")
+            known.update(content.data)
+            file.write(content.data)
+            tokens += len(content)
     part.replace(options.output / name)
     shard = Shard(file=name, tokens=tokens, documents=documents, sha256=known.hexdigest())
     done = PieceDone(shard=shard, bytes=piece.bytes, skipped=skipped.count)

@@ -22,8 +22,8 @@ from paceline.data.datasets import EpochDataset, Pair
 from paceline.data.images import IGNORED, OnBad
 from paceline.data.order import Indices
 from paceline.data.tokenizers import Tokenizer
-from paceline.errors import DataError
-from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
+from paceline.errors import BadSampleError, DataError
+from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular, reason_of
 
 _BLOCK = 2**22
 
@@ -91,9 +91,9 @@ class RowDataset(EpochDataset):
                 raise ValueError(f"{self.targets!r} is {target.item()}, and there are {self.classes} classes, from 0")
             return _tensor(row[self.inputs], self.inputs), target
         except (ValueError, DataError) as error:
-            what = f"{self.rows.place(index)} cannot be used: {str(error).partition(chr(10))[0]}"
+            what = f"{self.rows.place(index)} cannot be used: {reason_of(error)}"
             if self.on_bad == "stop":
-                raise DataError(
+                raise BadSampleError(
                     f"{what}\n  data.inputs and data.targets name the fields of a sample\n"
                     "  mend the row, or go on without such ones: data.on_bad = skip"
                 ) from error
@@ -146,7 +146,7 @@ class JsonLines:
             for index in indices.tolist():
                 file.seek(int(self._starts[index]))
                 line = file.read(int(self._starts[index + 1] - self._starts[index]))
-                rows.append(parse_json_object(line))
+                rows.append(parse_json_object(line.rstrip()))
         return rows
 
     def place(self, index: int) -> str:

@@ -13,7 +13,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, smallest_dtype
+from paceline.data.documents import decode_text
+from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, code_points, smallest_dtype
 from paceline.errors import DataError
 
 
@@ -26,18 +27,18 @@ class EncodedText:
     source: str
 
 
-def load_text(path: str | None, unit: Literal["char", "byte"]) -> EncodedText:
+def load_text(path: str | None, unit: Literal["char", "bytes"]) -> EncodedText:
     """Reads a UTF-8 file, or the documentation inside Python where ``path`` is ``None``, and encodes it.
 
     The characters of the whole text, sorted, are the vocabulary; bytes always have 256 tokens.
     """
     source = "the documentation inside Python" if path is None else f"data.path = {path!r}"
     content = _python_documentation().encode() if path is None else _read_file(path)
-    if unit == "byte":
+    if unit == "bytes":
         tokens = np.frombuffer(content, dtype=np.uint8)
         return EncodedText(tokens=tokens, tokenizer=ByteTokenizer(), source=source)
     # Fixed-width code points let numpy sort and number the characters of a long text in one go.
-    points = np.frombuffer(_decode(content, source).encode("utf-32-le"), dtype=np.uint32)
+    points = code_points(content.decode() if path is None else decode_text(content, Path(path).expanduser()))
     vocabulary, numbers = np.unique(points, return_inverse=True)
     return EncodedText(
         tokens=numbers.reshape(-1).astype(smallest_dtype(len(vocabulary))),
@@ -94,13 +95,3 @@ def _read_file(path: str) -> bytes:
     if not content:
         raise DataError(f"data.path = {path!r} is an empty file\n  a text needs at least two tokens")
     return content
-
-
-def _decode(content: bytes, source: str) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{source} is not UTF-8: {error.reason} at byte {error.start}\n"
-            '  characters are read as UTF-8\n  convert the file, or set data.tokens = "byte"'
-        ) from error

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from paceline.data.manifest import MANIFEST, Verify, check_shards, read_manifest
 from paceline.data.order import Indices
 from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
-from paceline.errors import DataError
+from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import open_regular
 
 
@@ -77,9 +77,15 @@ class MappedTokens:
             file = self.files[number]
             try:
                 known = np.memmap(file.path, dtype=file.dtype, mode="r", offset=file.offset, shape=(file.tokens,))
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 raise DataError(
                     f"{file.path} cannot be read any more: {error}\n  it had {file.tokens} tokens"
+                ) from error
+            except ValueError as error:
+                size = file.path.stat().st_size
+                raise BadSampleError(
+                    f"{file.path} was cut off: it has {size:,} bytes, and had {file.tokens:,} tokens when it began\n"
+                    "  a run maps files that do not change\n  restore it, or prepare it again"
                 ) from error
             self._maps[number] = known = np.asarray(known)
         return known
@@ -89,7 +95,7 @@ class MappedTokens:
         place = int(starts[row]) + int(column)
         number = int(np.searchsorted(self._ends, place, side="right"))
         within = place - (int(self._ends[number - 1]) if number else 0)
-        raise DataError(
+        raise BadSampleError(
             f"{self.files[number].path}: token {within} is {found[row, column]}, "
             f"beyond a vocabulary of {self.vocab_size}\n"
             "  every token is less than data.vocab_size, and raw files must be of the type that data.dtype says\n"

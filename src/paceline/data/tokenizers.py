@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ from paceline.untrusted import is_count, parse_json_object, read_regular
 VOCABULARY = "vocabulary.json"
 TOKENIZER = "tokenizer.json"
 _BESIDE = ("tokenizer_config.json", "special_tokens_map.json")
+TOKENIZER_FILES = (VOCABULARY, TOKENIZER, *_BESIDE)
 _END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|im_end|>", "[SEP]")
 _NUM_BYTES = 256
 _MOST_BYTES = 2**28
@@ -90,7 +92,10 @@ class CharTokenizer:
         self.characters = characters
         self.end_token = len(characters) if has_end else None
         self.vocab_size = len(characters) + has_end
-        self._points = np.frombuffer(characters.encode("utf-32-le"), dtype=np.uint32)
+        points = code_points(characters)
+        # The token of each code point up to the last that is known: to look one up takes one load.
+        self._tokens = np.full(int(points[-1]) + 2 if len(points) else 1, len(points), dtype=np.uint32)
+        self._tokens[points] = np.arange(len(points))
 
     def encode(self, text: str) -> list[int]:
         tokens: list[int] = self._encode(text).tolist()
@@ -107,21 +112,15 @@ class CharTokenizer:
         _write(folder, {"kind": "char", "characters": self.characters, "end_token": self.end_token})
 
     def _encode(self, text: str) -> NDArray[np.uint32]:
-        points = np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
-        if not len(self._points):
-            places = np.zeros(len(points), dtype=np.int64)
-            is_known = np.zeros(len(points), dtype=bool)
-        else:
-            places = np.minimum(np.searchsorted(self._points, points), len(self._points) - 1)
-            is_known = self._points[places] == points
-        if not is_known.all():
-            place = int(np.argmin(is_known))
+        tokens: NDArray[np.uint32] = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
+        if tokens.max(initial=0) == len(self.characters) and len(tokens):
+            place = int(np.argmax(tokens == len(self.characters)))
             raise DataError(
                 f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the vocabulary\n"
                 "  the vocabulary of char is that of the text that was trained on\n"
                 "  leave the character out, or train with bytes, which have a token for everything"
             )
-        return places.astype(np.uint32)
+        return tokens
 
 
 class FolderTokenizer:
@@ -155,8 +154,19 @@ class FolderTokenizer:
             if (self.folder / name).is_file() and (self.folder / name).resolve() != (folder / name).resolve():
                 shutil.copyfile(self.folder / name, folder / name)
 
-    def __reduce__(self) -> tuple[type[FolderTokenizer], tuple[Path]]:
-        return FolderTokenizer, (self.folder,)  # it is read again: the other process may start anew
+    def __reduce__(self) -> tuple[Any, tuple[Path, int]]:
+        return _reopen, (self.folder, (self.folder / TOKENIZER).stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1)
+def _reopen(folder: Path, _changed: int) -> FolderTokenizer:
+    """Reads a tokenizer that came from another process: once, and with it what it remembers of words."""
+    return FolderTokenizer(folder)
+
+
+def code_points(text: str) -> NDArray[np.uint32]:
+    """Returns the characters of a text as numbers."""
+    return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 
 def has_tokenizer(folder: Path) -> bool:

@@ -186,9 +186,12 @@ class CombinedParallel(Engine):
         names: Sequence[str],
         tied: Mapping[str, Sequence[int]],
         layout: TensorLayout | None,
-        num_parameters: int,
+        sizes: tuple[int, int],
     ) -> None:
-        """Takes the names of the whole model's state in order, and the stages that share a tied parameter."""
+        """Takes the names of the whole model's state in order, and the stages that share a tied parameter.
+
+        ``sizes`` counts the parameters of the whole model, and those that are trained.
+        """
         self.axes = axes
         self.comm = axes.data
         self.stages = pipeline.stages
@@ -198,7 +201,7 @@ class CombinedParallel(Engine):
         self.float8 = engines[0].float8
         self.flat_groups = [group for engine in engines for group in engine.flat_groups]
         self.module = engines[0].module if len(engines) == 1 else nn.ModuleList(e.module for e in engines)
-        self._num_parameters = num_parameters
+        self._num_parameters, self._num_trained = sizes
         self._names = tuple(names)
         self._tied = dict(tied)
         self._splits = layout if axes.tensor.size > 1 else None
@@ -208,6 +211,10 @@ class CombinedParallel(Engine):
     @property
     def num_parameters(self) -> int:
         return self._num_parameters
+
+    @property
+    def num_trained(self) -> int:
+        return self._num_trained
 
     @property
     def holds_parts(self) -> bool:

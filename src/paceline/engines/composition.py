@@ -46,7 +46,8 @@ def combine(
     schedule = _schedule(asked, 1)
     check_same_model(model, comm)
     _take_first_values(model, comm)
-    names, num_parameters = tuple(model.state_dict()), sum(p.numel() for p in model.parameters())
+    names, parameters = tuple(model.state_dict()), list(model.parameters())
+    sizes = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     layers = model_layers(model) if schedule.stages > 1 else ()
     share_of_states = _share_of_states(asked.strategy, axes.data.size) / asked.tensor
     bounds = _bounds(model, layers, asked, schedule, comm, share_of_states) if layers else (0, 1)
@@ -62,7 +63,7 @@ def combine(
     allocate_unfilled(parts.values(), comm.device)
     engines = {stage: share(part, axes.data) for stage, part in parts.items()}
     pipeline = Pipeline(engines, axes.pipe, schedule, lambda microbatches: _schedule(asked, microbatches))
-    return CombinedParallel(axes, pipeline, names, tied, layout, num_parameters)
+    return CombinedParallel(axes, pipeline, names, tied, layout, sizes)
 
 
 def _axes(comm: Communicator, asked: Layout) -> Axes:

@@ -125,6 +125,11 @@ class Engine(ModuleFace, ABC):
         return sum(math.prod(full_shape(parameter)) for parameter in self.parameters())
 
     @property
+    def num_trained(self) -> int:
+        """How many of them are trained; the others are frozen."""
+        return sum(math.prod(full_shape(each)) for each in self.parameters() if each.requires_grad)
+
+    @property
     def holds_parts(self) -> bool:
         """Whether this rank updates parts of the parameters, of which others have the rest."""
         return False

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from paceline.errors import (
+    BadSampleError,
     CheckpointError,
     CommunicationError,
     ConfigError,
@@ -237,7 +238,8 @@ def _kind(error: BaseException) -> FailureKind:
     names = {type(each).__name__ for each in causes}
     if "OutOfMemoryError" in names or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
         return "out_of_memory"
-    return "mistake" if names & MISTAKES else "error"
+    is_permanent = isinstance(error, BadSampleError) or names & MISTAKES
+    return "mistake" if is_permanent else "error"
 
 
 def _is_lost(error: BaseException) -> bool:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTShape, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.head_loss import OutputLayer, head_loss
+from paceline.models.key_values import KeyValues
 from paceline.models.layers import PipelineLayer
 
 _INIT_STD = 0.02
@@ -94,12 +95,17 @@ class GPT(nn.Module):
         self.norm = _make_norm(config)
         self.head = None if config.tied else Head(config.width, config.vocab_size)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, counts: bool = False, cache: KeyValues | None = None
+    ) -> Any:
         """Returns the logits of the token that follows each position; with ``targets`` the summed loss instead.
 
-        That never holds the logits of all tokens; with ``counts``, it is a pair with the number of right answers.
+        That never holds the logits of all tokens; with ``counts``, it is a pair with the number of right answers. With
+        a ``cache``, the tokens follow those that were read with it before; documents are not kept apart then.
         Raises UsageError for sequences that are longer than the context.
         """
+        if cache is not None:
+            return self._read_on(tokens, cache)
         x = self.embed(tokens)
         # One mask for all blocks. Without documents there is none: the kernels know what causal is.
         masks = () if self.end_token is None else (document_mask(tokens, self.end_token),)
@@ -107,13 +113,26 @@ class GPT(nn.Module):
             x = block(x, *masks)
         return self.unembed(x, targets, counts=counts)
 
+    def _read_on(self, tokens: Tensor, cache: KeyValues) -> Any:
+        first, length = cache.length, tokens.shape[1]
+        x = self.embed(tokens, first)
+        is_known = first == 0 or length == 1  # the kernels know these masks
+        ones = None if is_known else torch.ones(length, first + length, dtype=torch.bool, device=tokens.device)
+        for block in self.layers:
+            x = block(x, None if ones is None else ones.tril(first), cache)
+        cache.length += length
+        return self.unembed(x)
+
     def loss_vocabulary(self) -> int:
         """Returns the number of logits of a token, which ``forward`` does not make if it is given targets."""
         return self.config.vocab_size
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Returns the stream (batch, length, width) before the first block. Raises UsageError as ``forward`` does."""
-        length = tokens.shape[1]
+    def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
+        """Returns the stream (batch, length, width) before the first block. Raises UsageError as ``forward`` does.
+
+        ``first`` is the place of the first token in its sequence.
+        """
+        length = first + tokens.shape[1]
         if length > self.config.context:
             raise UsageError(
                 f"the tokens are {length} long, but the model's context is {self.config.context}; cut them, or set "
@@ -121,7 +140,7 @@ class GPT(nn.Module):
             )
         x = self.token_embedding(tokens)
         if self.position_embedding is not None:
-            positions = torch.arange(length, device=tokens.device)
+            positions = torch.arange(first, length, device=tokens.device)
             if self.end_token is not None:
                 positions = positions - document_starts(tokens, self.end_token)
             x = x + self.position_embedding(positions)
@@ -180,10 +199,13 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns the stream (batch, length, width) after this block; ``mask`` is that of ``document_mask``."""
         inner = self.attention_norm(x)
-        x = x + self.dropout(self.attention(inner) if mask is None else self.attention(inner, mask))
+        if cache is not None:
+            x = x + self.attention(inner, mask, cache)
+        else:
+            x = x + self.dropout(self.attention(inner) if mask is None else self.attention(inner, mask))
         return cast("Tensor", x + self.dropout(self.mlp(self.mlp_norm(x))))
 
 
@@ -201,14 +223,18 @@ class Attention(nn.Module):
         self.output = Linear(config.heads * config.head_dim, config.width, std=_residual_std(config))
         self.rotary = Rotary(config.context, config.head_dim) if config.positions == "rotary" else None
 
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns for each position the mix of the values at and before it, shape (batch, length, width).
 
-        With a ``mask``, of those that it is true for. Rotary positions need no more: they are distances.
+        With a ``mask``, of those that it is true for. Rotary positions need no more: they are distances. With a
+        ``cache``, the positions follow those that are in it.
         """
+        first = 0 if cache is None else cache.length
         query, key, value = (self._split_heads(project(x)) for project in (self.query, self.key, self.value))
         if self.rotary is not None:
-            query, key = self.rotary(query), self.rotary(key)
+            query, key = self.rotary(query, first), self.rotary(key, first)
+        if cache is not None:
+            key, value = cache.add(self, key, value)
         # On a GPU the kernels share the heads. Elsewhere they are repeated by hand: SDPA's enable_gqa leaves out some
         # kernels there, and which ones differs by version.
         shares = self.queries_per_kv > 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
@@ -218,7 +244,13 @@ class Attention(nn.Module):
             value = value.repeat_interleave(self.queries_per_kv, dim=1)
         dropout = self.dropout if self.training else 0.0
         mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=shares
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=dropout,
+            is_causal=mask is None and first == 0,
+            enable_gqa=shares,
         )
         return cast("Tensor", self.output(mixed.transpose(1, 2).flatten(2)))
 
@@ -256,9 +288,9 @@ class Rotary(nn.Module):
             self.cos.copy_(angles.cos())
             self.sin.copy_(angles.sin())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns x (batch, heads, length, head_dim) rotated by position, in the dtype of x."""
-        cos, sin = self.cos[: x.shape[2]], self.sin[: x.shape[2]]
+    def forward(self, x: Tensor, start: int = 0) -> Tensor:
+        """Returns x (batch, heads, length, head_dim) rotated by position from ``start`` on, in the dtype of x."""
+        cos, sin = self.cos[start : start + x.shape[2]], self.sin[start : start + x.shape[2]]
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 

@@ -282,11 +282,17 @@ class _LastingStream:
         return getattr(self._stream, name)
 
 
+def parameters_text(count: int, num_trained: int | None) -> str:
+    """Says how many parameters there are, and how many of them are trained where that is not all."""
+    rest = "" if num_trained in (None, count) else f", {format_count(num_trained or 0)} of them trained"
+    return f"{format_count(count)} parameters{rest}"
+
+
 def _run_line(run: RunRecord) -> Text:
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     return Text(
         f"{run.strategy} on {ranks} ({run.backend}, {run.device.partition(':')[0]})"
-        f"{_GAP}{format_count(run.num_parameters)} parameters{_GAP}global batch {run.global_batch}"
+        f"{_GAP}{parameters_text(run.num_parameters, run.num_trained)}{_GAP}global batch {run.global_batch}"
         f"{_GAP}{run.total_steps} steps",
         style="dim",
     )

@@ -66,6 +66,7 @@ class RunRecord:
     compute: str = ""
     peak_flops: float | None = None
     measured_peak_flops: float | None = None
+    num_trained: int | None = None  # of the parameters; None: all of them, as far as is known
 
 
 @dataclass(slots=True, kw_only=True, unsafe_hash=True)

@@ -35,7 +35,7 @@ from rich.text import Text
 from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.notebook import Shown
-from paceline.records.console import format_loss, format_percent
+from paceline.records.console import format_loss, format_percent, parameters_text
 from paceline.records.limits import Limit, find_limits
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
 from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, StepTable, add_up, read_run
@@ -116,6 +116,7 @@ class RunSummary(Shown):
     mfu: float | None = None
     mfu_measured: float | None = None
     limits: tuple[Limit, ...] = ()  # the largest share of the step first
+    num_trained: int | None = None
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
 
     def facts(self) -> dict[str, object]:
@@ -157,6 +158,7 @@ def summarize(run_folder: Path) -> RunSummary:
         backend=run.backend,
         world_size=run.world_size,
         num_parameters=run.num_parameters,
+        num_trained=run.num_trained,
         global_batch=run.global_batch,
         steps=max(steps, default=0),
         seconds=sum(attempt.seconds for attempt in lead),
@@ -320,12 +322,11 @@ def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequenc
 def _title(summary: RunSummary) -> Text:
     styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
     ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
+    size = parameters_text(summary.num_parameters, summary.num_trained)
     title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
     title.append(f"  {summary.message}" if summary.message else "")
     return title.append(
-        f"\n{summary.strategy} on {ranks} ({summary.backend}), {format_count(summary.num_parameters)} parameters, "
-        f"global batch {summary.global_batch}",
-        style="dim",
+        f"\n{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}", style="dim"
     )
 
 

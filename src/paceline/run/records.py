@@ -101,6 +101,7 @@ def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> R
         torch=torch.__version__,
         paceline=__version__,
         num_parameters=0 if trainer is None else trainer.parts.engine.num_parameters,
+        num_trained=None if trainer is None else trainer.parts.engine.num_trained,
         strategy=name_strategy(config, comm.size),
         backend=comm.backend,
         global_batch=config.train.global_batch or 0 if plan is None else plan.batch.global_batch,

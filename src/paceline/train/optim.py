@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -76,20 +76,25 @@ def freeze_parameters(model: nn.Module, groups: Mapping[str, ParameterGroupConfi
 
     Raises UsageError for a pattern that fits no parameter, and where nothing is left to train.
     """
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in groups:
-        if not fnmatch.filter(names, pattern):
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
-            raise UsageError(
-                f"optim.groups: {pattern!r} fits no parameter\n  '*' stands for any text in a parameter's name\n"
-                f"  some names are {', '.join(near)}"
-            )
+    for problem in unmatched_patterns([name for name, _ in model.named_parameters()], groups):
+        raise problem
     for name, parameter in model.named_parameters():
         found = _pattern_of(name, groups)
         if found is not None and groups[found].frozen:
             parameter.requires_grad_(False)
     if groups and not any(parameter.requires_grad for parameter in model.parameters()):
         raise UsageError("optim.groups freezes every parameter\n  at least one must be trained")
+
+
+def unmatched_patterns(names: list[str], groups: Mapping[str, ParameterGroupConfig]) -> Iterator[UsageError]:
+    """Yields an error for each pattern that fits no parameter."""
+    for pattern in groups:
+        if not fnmatch.filter(names, pattern):
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
+            yield UsageError(
+                f"optim.groups: {pattern!r} fits no parameter\n  '*' stands for any text in a parameter's name\n"
+                f"  some names are {', '.join(near)}"
+            )
 
 
 def _pattern_of(name: str, groups: Mapping[str, ParameterGroupConfig]) -> str | None:

@@ -1,33 +1,43 @@
-"""Text from a language model: a checkpoint made into a model on one device, and its next token again and again.
+"""Text from a language model: a checkpoint made into a model on one device or on several ranks, and its next token.
 
 Each token is drawn from the logits of the last position: the ``top_k`` most likely ones alone, divided by the
-temperature; at temperature 0 the most likely one. The model sees at most its context, and reads it whole for every
-token: cost n forwards for n tokens.
+temperature; at temperature 0 the most likely one. The model keeps the keys and values of what it has read, so that a
+token costs a forward pass of one token. It sees at most its context: beyond that the window moves, every token in it
+has another place, and the model reads it whole for every token.
 """
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
 
 from paceline.checkpoint.files import HUGGING_FACE, TOKENIZER, read_files, write_files
 from paceline.checkpoint.manifest import MODEL
-from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.read import Checkpoint, open_checkpoint
+from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.data.datasets import DataShape
 from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
+from paceline.engines.apply import parallelize
+from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, PacelineError, UsageError
+from paceline.models.gpt import GPT
+from paceline.models.key_values import KeyValues
 from paceline.models.registry import build_model
-from paceline.models.unfilled import allocate_unfilled
+from paceline.models.unfilled import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.shards import Shard, whole_region
 from paceline.train.loss import logits_of
 from paceline.untrusted import is_count
 
+Spread: TypeAlias = Literal["fsdp", "tensor"]
 _EMBEDDING = "token_embedding.weight"  # of the package's GPT
 
 
@@ -39,6 +49,7 @@ class SampleOptions:
     temperature: float = 0.8
     top_k: int = 0
     seed: int = 0
+    uses_cache: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,31 +60,75 @@ class LanguageModel:
     tokenizer: Tokenizer
     context: int
     device: torch.device
+    engine: Engine | None = None  # of a model that is spread over ranks
 
 
-def open_language_model(checkpoint: Checkpoint, device: torch.device) -> LanguageModel:
-    """Builds the model of a run's checkpoint with its weights. Raises UsageError where it writes no text."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """The tokens that followed a prompt, and their text."""
+
+    tokens: list[int]
+    text: str
+
+
+def write_together(comm: Communicator, path: Path, prompt: str, options: SampleOptions, spread: Spread) -> Written:
+    """Writes text on ranks that hold a part of the model each. All ranks call it, and return the same."""
+    language = open_language_model(open_checkpoint(path), comm.device, comm, spread)
+    tokens = sample(language, prompt, options)
+    return Written(tokens=tokens, text=language.tokenizer.decode(tokens))
+
+
+def open_language_model(
+    checkpoint: Checkpoint, device: torch.device, comm: Communicator | None = None, spread: Spread = "fsdp"
+) -> LanguageModel:
+    """Builds the model of a run's checkpoint with its weights. Raises UsageError where it writes no text.
+
+    With a ``comm`` of several ranks each of them reads and holds its part: shards of all parameters, or of each layer.
+    """
+    is_spread = comm is not None and comm.size > 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokenizer = _tokenizer(checkpoint, folder)
         config = _config(checkpoint, folder)
         shape = DataShape(kind="custom", vocab_size=_vocabulary(checkpoint), context=_data_context(checkpoint))
-        model = build_model(config.model, shape, is_unfilled=True)
+        with parameters_on_meta() if is_spread and config.model.kind != "hf" else contextlib.nullcontext():
+            model = build_model(config.model, shape, is_unfilled=True)
         tokenizer = tokenizer if tokenizer is not None else _refuse_tokens(checkpoint)
-    dtype = getattr(torch, config.train.dtype)
-    allocate_unfilled([model], torch.device("cpu"))
-    model.to(dtype)
+    if not is_spread:
+        allocate_unfilled([model], torch.device("cpu"))
+    model.to(getattr(torch, config.train.dtype))
     lacking = [each for each in _named(model) if MODEL + each not in checkpoint.manifest.tensors]
     if lacking:
         raise CheckpointError(f"{checkpoint.path} has no {lacking[0]}\n  the model has {len(lacking)} such tensors")
-    for each, tensor in _named(model).items():
-        checkpoint.fill(Shard(name=each, region=whole_region(tuple(tensor.shape)), tensor=tensor), MODEL + each)
+    engine = _spread(model, comm, spread) if comm is not None and is_spread else None
+    shards = (
+        (
+            Shard(name=each, region=whole_region(tuple(value.shape)), tensor=value)
+            for each, value in _named(model).items()
+        )
+        if engine is None
+        else engine.shards()
+    )
+    for shard in shards:
+        checkpoint.fill(shard, MODEL + shard.name)
     settings = getattr(model, "config", None)
     context = getattr(settings, "context", None) or getattr(settings, "max_position_embeddings", None)
     context = context if is_count(context) else _data_context(checkpoint)
+    if engine is None:
+        model.to(device)
+    else:
+        engine.mark_loaded()
     return LanguageModel(
-        model=model.to(device).eval(), tokenizer=tokenizer, context=int(context or 1024), device=device
+        model=model.eval(), tokenizer=tokenizer, context=int(context or 1024), device=device, engine=engine
     )
+
+
+def _spread(model: nn.Module, comm: Communicator, spread: Spread) -> Engine:
+    """Spreads a model whose values come later. Raises UsageError where it cannot be split so."""
+    mark_unfilled(parameter for parameter in model.parameters() if parameter.is_meta)
+    if spread == "fsdp":
+        return parallelize(model, comm, "fsdp")
+    return parallelize(model, comm, tensor=comm.size, gathers_logits=True)
 
 
 @torch.no_grad()
@@ -84,14 +139,49 @@ def sample(language: LanguageModel, prompt: str, options: SampleOptions) -> list
         raise UsageError("the prompt has no tokens\n  the model goes on from them\n  give --prompt a text")
     generator = torch.Generator().manual_seed(options.seed)
     tokens: list[int] = []
+    reader = _Reader(language, uses_cache=options.uses_cache)
     for _ in range(options.tokens):
-        window = torch.tensor([(given + tokens)[-language.context :]], device=language.device)
-        logits = logits_of(language.model(window))[0, -1].float().cpu()
+        logits = reader.read([*given, *tokens])[0, -1].float().cpu()
         token = _draw(logits[: language.tokenizer.vocab_size], options, generator)
+        if language.engine is not None:  # logits may differ in their last bits
+            drawn = torch.tensor([token], device=language.device)
+            language.engine.world.broadcast(drawn).wait()
+            token = int(drawn)
         if token == language.tokenizer.end_token:
             break
         tokens.append(token)
     return tokens
+
+
+class _Reader:
+    """Has a model read a growing row of tokens, each of them once where it keeps keys and values."""
+
+    def __init__(self, language: LanguageModel, *, uses_cache: bool) -> None:
+        self._language = language
+        self._run: Callable[..., Any] = language.engine or language.model
+        self._kept: Any = None  # the library's own form for models of Hugging Face
+        self._num_read = 0
+        is_ours = isinstance(language.model, GPT)
+        takes = inspect.signature(language.model.forward).parameters
+        self._is_theirs = not is_ours and {"past_key_values", "use_cache"} <= set(takes)
+        self._keeps = uses_cache and (is_ours or self._is_theirs)
+
+    def read(self, tokens: list[int]) -> Any:
+        """Returns the logits of the last tokens; those of the very last are what follows the row."""
+        self._keeps = self._keeps and len(tokens) <= self._language.context
+        fresh = tokens[self._num_read :] if self._keeps else tokens[-self._language.context :]
+        window = torch.tensor([fresh], device=self._language.device)
+        if not self._keeps:
+            self._kept = None
+            return logits_of(self._run(window))
+        self._num_read = len(tokens)
+        if not self._is_theirs:
+            self._kept = self._kept or KeyValues()
+            return logits_of(self._run(window, cache=self._kept))
+        output = self._run(window, past_key_values=self._kept, use_cache=True)
+        self._kept = getattr(output, "past_key_values", None)
+        self._keeps = self._kept is not None
+        return logits_of(output)
 
 
 def _draw(logits: torch.Tensor, options: SampleOptions, generator: torch.Generator) -> int:

@@ -11,6 +11,7 @@ import importlib.util
 import os
 import sysconfig
 from collections.abc import Callable
+from functools import lru_cache
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -25,6 +26,7 @@ _SCRIPTS = f"{sysconfig.get_path('scripts')}{os.sep}"
 PLUMBING, ENGINE, LIBRARY, USER = range(4)
 
 
+@lru_cache(maxsize=4096)
 def kind_of_file(filename: str) -> int:
     """Says whose a file is: the user's, a library's, ours, or plumbing that says nothing about what a rank does."""
     if filename.startswith((_OUR_COMM, _TORCH, "<")):
@@ -87,15 +89,18 @@ class CallSites:
         kind = kind_of_file(code.co_filename)
         number = 0
         if kind != PLUMBING:
-            told = _describe(frame)
-            user = _user_frame(frame) if kind == ENGINE else None
-            if user is not None:
-                told = f"{_describe(user)} through {told}"
             self._count = number = self._count + 1
-            self._add(number, told)
+            self._add(number, name_site(frame))
         self._codes.append(code)
         self._numbers[instruction_of(frame), above] = number
         return number
+
+
+def name_site(frame: FrameType) -> str:
+    """Returns the line at which a frame is; of one in an engine, behind the user's line from which it was reached."""
+    user = _user_frame(frame) if kind_of_file(frame.f_code.co_filename) == ENGINE else None
+    told = _describe(frame)
+    return told if user is None else f"{_describe(user)} through {told}"
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

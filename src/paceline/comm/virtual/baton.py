@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from paceline.comm.ledger.call_sites import name_site
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError
 from paceline.health.ledger_view import LedgerEntry
 
@@ -298,11 +299,11 @@ class Baton:
 
 
 def call_site(frame: Any) -> str:
-    """Returns ``file:line in function`` of the innermost frame outside Paceline's communication and torch."""
+    """Returns ``file:line in function`` of the innermost frame outside our communication and torch: see name_site."""
     innermost = frame
     while frame is not None and frame.f_code.co_filename.startswith(_PLUMBING):
         frame = frame.f_back
     frame = frame or innermost
     if frame is None:
         return "an unknown line"
-    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
+    return name_site(frame)

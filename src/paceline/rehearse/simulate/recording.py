@@ -117,6 +117,7 @@ def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord
         torch=torch.__version__,
         paceline=__version__,
         num_parameters=trainer.parts.engine.num_parameters,
+        num_trained=trainer.parts.engine.num_trained,
         strategy=" x ".join([*degrees, plan.layout.strategy]),
         backend="virtual",
         global_batch=plan.batch.global_batch,
