@@ -78,7 +78,9 @@ class StepRecord:
     ranks, before clipping; where it is not finite, the update was left out. ``loss_scale`` is 1 where losses are not
     scaled. ``host_s`` is the time that the host took to issue the step, if the device had nothing left to do by then,
     and 0 if it had; None on a CPU. ``flops_per_s`` and ``mfu`` are this rank's share of the model, and the share of its
-    device's peak that this comes to; None where they are not known.
+    device's peak that this comes to; None where they are not known. ``memory_bytes`` and ``peak_bytes`` are the most
+    memory that the rank has held, ``allocated_bytes`` what it held lately, and ``reserved_bytes`` what CUDA's allocator
+    kept of the device, free blocks among it; None where nobody asked.
     """
 
     step: int
@@ -103,6 +105,9 @@ class StepRecord:
     host_s: float | None = None
     flops_per_s: float | None = None
     mfu: float | None = None
+    peak_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
     @property
     def is_skipped(self) -> bool:
@@ -162,8 +167,8 @@ class CommRecord:
     """The operations of one kind and group that this rank finished since its record before: a ledger in short.
 
     ``group`` names the mesh axis (``world``, ``data``, ...) and ``ranks`` its size. ``bytes`` are those of the tensors
-    (``paceline.comm``'s count, not what an algorithm sends), ``seconds`` the time from the start of each operation to its
-    end, added up.
+    (``paceline.comm``'s count, not what an algorithm sends). ``seconds`` add up the time from the start of each
+    operation until the compute had its result; ``records/bandwidth.py`` derives bandwidths.
     """
 
     step: int
@@ -309,6 +314,7 @@ class _Form:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": operator.index,
+    "int | None": lambda value: None if value is None else operator.index(value),
     "float": float,
     "float | None": lambda value: None if value is None else float(value),
     "str": str,

@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from paceline.records.records import EvalRecord, EventRecord, Record, StepRecord, to_line
+from paceline.records.records import CommRecord, EvalRecord, EventRecord, Record, StepRecord, to_line
 
 _MOST_KEPT = 100_000
 
@@ -39,8 +39,8 @@ class Sink(Protocol):
 class JsonlSink:
     """Appends records to a file, one line each.
 
-    Steps are kept in memory for ``flush_every_s`` at most, measured when the next records come; any other record
-    is written through at once, together with the steps before it. Several threads may write.
+    Steps and communication are kept in memory for ``flush_every_s`` at most, measured when the next records come; any
+    other record is written through at once, together with those before it. Several threads may write.
 
     A full disk leaves whole lines. What it does not take is lost with an error, or with ``waits_for_space`` kept, the
     last 100,000 records of it, and tried again with the next.
@@ -71,7 +71,7 @@ class JsonlSink:
                 raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
             self._kept += records
             is_time = self._clock() - self._flushed_at >= self._flush_every_s
-            if is_time or not all(isinstance(record, StepRecord) for record in records):
+            if is_time or not all(isinstance(record, StepRecord | CommRecord) for record in records):
                 self._write_out()
 
     def flush(self) -> None:
