@@ -219,7 +219,7 @@ def parse_line(line: str | bytes) -> Record:
 
 def read_records(path: Path) -> Iterator[Record]:
     """Yields the complete records of a file. Raises ValueError, with file and line, if one cannot be read."""
-    for number, (line, _) in enumerate(_complete_lines(path, 0), start=1):
+    for number, (line, _) in enumerate(complete_lines(path, 0), start=1):
         try:
             yield parse_line(line)
         except ValueError as error:
@@ -236,7 +236,7 @@ def follow_records(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) ->
         is_last_look = stop()  # asked before reading, so that nothing slips in between
         if path.exists():
             # Opened anew for each look: on network file systems, opening is what fetches another host's writes.
-            for line, end in _complete_lines(path, offset):
+            for line, end in complete_lines(path, offset):
                 offset = end
                 yield parse_line(line)
         if is_last_look:
@@ -263,7 +263,7 @@ def strict_json(value: Any) -> Any:
     return value
 
 
-def _complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+def complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
     """Yields each line that ends in a newline, with the offset behind it."""
     with open_regular(path) as raw, io.BufferedReader(raw) as file:
         file.seek(offset)
