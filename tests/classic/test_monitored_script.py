@@ -114,3 +114,24 @@ def test_ranks_log_to_files_of_their_own(tmp_path: Path, monkeypatch: pytest.Mon
     (file,) = tmp_path.iterdir()
     line = json.loads(file.read_text())
     assert (file.name, line["step"], line["detail"]["speed/samples_per_s"]) == ("rank-1.jsonl", 7, 8.0)
+
+
+class OneGpu:
+    """What is measured of a GPU."""
+
+    def read(self) -> dict[str, float]:
+        return {"hw.gpu.utilization/0": 0.75}
+
+
+@pytest.mark.parametrize("gpus", [OneGpu(), None])
+def test_a_monitor_measures_gpus_or_leaves_them_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpus: OneGpu | None
+) -> None:
+    monkeypatch.setattr("paceline.classic.monitor.open_gpus", lambda: (gpus, "no driver"))
+    monitor = DistributedMonitor(log_dir=tmp_path)
+    for _ in range(2):
+        monitor.log_training_step(loss=0.5, batch_size=8, step_time=0.1, comm_time=0.01)
+    monitor.close()
+    first, second = ((json.loads(line)["detail"]) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines())
+    assert first.get("hw.gpu.utilization/0") == (None if gpus is None else 0.75)
+    assert not [name for name in second if "gpu" in name]  # once a second

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -61,10 +62,14 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
     assert {path.name for path in run.iterdir()} == {
         *(".lock", "config.yaml", "plan.json", "records", "checkpoints", "logs", "trace", "health")
     }
-    assert {path.name: path.read_text() for path in (run / "logs").glob("*.log")} == {
-        "rank-0.log": "",
-        "rank-1.log": "",
-    }
+    logs = {path.stem: path.read_text().splitlines() for path in (run / "logs").glob("*.log")}
+    assert logs.keys() == {"rank-0", "rank-1", "run"}
+    whole = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (rank [01]|launcher) INFO (paceline|user_code): .+")
+    assert [line for lines in logs.values() for line in lines if not whole.fullmatch(line)] == []
+    for rank in ("0", "1"):
+        assert any(line.endswith(f" rank {rank} INFO user_code: a net of width 4") for line in logs[f"rank-{rank}"])
+    assert any(line.endswith(" rank 0 INFO user_code: a net of width 4") for line in logs["run"])
+    assert logs["run"][-1].endswith(" launcher INFO paceline: the run is done")
     traced = [json.loads(line) for line in (run / "trace" / "rank-1.jsonl").read_text().splitlines()]
     assert {"all_reduce", "broadcast"} <= {operation["kind"] for operation in traced}
     assert load_config(run / "config.yaml").parallel.ranks == 2

@@ -32,7 +32,7 @@ ENDLESS = ("train.steps=1000000", "checkpoint.every_steps=20", "monitor.console=
 PATIENCE_S = 300.0  # a machine under load takes its time
 
 USER_CODE = '''
-import os, signal, threading, time
+import logging, os, signal, threading, time
 from pathlib import Path
 import torch
 
@@ -95,6 +95,7 @@ def data(plot="", samples=64, lock=False):
 
 def net(plot="", width=4, wander=False):
     misbehave(plot, "factory")
+    logging.getLogger(__name__).info("a net of width %d", width)
     if wander:
         Path("elsewhere").mkdir(exist_ok=True)
         os.chdir("elsewhere")
@@ -150,7 +151,7 @@ def call(
 @pytest.fixture
 def ends() -> Callable[[Path], list[Record]]:
     """Returns the last record of each rank of a run."""
-    return lambda folder: [list(read_records(path))[-1] for path in sorted((folder / "records").iterdir())]
+    return lambda folder: [list(read_records(path))[-1] for path in sorted(folder.glob("records/rank-*"))]
 
 
 @pytest.fixture

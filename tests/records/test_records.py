@@ -36,7 +36,7 @@ _by_annotation = {
     "int": _integers,
     "float": st.floats(),
     "float | None": st.none() | st.floats(),
-    "int | None": st.none() | st.integers(),
+    "int | None": st.none() | _integers,
     "str": st.text(),
     "EndStatus": st.sampled_from(["done", "failed", "stopped"]),
     "dict[str, float]": st.dictionaries(st.text(), st.floats(allow_nan=False)),

@@ -241,7 +241,7 @@ def test_tensorboard_gets_the_scalars(tmp_path: Path, step_record: StepRecord, e
     assert set(scalars) == {
         *("train/loss", "train/grad_norm", "train/lr", "train/epoch"),
         *("time/step_s", "time/data_s", "time/forward_s", "time/backward_s", "time/comm_s", "time/optimizer_s"),
-        *("eval/loss", "eval/accuracy", "eval/seconds"),
+        *("eval/loss", "eval/accuracy", "eval/seconds", "speed/samples_per_s", "memory/peak_bytes"),
     }
 
 

@@ -10,6 +10,8 @@ Bytes are those that a dry run counts (rehearse/dryrun/operators.py), so that wh
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
 import statistics
 import tempfile
 import time
@@ -29,8 +31,10 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
-from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
+from paceline.records.log_sink import LogSink
+from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
 from paceline.rehearse.dryrun.operators import Operators
+from paceline.run.sampling import sampling
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, StepResult, Trainer
@@ -103,12 +107,21 @@ def _take_turns(arms: list[Callable[[], object]], rounds: int, steps: int) -> li
 
 @contextlib.contextmanager
 def recording_trainer(config: Config, comm: Communicator) -> Iterator[Trainer]:
-    """Makes a trainer as a rank has it, whose records go to a folder that is removed."""
-    with tempfile.TemporaryDirectory() as folder:
-        sinks: list[Sink] = [JsonlSink(Path(folder) / f"rank-{comm.rank}.jsonl")]
-        if comm.rank == 0:
-            with contextlib.suppress(ImportError):  # TensorBoard is optional
-                sinks.append(Strided(TensorBoardSink(Path(folder) / "tensorboard"), config.monitor.log_every))
+    """Makes a trainer as a rank has it, whose records and log go to a folder that is removed.
+
+    Rank 0 samples the host, as it does where the launcher is not ours.
+    """
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder, logger = Path(name), logging.Logger(f"rank-{comm.rank}", logging.INFO)
+        handler = logging.FileHandler(folder / "rank.log")
+        stack.callback(handler.close)
+        logger.addHandler(handler)
+        sinks: list[Sink] = [
+            JsonlSink(folder / f"rank-{comm.rank}.jsonl"),
+            Strided(LogSink(logger), config.monitor.log_every),
+        ]
+        every_s = config.monitor.sample_s if comm.rank == 0 else None
+        stack.enter_context(sampling(folder, every_s, lambda: {comm.rank: os.getpid()}, logger.log))
         with contextlib.closing(Fanout(sinks)) as sink:
             hooks = [Every(100, _idle), Every(7, _idle)]  # called when due
             yield build_trainer(config, comm, hooks=hooks, sink=sink)

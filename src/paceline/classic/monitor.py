@@ -15,12 +15,16 @@ from pathlib import Path
 from typing import SupportsFloat
 
 from paceline.comm.torch_dist import launched_rank
+from paceline.records.gpus import open_gpus
 from paceline.records.records import EventRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, TensorBoardSink
 
 
 class DistributedMonitor:
     """Logs steps: each rank to ``log_dir/rank-R.jsonl``, rank 0 to TensorBoard as well.
+
+    Rank 0 also measures the GPUs of its host, once a second at most: ``hw.gpu.utilization/0`` and others, which are
+    missing where NVML does not answer.
 
     Sends nothing, so that ranks may log at different steps. Files are closed when the process ends, or by ``close``.
     """
@@ -39,6 +43,8 @@ class DistributedMonitor:
                     "  for its curves: pip install tensorboard",
                     stacklevel=2,
                 )
+        self._gpus = open_gpus()[0] if rank == 0 else None
+        self._measured_s = float("-inf")
         self._sink = Fanout(sinks)
         self.close = weakref.finalize(self, self._sink.close)  # once: when asked to, or at the end of the process
 
@@ -57,4 +63,7 @@ class DistributedMonitor:
             "time/comm_s": float(comm_time),
             "speed/samples_per_s": batch_size / step_time if step_time > 0 else 0.0,
         }
+        if self._gpus is not None and time.monotonic() - self._measured_s >= 1.0:
+            self._measured_s = time.monotonic()
+            values |= self._gpus.read()
         self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=values, time=time.time()))

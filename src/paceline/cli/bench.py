@@ -98,7 +98,7 @@ def loop(
 ) -> None:
     """Time what the trainer adds to a bare step.
 
-    That is timing, records, TensorBoard and hooks.
+    That is timing, records, the log, samples of the host and hooks.
 
     Example:  paceline bench loop --rounds 300
     """

@@ -29,6 +29,8 @@ def train(
     ),
     find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
+    verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show notes and errors alone."),
     nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
     node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
@@ -63,14 +65,23 @@ def train(
         hosts = parse_nodes(nnodes, rdzv, node_ranks)
     elif nnodes is not None or rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
-    options = RunOptions(force=force, resume=resume, is_quiet=as_json, checks_memory=not no_memory_check, hosts=hosts)
+    if verbose and (quiet or as_json):
+        raise typer.BadParameter("--verbose shows the log, and --quiet and --json show no progress: take one of them")
+    options = RunOptions(
+        force=force,
+        resume=resume,
+        is_quiet=as_json or quiet,
+        is_verbose=verbose,
+        checks_memory=not no_memory_check,
+        hosts=hosts,
+    )
     if find_lr:
         from paceline.run.find_rate import find_rate
 
         show_finding(find_rate(config, words, options=options), as_json=as_json)
         return
     result = run(config, [*words, *(["train.microbatch=auto"] if auto_batch_size else [])], options)
-    if result is not None:
+    if result is not None and (as_json or not quiet):
         show_result(result, as_json=as_json)
 
 

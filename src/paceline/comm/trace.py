@@ -9,9 +9,12 @@ from typing import TypeAlias
 
 import torch
 
-from paceline.clock import Clock, DeviceClock, Mark
+from paceline.clock import Clock, DeviceClock, Mark, seconds_between
 
-Issued: TypeAlias = tuple[str, int, tuple[int, ...], float]  # kind, bytes, group, when
+_MOST_ENDED = 4096
+
+Issued: TypeAlias = tuple[str, int, tuple[int, ...], float, Mark | float]
+"""An operation on its way: kind, bytes, group, and when it was issued, as the host and as the device has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,17 @@ class TracedOperation:
     group: tuple[int, ...]
     start_s: float
     end_s: float
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupTotal:
+    """The operations of one kind in one group that have ended: how many, their bytes, their seconds added up."""
+
+    kind: str
+    group: tuple[int, ...]
+    calls: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
 
 
 class Trace:
@@ -39,6 +53,9 @@ class Trace:
         self._is_waiting = False
         self.times_calls = device.type == "cpu"  # elsewhere they take time of the host, and none of the device
         self.waits: list[tuple[Mark, Mark]] = []  # always the same list: a meter looks at its length
+        self.adds_up = False  # by kind and group, for whoever takes the totals
+        self._totals: dict[tuple[str, tuple[int, ...]], GroupTotal] = {}
+        self._ended: list[tuple[Issued, Mark | float]] = []  # not in the totals yet
 
     def count(self, kind: str, num_bytes: int) -> None:
         self.num_operations[kind] += 1
@@ -66,10 +83,41 @@ class Trace:
         self.waits.clear()
         return waits
 
+    def issue(self, kind: str, num_bytes: int, group: tuple[int, ...]) -> Issued:
+        """Notes that an operation begins now."""
+        start_s = time.perf_counter()
+        takes_mark = self.adds_up and len(group) > 1 and not (self.times_calls and self.clock is None)
+        return kind, num_bytes, group, start_s, self._clock.take() if takes_mark else start_s
+
+    def take_totals(self, *, wait: bool = False) -> list[GroupTotal]:
+        """Returns what ended since the last call and the device has passed; with ``wait``, all that ended."""
+        self._add_up(wait=wait)
+        totals, self._totals = self._totals, {}
+        return list(totals.values())
+
+    def _add_up(self, *, wait: bool) -> None:
+        ended, self._ended = self._ended, []
+        for place, ((kind, num_bytes, group, _, start), end) in enumerate(ended):
+            if not (wait or isinstance(end, float) or end.is_past()):
+                self._ended = ended[place:]
+                break
+            total = self._totals.get((kind, group))
+            if total is None:
+                total = self._totals[kind, group] = GroupTotal(kind=kind, group=group)
+            total.calls += 1
+            total.num_bytes += num_bytes
+            total.seconds += seconds_between(start, end)
+
     def finish(self, issued: Issued | None) -> None:
-        """Keeps an operation that has ended, if operations are kept."""
-        if self.keep and issued is not None:
-            kind, num_bytes, group, start_s = issued
+        """Notes that an operation has ended; keeps it, if operations are kept."""
+        if issued is None:
+            return
+        if self.adds_up and len(issued[2]) > 1:
+            self._ended.append((issued, self._clock.take()))
+            if len(self._ended) >= _MOST_ENDED:  # nobody has asked for long
+                self._add_up(wait=False)
+        if self.keep:
+            kind, num_bytes, group, start_s, _ = issued
             end_s = time.perf_counter()
             self.operations.append(
                 TracedOperation(kind=kind, num_bytes=num_bytes, group=group, start_s=start_s, end_s=end_s)

@@ -8,7 +8,6 @@ operation is kept, with kind, bytes, group, start and end as the host saw them.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -59,7 +58,7 @@ class TracedCommunicator(WrappedCommunicator):
         self._counts = counts
 
     def barrier(self) -> None:
-        issued = ("barrier", 0, self.ranks, time.perf_counter()) if self._counts else None
+        issued = self.trace.issue("barrier", 0, self.ranks) if self._counts else None
         if issued is not None:
             self.trace.count("barrier", 0)
         start = self.trace.begin_wait()
@@ -73,13 +72,13 @@ class TracedCommunicator(WrappedCommunicator):
         return TracedCommunicator(self.inner.split(ranks), self.trace, counts=self._counts)
 
     def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
-        trace, start_s = self.trace, time.perf_counter()
+        trace = self.trace
+        issued = trace.issue(kind, whole.nbytes, self.ranks) if self._counts else None
         start = trace.begin_wait() if trace.times_calls else None
         try:
             work = verb(*arguments)
         finally:
             trace.end_wait(start)
-        if not self._counts:
-            return _TracedWork(work, trace, None)
-        trace.count(kind, whole.nbytes)
-        return _TracedWork(work, trace, (kind, whole.nbytes, self.ranks, start_s))
+        if issued is not None:
+            trace.count(kind, whole.nbytes)
+        return _TracedWork(work, trace, issued)

@@ -24,6 +24,7 @@ from paceline.config.data_checks import (
 )
 from paceline.config.hf_folder import check_hf_folder
 from paceline.config.layout import layout_problems
+from paceline.config.monitor_checks import check_trackers
 from paceline.config.schema import Config, ParallelConfig
 from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems, missing_dimensions
 from paceline.config.settings import check_backend_settings
@@ -211,6 +212,7 @@ def _degrees(parallel: ParallelConfig) -> str:
 CHECKS: tuple[Check, ...] = (
     check_metric_names,
     check_name,
+    check_trackers,
     check_mixture,
     check_documents,
     check_model_reads_data,

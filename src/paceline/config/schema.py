@@ -15,13 +15,13 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, JsonValue, Strict, model_validator
 
 from paceline.config.data_sections import DataConfig
+from paceline.config.monitor import MonitorConfig
 from paceline.config.sections import (
     CheckpointConfig,
     Count,
     ImportPath,
     ModelConfig,
     NotNegative,
-    NotNegativeCount,
     Positive,
     Probability,
     RecoveryConfig,
@@ -444,25 +444,6 @@ class TrainConfig(Section):
         if self.steps is not None:
             return None
         return 1.0 if self.epochs is None else self.epochs
-
-
-class MonitorConfig(Section):
-    """What the run writes about itself."""
-
-    folder: str = Field(default="runs", min_length=1, description="run folders are made in here")
-    log_every: Count = Field(default=10, description="steps between lines on the console")
-    tensorboard: bool = Field(default=True, description="write TensorBoard events")
-    console: bool = Field(default=True, description="print progress")
-    trace: bool = Field(default=False, description="record every communication")
-    histograms: NotNegativeCount | None = Field(
-        default=None, description="steps between histograms of all weights and gradients; null or 0: none"
-    )
-    hang_s: Positive | None = Field(
-        default=60.0, description="seconds without progress on any rank until the run is ended with a verdict"
-    )
-    hang_setup_s: Positive = Field(
-        default=600.0, description="the same during set-up, the first step, evaluation and checkpoints"
-    )
 
 
 class Config(Section):

@@ -226,6 +226,16 @@ class Layout:
         sizes = {"pipeline": self.pipeline, "replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
         return Mesh.of(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "replicate"})
 
+    def group_names(self, rank: int) -> dict[tuple[int, ...], str]:
+        """Returns the names of the groups that a rank talks in, by their ranks: ``world``, and axes of the mesh."""
+        spread = Mesh.of(pipeline=self.pipeline, data=self.data * self.context, tensor=self.tensor)
+        found = {tuple(range(self.ranks)): "world"}
+        for mesh in (self.mesh, spread):
+            for axis, size in mesh.axes:
+                if size > 1:
+                    found.setdefault(mesh.group(rank, axis), axis)
+        return found
+
     @property
     def is_split(self) -> bool:
         """Whether the model itself is spread over ranks, by layers or inside them."""

@@ -12,9 +12,10 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, MutableSequence, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from collections.abc import Callable, Iterator, Mapping, MutableSequence, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+import psutil
 import torch
 
 from paceline.clock import CudaMark, DeviceClock, Mark, on_device
@@ -32,7 +33,7 @@ from paceline.comm.ledger.file import (
 )
 from paceline.comm.traced import Trace
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, PHASES
-from paceline.records.records import StepRecord
+from paceline.records.records import CommRecord, StepRecord
 
 if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger
@@ -47,6 +48,7 @@ _PHASE_AFTER = {
     name: PHASES.index(next_name)
     for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
 }
+_COMM_S = 1.0  # between records of communication, at least
 _MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
 
 
@@ -81,29 +83,53 @@ class StepFacts(Protocol):
 
 _Lap = tuple[str, Mark | float, int]  # phase, its end, waits so far in the step
 _Wait = tuple[Mark, Mark]
-# A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, peak memory, time of day,
+# A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, memory, time of day,
 # seconds of the host. Bare tuples are made in half the time of named ones.
 _Issued = tuple[
-    StepFacts, torch.Tensor | None, Mark | float, list[_Lap], Mark | float, Sequence[_Wait], int, float, float | None
+    StepFacts,
+    torch.Tensor | None,
+    Mark | float,
+    list[_Lap],
+    Mark | float,
+    Sequence[_Wait],
+    "_Memory",
+    float,
+    float | None,
 ]
+
+
+class _Memory(NamedTuple):
+    """Bytes that a rank has held at most, holds now, and keeps of the device."""
+
+    peak: int = 0
+    allocated: int | None = None
+    reserved: int | None = None
 
 
 class StepMeter:
     """Times steps and turns them into records."""
 
-    def __init__(self, device: torch.device, trace: Trace, ledger: Ledger | None = None) -> None:
-        """With a ``ledger``, phases and steps are noted there as they begin."""
+    def __init__(
+        self,
+        device: torch.device,
+        trace: Trace,
+        ledger: Ledger | None = None,
+        groups: Mapping[tuple[int, ...], str] | None = None,
+    ) -> None:
+        """With a ``ledger``, phases and steps are noted there as they begin. ``groups`` are names by their ranks."""
         self._device = device
         self._is_device = device.type != "cpu"
         self._take = (DeviceClock(device) if trace.clock is None else trace.clock).take
         self._trace = trace
         self._waits = trace.waits
+        trace.adds_up = True
         self._start = self._take()
         self._laps: list[_Lap] = []
         self._order: list[int] = []  # the number of the phase that followed each lap of the last step
         self._pending: deque[_Issued] = deque()
-        self._memory_bytes = 0
-        self._drained_at = self._issued_at = time.time()
+        self._memory = _Memory()
+        self._groups = groups or {}
+        self._drained_at = self._issued_at = self._comm_at = time.time()
         self._flops_per_sample: float | None = None
         self._peak_flops: float | None = None
         if ledger is not None:
@@ -138,14 +164,14 @@ class StepMeter:
 
     def finish(self, facts: StepFacts) -> bool:
         """Ends the step; the next one starts here. Returns whether to drain: many steps at once cost less."""
-        if facts.step % _MEMORY_EVERY == 1 or not self._memory_bytes:
-            self._memory_bytes = peak_memory_bytes(self._device)
+        if facts.step % _MEMORY_EVERY == 1 or not self._memory.peak:
+            self._memory = _memory(self._device)
         on_host = _to_host(facts.outcome) if self._is_device else None
         # The copy to the host is ordered before this mark: once it is past, the values can be read.
         end, now = self._take(), time.time()
         host_s = _host_seconds(self._laps, now - self._issued_at) if self._is_device else None
         waits = self._trace.take_waits() if self._waits else ()
-        self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory_bytes, now, host_s))
+        self._pending.append((facts, on_host, self._start, self._laps, end, waits, self._memory, now, host_s))
         if len(self._laps) != len(self._order):
             self._order = [*(PHASES.index(phase) for phase, _, _ in self._laps[1:]), _FIRST_PHASE]
         self._start, self._laps, self._issued_at = end, [], now
@@ -164,6 +190,26 @@ class StepMeter:
             self._rate(record)
             self._add_times(record)
             yield record
+
+    def drain_comm(self, step: int, *, wait: bool = False) -> list[CommRecord]:
+        """Returns records of the operations that ended, by kind and group: once a second, or of all with ``wait``."""
+        now = time.time()
+        if not wait and abs(now - self._comm_at) < _COMM_S:
+            return []
+        self._comm_at = now
+        return [
+            CommRecord(
+                step=step,
+                kind=total.kind,
+                group=self._groups.get(total.group) or f"ranks {','.join(map(str, total.group))}",
+                ranks=len(total.group),
+                calls=total.calls,
+                bytes=total.num_bytes,
+                seconds=total.seconds,
+                time=now,
+            )
+            for total in self._trace.take_totals(wait=wait)
+        ]
 
     def _rate(self, record: StepRecord) -> None:
         """Completes a record with FLOP/s and MFU, where a sample's FLOPs are known."""
@@ -208,7 +254,7 @@ def _host_seconds(laps: Sequence[_Lap], issued_s: float) -> float | None:
 
 
 def _record(issued: _Issued) -> StepRecord:
-    facts, on_host, start, laps, end, waits, memory_bytes, now, host_s = issued
+    facts, on_host, start, laps, end, waits, memory, now, host_s = issued
     since: Callable[[Any, Any], float] = operator.sub if isinstance(end, float) else _device_seconds_since
     seconds = dict.fromkeys(_PHASES, 0.0)
     comm_s, last, num_waits = 0.0, start, 0
@@ -243,10 +289,13 @@ def _record(issued: _Issued) -> StepRecord:
         comm_s=comm_s,
         optimizer_s=optimizer_s,
         samples_per_s=samples / step_s if step_s > 0 else 0.0,
-        memory_bytes=memory_bytes,
+        memory_bytes=memory.peak,
         time=now,
         loss_scale=loss_scale,
         host_s=max(0.0, host_s - data_s) if host_s else host_s,
+        peak_bytes=memory.peak,
+        allocated_bytes=memory.allocated,
+        reserved_bytes=memory.reserved,
     )
 
 
@@ -256,6 +305,15 @@ def _device_seconds_since(mark: Mark, earlier: Mark) -> float:
 
 def _total_seconds(waits: Sequence[_Wait]) -> float:
     return sum(end.seconds_since(begin) for begin, end in waits)
+
+
+def _memory(device: torch.device) -> _Memory:
+    """Asks for memory: CUDA's allocator, or the system for what a process on a CPU keeps resident."""
+    if device.type != "cuda":
+        return _Memory(peak_memory_bytes(device), psutil.Process().memory_info().rss)
+    found = torch.cuda.memory.memory_stats_as_nested_dict(device)  # one question to the allocator
+    allocated, reserved = (found.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
+    return _Memory(allocated.get("peak", 0), allocated.get("current", 0), reserved.get("current", 0))
 
 
 def peak_memory_bytes(device: torch.device) -> int:

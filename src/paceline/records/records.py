@@ -79,7 +79,9 @@ class StepRecord:
     ranks, before clipping; where it is not finite, the update was left out. ``loss_scale`` is 1 where losses are not
     scaled. ``host_s`` is the time that the host took to issue the step, if the device had nothing left to do by then,
     and 0 if it had; None on a CPU. ``flops_per_s`` and ``mfu`` are this rank's share of the model, and the share of its
-    device's peak that this comes to; None where they are not known.
+    device's peak that this comes to; None where they are not known. ``memory_bytes`` and ``peak_bytes`` are the most
+    memory that the rank has held, ``allocated_bytes`` what it held lately, and ``reserved_bytes`` what CUDA's allocator
+    kept of the device, free blocks among it; None where nobody asked.
     """
 
     step: int
@@ -104,6 +106,9 @@ class StepRecord:
     host_s: float | None = None
     flops_per_s: float | None = None
     mfu: float | None = None
+    peak_bytes: int | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
 
     @property
     def is_skipped(self) -> bool:
@@ -163,8 +168,8 @@ class CommRecord:
     """The operations of one kind and group that this rank finished since its record before: a ledger in short.
 
     ``group`` names the mesh axis (``world``, ``data``, ...) and ``ranks`` its size. ``bytes`` are those of the tensors
-    (``paceline.comm``'s count, not what an algorithm sends), ``seconds`` the time from the start of each operation to its
-    end, added up.
+    (``paceline.comm``'s count, not what an algorithm sends). ``seconds`` add up the time from the start of each
+    operation until the compute had its result; ``records/bandwidth.py`` derives bandwidths.
     """
 
     step: int
@@ -215,7 +220,7 @@ def parse_line(line: str | bytes) -> Record:
 
 def read_records(path: Path) -> Iterator[Record]:
     """Yields the complete records of a file. Raises ValueError, with file and line, if one cannot be read."""
-    for number, (line, _) in enumerate(_complete_lines(path, 0), start=1):
+    for number, (line, _) in enumerate(complete_lines(path, 0), start=1):
         try:
             yield parse_line(line)
         except ValueError as error:
@@ -232,7 +237,7 @@ def follow_records(path: Path, stop: Callable[[], bool], poll_s: float = 0.2) ->
         is_last_look = stop()  # asked before reading, so that nothing slips in between
         if path.exists():
             # Opened anew for each look: on network file systems, opening is what fetches another host's writes.
-            for line, end in _complete_lines(path, offset):
+            for line, end in complete_lines(path, offset):
                 offset = end
                 yield parse_line(line)
         if is_last_look:
@@ -259,7 +264,7 @@ def strict_json(value: Any) -> Any:
     return value
 
 
-def _complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
+def complete_lines(path: Path, offset: int) -> Iterator[tuple[bytes, int]]:
     """Yields each line that ends in a newline, with the offset behind it."""
     with open_regular(path) as raw, io.BufferedReader(raw) as file:
         file.seek(offset)
@@ -310,6 +315,7 @@ class _Form:
 
 _READERS: dict[str, Callable[[Any], Any]] = {
     "int": operator.index,
+    "int | None": lambda value: None if value is None else operator.index(value),
     "float": float,
     "float | None": lambda value: None if value is None else float(value),
     "str": str,

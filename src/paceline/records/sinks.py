@@ -18,9 +18,11 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from paceline.records.records import EvalRecord, EventRecord, Record, StepRecord, to_line
+from paceline.records.records import CommRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord, to_line
+from paceline.records.scalars import scalars
 
 _MOST_KEPT = 100_000
+_Stepped = StepRecord | EvalRecord | EventRecord | CommRecord
 
 
 class Sink(Protocol):
@@ -39,8 +41,8 @@ class Sink(Protocol):
 class JsonlSink:
     """Appends records to a file, one line each.
 
-    Steps are kept in memory for ``flush_every_s`` at most, measured when the next records come; any other record
-    is written through at once, together with the steps before it. Several threads may write.
+    Steps and communication are kept in memory for ``flush_every_s`` at most, measured when the next records come; any
+    other record is written through at once, together with those before it. Several threads may write.
 
     A full disk leaves whole lines. What it does not take is lost with an error, or with ``waits_for_space`` kept, the
     last 100,000 records of it, and tried again with the next.
@@ -71,7 +73,7 @@ class JsonlSink:
                 raise ValueError(f"{self._file.name} is closed; write records before closing the sink")
             self._kept += records
             is_time = self._clock() - self._flushed_at >= self._flush_every_s
-            if is_time or not all(isinstance(record, StepRecord) for record in records):
+            if is_time or not all(isinstance(record, StepRecord | CommRecord) for record in records):
                 self._write_out()
 
     def flush(self) -> None:
@@ -111,10 +113,10 @@ def is_disk_full(error: OSError) -> bool:
 
 
 class TensorBoardSink:
-    """Writes scalars to a TensorBoard folder: ``train/*`` and ``time/*`` of this rank, ``eval/*`` of all, histograms.
+    """Writes scalars to a TensorBoard folder (``records/scalars.py`` has their names), and histograms.
 
-    The first record written marks a new start at its step, so TensorBoard drops what an earlier attempt wrote from
-    there on, and a resumed run draws one curve.
+    The first record of an attempt marks a new start at its step, so TensorBoard drops what an earlier attempt wrote
+    from there on, and a resumed run draws one curve.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -135,8 +137,10 @@ class TensorBoardSink:
     def write(self, *records: Record) -> None:
         with self._lock:
             for record in records:
-                if isinstance(record, StepRecord | EvalRecord):
-                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in _scalars(record)])
+                if isinstance(record, RunRecord):
+                    self._has_started = False  # steps may come again
+                elif isinstance(record, StepRecord | EvalRecord | CommRecord):
+                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in scalars(record)])
                 elif isinstance(record, EventRecord) and record.name == "histogram":
                     self._write_values(record, list(self._histograms(record.detail)))
                 elif isinstance(record, EventRecord) and record.name == "scalars":
@@ -153,7 +157,7 @@ class TensorBoardSink:
                 self._is_closed = True
                 self._writer.close()
 
-    def _write_values(self, record: StepRecord | EvalRecord | EventRecord, values: list[Any]) -> None:
+    def _write_values(self, record: _Stepped, values: list[Any]) -> None:
         if not self._has_started:
             self._has_started = True
             self._add(record, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
@@ -178,7 +182,7 @@ class TensorBoardSink:
             )
             yield self._value(f"{kind}/{detail['parameter']}", histo=histogram)
 
-    def _add(self, record: StepRecord | EvalRecord | EventRecord, **content: Any) -> None:
+    def _add(self, record: _Stepped, **content: Any) -> None:
         self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
 
 
@@ -236,32 +240,6 @@ class Fanout:
         except OSError as error:
             if not (self._goes_on_when_full and is_disk_full(error)):
                 raise
-
-
-def _scalars(record: StepRecord | EvalRecord) -> Iterator[tuple[str, float]]:
-    if isinstance(record, EvalRecord):
-        yield "eval/loss", record.loss
-        if record.accuracy is not None:
-            yield "eval/accuracy", record.accuracy
-        yield from ((f"eval/{name}", value) for name, value in record.metrics.items())
-        yield "eval/seconds", record.seconds
-        return
-    if record.loss is not None:
-        yield "train/loss", record.loss
-    if record.grad_norm is not None:
-        yield "train/grad_norm", record.grad_norm
-    if record.loss_scale != 1.0:
-        yield "train/loss_scale", record.loss_scale
-    yield "train/lr", record.lr
-    yield "train/epoch", record.epoch
-    for name in ("step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s"):
-        yield f"time/{name}", getattr(record, name)
-    if record.host_s is not None:
-        yield "time/host_s", record.host_s
-    if record.flops_per_s is not None:
-        yield "speed/tflops", record.flops_per_s / 1e12
-    if record.mfu is not None:
-        yield "speed/mfu", record.mfu
 
 
 def _cut_unterminated_line(path: Path) -> None:

@@ -7,10 +7,9 @@ one.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +26,8 @@ from paceline.errors import PreemptedError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan
-from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided, TensorBoardSink
+from paceline.records.log_sink import LogSink
+from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
 from paceline.run.folder import adopt_config
 from paceline.run.location import find_start
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, write_failure
@@ -53,6 +53,8 @@ from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_toge
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
+
+_LOGGER = logging.getLogger("paceline")
 
 
 @dataclass(slots=True)
@@ -151,7 +153,7 @@ class RankRunner:
         try:
             write_failure(self.folder, failure)
         finally:
-            traceback.print_exception(error)
+            _LOGGER.critical("this rank fails", exc_info=error, extra={"who": f"rank {self.rank}"})
             leave_process(REFUSED if failure.is_refusal else FAILED)
 
     def _is_refusal(self, error: BaseException) -> bool:
@@ -180,8 +182,8 @@ class RankRunner:
     def _open_sinks(self, config: Config, view: Sink | None) -> Sink:
         goes_on = config.recovery.on_full_disk == "warn"
         sinks: list[Sink] = [JsonlSink(records_path(self.folder, self.rank), waits_for_space=goes_on)]
-        if config.monitor.tensorboard and self.rank == 0:
-            sinks.append(Strided(TensorBoardSink(self.folder / "tensorboard"), config.monitor.log_every))
+        if _LOGGER.isEnabledFor(logging.INFO):
+            sinks.append(Strided(LogSink(_LOGGER), config.monitor.log_every))
         if view is not None:
             sinks.append(view)
         return Fanout(sinks, goes_on_when_full=goes_on)
@@ -214,7 +216,7 @@ def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:
 
 def _log(text: str) -> None:
     """Writes into the log of this rank."""
-    print(text, file=sys.stderr)
+    _LOGGER.warning("%s", text)
 
 
 def _checkpoint_folder(config: Config, folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import time
@@ -11,13 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.records.records import EndRecord, EventRecord, Record, RunRecord, follow_records
+from paceline.run.logs import log
 from paceline.run.signals import start_thread
 from paceline.terminal import echo
 
 
 def say(text: str) -> None:
-    """Tells the user something that is not a result: on standard error."""
+    """Tells the user something that is not a result: on standard error, and in the log of the run if there is one."""
     echo(f"paceline: {text}", err=True)
+    log(logging.INFO, text)
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +20,13 @@ from paceline.config import Config
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.diagnosis import Stop, after_failure
-from paceline.run.console import live_progress, say
+from paceline.run.console import say
 from paceline.run.folder import is_in_use
 from paceline.run.location import RunLocation, claim_run, locate_run, run_folder, runs_of
+from paceline.run.logs import run_log
 from paceline.run.nodes import Nodes
 from paceline.run.notes import HANGS, forget, hung_attempts
+from paceline.run.observe import observing, observing_host
 from paceline.run.result import RunOptions, RunResult, explain_end, read_result
 from paceline.run.supervise import rank_command
 from paceline.run.variables import rank_variables
@@ -59,7 +62,8 @@ def train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResul
                     raise  # else another host's launcher came first, in between
         config = location.settle(config)
         say(f"joining the run in {folder} with {_ranks_here(config, nodes)} ranks")
-        _run(config, folder, nodes, warm)
+        with run_log(folder, who=f"launcher {socket.gethostname()}"), observing_host(folder, config):
+            _run(config, folder, nodes, warm)
         return None
 
 
@@ -76,7 +80,7 @@ def _run_as_first(
             write_secret(folder / _SECRET)
         forget(folder, HANGS)
         forget_health(folder, range(_ranks_here(config, nodes) * nodes.most))
-        with explain_end(claimed), live_progress(folder, is_shown=config.monitor.console and not options.is_quiet):
+        with explain_end(claimed), observing(folder, config, options):
             _run(config, folder, nodes, warm)
         return read_result(folder, config)
 
@@ -115,7 +119,7 @@ def _ranks_here(config: Config, nodes: Nodes) -> int:
 @contextlib.contextmanager
 def telling_restarts(folder: Path, policy: RecoveryConfig, tell: Callable[[str], None]) -> Iterator[None]:
     """Tells each verdict after which ranks are started again; the last one is the launcher's error."""
-    from paceline.run.watch import polling
+    from paceline.run.polling import polling
 
     known = len(hung_attempts(folder))
 

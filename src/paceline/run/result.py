@@ -32,13 +32,14 @@ class RunOptions:
     """How a run is started.
 
     ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto`` stands for the
-    run's newest. ``is_quiet``: progress is not shown.
+    run's newest. ``is_quiet``: progress is not shown. ``is_verbose``: the lines of the run's log are, in its place.
     ``checks_memory``: a run that is estimated to need more memory than there is, is refused.
     """
 
     force: bool = False
     resume: str | None = None
     is_quiet: bool = False
+    is_verbose: bool = False
     checks_memory: bool = True
     hosts: Nodes | None = None
 
@@ -101,7 +102,7 @@ def explain_end(claimed: RunFolder) -> Iterator[None]:
 @contextlib.contextmanager
 def _ending_without(claimed: RunFolder) -> Iterator[None]:
     """Ends the ranks of this process when their folder is removed: what they would still compute has no place."""
-    from paceline.run.watch import polling
+    from paceline.run.polling import polling
 
     ranks: dict[int, int] = {}
 

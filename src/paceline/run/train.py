@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.detect import ask_ahead
 from paceline.config import Config, load_config_with_sources
-from paceline.run.console import live_progress, say
+from paceline.run.console import say
 from paceline.run.location import RunLocation, claim_run, locate_run
 from paceline.run.result import RunOptions, RunResult, explain_end, read_result
 from paceline.run.warm import WarmRanks, warm_ranks_of
@@ -30,7 +30,8 @@ def train(
     """Trains until the run is done, with restarts as the config says.
 
     ``overrides`` change keys of the file, ``["train.epochs=2", "name=mine"]``; ``options=RunOptions(force=True)``, of
-    ``paceline.run.train``, is for what the command line has options for: ``force``, ``resume="auto"``, ``is_quiet``.
+    ``paceline.run.train``, is for what the command line has options for: ``force``, ``resume="auto"``, ``is_quiet``,
+    ``is_verbose``.
 
     Returns None where another process has the result: on ranks other than 0 under torchrun, and on hosts that join
     another one's run. Raises ConfigError, UsageError, RunFolderError or CheckpointError for what cannot be started, and
@@ -65,6 +66,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
     """Carries out the plan of a run on this machine, and returns what came of it."""
     from paceline.run.decide import show_decisions
     from paceline.run.local import LocalRanks, launch_local
+    from paceline.run.observe import observing
     from paceline.run.prediction import BackgroundPrediction, predict_run
     from paceline.run.rank_process import uses_nccl
     from paceline.run.supervise import supervise
@@ -93,6 +95,6 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         if expected is not None:
             claimed.write_prediction(expected.to_text())
         prediction = BackgroundPrediction(config, folder, expected, warm)
-        with explain_end(claimed), live_progress(folder, is_shown=is_shown), prediction:
+        with explain_end(claimed), observing(folder, config, options), prediction:
             supervise(lambda command: launch_local(command, folder, asked), config, location)
         return read_result(folder, config, decision.choice)

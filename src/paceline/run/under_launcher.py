@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.base import Communicator
+from paceline.comm.ledger.file import LedgerReader, ledger_path
 from paceline.comm.objects import ask_first_rank
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.config import Config
@@ -28,6 +29,7 @@ from paceline.run.console import say
 from paceline.run.decide import Decision, Participants, decide_run, show_decisions
 from paceline.run.folder import RunFolder
 from paceline.run.location import RunLocation, claim_run, locate_run
+from paceline.run.logs import log, rank_logs
 from paceline.run.prediction import BackgroundPrediction, predict_run
 from paceline.run.rank_process import (
     end_with_parent,
@@ -102,7 +104,11 @@ def _run_rank(
     hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
     comm = watch_itself(comm, folder, watch_policy(config))
     try:
-        with prediction:
+        with (
+            rank_logs(folder, comm.rank, config.monitor.log_level, owns_output=False),
+            _observing(folder, config, comm),
+            prediction,
+        ):
             attempt.run(config, comm, plan=decision.plan, resume=location.checkpoint, view=view)
     except BaseException as error:
         if view is not None:
@@ -113,6 +119,26 @@ def _run_rank(
                 say(str(error))
             leave_process(PREEMPTED)
         _leave_launcher(attempt.describe(error), location.folder, claimed, started)
+
+
+@contextlib.contextmanager
+def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
+    """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
+    from paceline.run.sampling import sampling
+    from paceline.run.tracking import tracking
+
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), node_ranks(config) or comm.size
+    here = range(comm.rank, comm.rank + local_ranks)
+
+    def processes() -> dict[int, int]:
+        readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in here}
+        return {rank: reader.pid for rank, reader in readers.items() if reader is not None}
+
+    with (
+        tracking(folder, config, log) if comm.rank == 0 else contextlib.nullcontext(),
+        sampling(folder, config.monitor.sample_s if local_rank == 0 else None, processes, log),
+    ):
+        yield
 
 
 def _claim_together(

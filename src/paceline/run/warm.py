@@ -121,8 +121,6 @@ def _rank_modules(config: Config) -> list[str]:
     modules = list(_RANK_MODULES)
     if config.data.kind == "digits":
         modules.append("sklearn.datasets")
-    if config.monitor.tensorboard:
-        modules.append("torch.utils.tensorboard")
     return modules
 
 

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,10 +33,11 @@ from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.run.logs import append_line
 from paceline.run.notes import noted_processes, read_failures, replace_file, write_failure
+from paceline.run.polling import polling
 from paceline.run.process_state import look_at_process
 from paceline.run.records import note_straggler
-from paceline.run.signals import start_thread
 from paceline.run.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
 
 if TYPE_CHECKING:
@@ -301,31 +303,6 @@ class Watch:
 
 
 @contextlib.contextmanager
-def polling(
-    look: Callable[[threading.Event], bool], *, every_s: float, name: str, patience_s: float | None = None
-) -> Iterator[None]:
-    """Calls ``look`` in a thread every ``every_s`` seconds, until it returns True or the block is left.
-
-    The event that ``look`` gets is set when the block is left. A call that is under way then is waited for, at most
-    ``patience_s`` seconds; None: until it is done.
-    """
-    is_left = threading.Event()
-
-    def follow() -> None:
-        while not is_left.wait(every_s):
-            if look(is_left):
-                return
-
-    thread = threading.Thread(target=follow, name=name, daemon=True)
-    try:
-        start_thread(thread)
-        yield
-    finally:
-        is_left.set()
-        thread.join(timeout=patience_s)
-
-
-@contextlib.contextmanager
 def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> Iterator[None]:
     """Watches ranks that this process started while the block runs; without a policy it does not.
 
@@ -368,14 +345,13 @@ def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int], 
 
 
 def tell_verdict(folder: Path, verdict: HangVerdict, ranks: Iterable[int]) -> None:
-    """Writes a verdict into the run's folder and into the log of every rank; a disk that is full is left alone."""
+    """Writes a verdict into the run's folder, its log, and the log of every rank; a disk that is full is left alone."""
     told = {**verdict.to_json(), "time": time.time(), "host": socket.gethostname()}
     with contextlib.suppress(OSError):
         replace_file(folder / "verdict.txt", verdict.to_text())
         replace_file(folder / "verdict.json", json.dumps(told, indent=2) + "\n")
-    for rank in ranks:
-        with contextlib.suppress(OSError), (folder / "logs" / f"rank-{rank}.log").open("a", encoding="utf-8") as log:
-            log.write(f"paceline: {verdict.to_text()}")
+    for name in ("run", *(f"rank-{rank}" for rank in ranks)):
+        append_line(folder / "logs" / f"{name}.log", "watch", logging.ERROR, verdict.to_text().rstrip())
 
 
 def note_mismatch(folder: Path, ranks: Iterable[int]) -> HangVerdict | None:

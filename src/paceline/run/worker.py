@@ -11,10 +11,11 @@ leave, together with the others; ``auto`` stands for the run's newest checkpoint
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import logging
 import os
 import signal
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from paceline.health.exit_codes import DONE, HUNG
 from paceline.plan.plan import Plan
 from paceline.run.attempt import RankRunner
 from paceline.run.folder import config_of, read_plan
+from paceline.run.logs import rank_logs
 from paceline.run.notes import forget, is_over, note_hang, note_process, read_failures
 from paceline.run.rank_process import (
     end_with_parent,
@@ -60,7 +62,7 @@ def main() -> None:
     restart = arguments.restart or restarted_by_launcher()
     times = StartTimes.since_start_of(arguments.launcher if restart is None else os.getpid())
     times.lap("processes")
-    attempt = RankRunner(folder, rank, restart=restart, times=times)
+    attempt, logs = RankRunner(folder, rank, restart=restart, times=times), contextlib.ExitStack()
     try:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
@@ -68,6 +70,7 @@ def main() -> None:
             leave_process(DONE)  # the attempt before has hung and was the last: see hosts.py
         forget(folder, f"logs/rank-{rank}.error.json")
         redirect_output(folder / "logs" / f"rank-{rank}.log")
+        logs.enter_context(rank_logs(folder, rank, config.monitor.log_level, owns_output=True))
         if config.comm.backend == "virtual":
             plan = read_plan(folder)
             assert plan is not None
@@ -106,7 +109,7 @@ def _leave_if_different(folder: Path) -> None:
     if verdict is not None:
         note_hang(folder, verdict)
     if verdict is not None or any(failure.kind == "hang" for failure in read_failures(folder)):
-        traceback.print_exc()
+        logging.getLogger("paceline").exception("this rank lost another")
         leave_process(HUNG)
 
 

@@ -165,7 +165,7 @@ def build_trainer(
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
-        meter=StepMeter(comm.device, trace, comm.ledger),
+        meter=StepMeter(comm.device, trace, comm.ledger, layout.group_names(comm.rank)),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=plan.finds_microbatch),
         compressor=compressor,

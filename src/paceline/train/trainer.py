@@ -358,7 +358,7 @@ class Trainer(RunState):
             records.extend(self.parts.meter.drain(wait=wait))
         finally:  # what was read before a device failed is written all the same
             if self.sink is not None and records:
-                self.sink.write(*records)
+                self.sink.write(*records, *self.parts.meter.drain_comm(records[-1].step, wait=wait))
         return records
 
     def _go_back(self, asked: GoBackError) -> None:

@@ -1,0 +1,224 @@
+"""Sinks that hand the numbers of a run to trackers: Weights & Biases, MLflow, trackio, or one of the user's own.
+
+Each is opened with a ``TrackedRun`` and takes records like any other sink. A run that is resumed goes on under the
+identity that its folder remembers. Nothing here is called by a rank: ``run/tracking.py`` follows the files of records
+and feeds the sinks, each in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from netrc import NetrcParseError, netrc
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from paceline.imports import import_from_path
+from paceline.records.records import EndRecord, Record
+from paceline.records.scalars import scalars
+from paceline.records.sinks import Sink
+from paceline.untrusted import parse_json_object, read_regular
+
+_IDENTITIES = ".trackers.json"
+_PROJECT = "paceline"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrackedRun:
+    """The run that a tracker shows. ``tell`` writes a line with a level into the run's log."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    tell: Callable[[int, str], None]
+
+    @property
+    def name(self) -> str:
+        return self.folder.absolute().name
+
+    def identity(self, tracker: str) -> str | None:
+        """Returns what a tracker called this run when it was started first; None for a new one."""
+        try:
+            found = parse_json_object(read_regular(self.folder / _IDENTITIES)).get(tracker)
+        except (OSError, ValueError):
+            return None
+        return found if isinstance(found, str) else None
+
+    def remember(self, tracker: str, identity: str) -> None:
+        """Keeps what a tracker calls this run, for when it is resumed."""
+        try:
+            known = parse_json_object(read_regular(self.folder / _IDENTITIES))
+        except (OSError, ValueError):
+            known = {}
+        path = self.folder / _IDENTITIES
+        partial = path.with_suffix(f".{tracker}")  # trackers are opened side by side
+        partial.write_text(json.dumps({**known, tracker: identity}) + "\n", encoding="utf-8")
+        partial.replace(path)
+
+
+class _Tracker:
+    """What the trackers have in common: numbers by name, at the last step that was seen."""
+
+    _step = 0
+
+    def write(self, *records: Record) -> None:
+        for record in records:
+            self._step = getattr(record, "step", self._step)
+            values = {name: float(value) for name, value in scalars(record)}
+            if values:
+                self._log(values, self._step, record.time)
+            if isinstance(record, EndRecord):
+                self._end(record.status)
+
+    def flush(self) -> None:
+        """Does nothing: the library sends by itself."""
+
+    def _log(self, values: dict[str, float], step: int, time: float) -> None:
+        raise NotImplementedError
+
+    def _end(self, status: str) -> None:
+        """Hears how an attempt has ended."""
+
+
+class WandbSink(_Tracker):
+    """A run of Weights & Biases. Without a login it is kept offline, in the run's folder, for ``wandb sync``."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        asked = wandb.setup().settings  # of the environment and wandb's own files
+        is_offline = asked.mode == "online" and not _has_login(asked)
+        if is_offline:  # wandb would ask on the terminal
+            run.tell(
+                logging.WARNING, f"wandb has no login: offline; later: wandb sync {run.folder}/wandb/offline-run-*"
+            )
+        self._run: Any = wandb.init(
+            project=asked.project or _PROJECT,
+            name=run.name,
+            id=run.identity("wandb"),
+            resume="allow",
+            dir=str(run.folder),
+            config=dict(run.config),
+            mode="offline" if is_offline else None,
+            reinit="create_new",
+            settings=wandb.Settings(silent=True, console="off", init_timeout=30, x_disable_stats=True),
+        )
+        run.remember("wandb", str(self._run.id))
+        # Steps come again after a restart, which a run's own step count does not allow.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+        self._exit_code = 0
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish(exit_code=self._exit_code)
+
+    def _log(self, values: dict[str, float], step: int, time: float) -> None:
+        del time
+        self._run.log({**values, "step": step})
+
+    def _end(self, status: str) -> None:
+        self._exit_code = 0 if status == "done" else 1
+
+
+class MlflowSink(_Tracker):
+    """A run of MLflow, where its own settings say: a folder, a database or a server."""
+
+    _STATUSES = {"done": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012
+
+    def __init__(self, run: TrackedRun) -> None:
+        import mlflow
+        from mlflow.entities import Metric
+
+        self._metric: Any = Metric
+        self._client: Any = mlflow.MlflowClient()
+        self._status = "FAILED"
+        known = run.identity("mlflow")
+        if known is not None:
+            self._id = known
+            self._client.update_run(known, status="RUNNING")
+            return
+        name = mlflow.environment_variables.MLFLOW_EXPERIMENT_NAME.get() or _PROJECT
+        experiment = self._client.get_experiment_by_name(name)
+        place = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+        self._id = self._client.create_run(place, run_name=run.name).info.run_id
+        run.remember("mlflow", self._id)
+        for key, value in _flat(run.config):
+            self._client.log_param(self._id, key, str(value)[:500])
+
+    def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            client.set_terminated(self._id, self._status)
+
+    def _log(self, values: dict[str, float], step: int, time: float) -> None:
+        stamp = int(time * 1e3)
+        metrics = [self._metric(name, value, stamp, step) for name, value in values.items() if math.isfinite(value)]
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def _end(self, status: str) -> None:
+        self._status = self._STATUSES.get(status, "FAILED")
+
+
+class TrackioSink(_Tracker):
+    """A run of trackio, in its local database."""
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        name = run.identity("trackio") or run.name
+        self._run: Any = trackio.init(project=_PROJECT, name=name, resume="allow", config=dict(run.config), embed=False)
+        run.remember("trackio", name)
+
+    def close(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.finish()
+
+    def _log(self, values: dict[str, float], step: int, time: float) -> None:
+        del time
+        self._run.log(values, step=step)
+
+
+_SINKS: dict[str, Callable[[TrackedRun], Sink]] = {"wandb": WandbSink, "mlflow": MlflowSink, "trackio": TrackioSink}
+
+
+def open_tracker(name: str, run: TrackedRun) -> Sink:
+    """Opens a tracker by its name, or the user's own sink by its import path. Raises whatever that raises."""
+    if name in _SINKS:
+        try:
+            return _SINKS[name](run)
+        except ModuleNotFoundError as error:
+            if error.name != name:
+                raise
+            raise ModuleNotFoundError(f"{name} is not installed (pip install 'paceline[{name}]')", name=name) from None
+    made = import_from_path(name, "monitor.trackers")(run)
+    missing = [verb for verb in ("write", "flush", "close") if not callable(getattr(made, verb, None))]
+    if missing:
+        raise TypeError(
+            f"{name} made a {type(made).__name__} without {', '.join(missing)}: a sink has write, flush, close"
+        )
+    return made  # type: ignore[no-any-return]
+
+
+def _has_login(settings: Any) -> bool:
+    """Says whether wandb can log in without asking: by its settings, or by what ``wandb login`` wrote."""
+    if settings.api_key or getattr(settings, "identity_token_file", None):
+        return True
+    try:
+        return netrc().authenticators(urlsplit(settings.base_url).netloc) is not None
+    except (OSError, NetrcParseError):
+        return False
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:
+    """Returns the values of nested mappings by dotted names."""
+    found: list[tuple[str, Any]] = []
+    for key, value in config.items():
+        name = f"{prefix}{key}"
+        found += _flat(value, f"{name}.") if isinstance(value, Mapping) else [(name, value)]
+    return found
