@@ -12,6 +12,9 @@ import yaml
 
 Call = Callable[..., Any]
 
+# torch leaves the files of redirected output to the garbage collector, which may come within the second command.
+LATE_FILES = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
 SLOW_DATA = """
 import time
 import torch
@@ -87,6 +90,7 @@ CHAOS = {
 
 
 @pytest.mark.exhaustive
+@LATE_FILES
 @pytest.mark.parametrize("what", list(CHAOS))
 def test_real_runs_with_faults(what: str, limited: Path, call: Call) -> None:
     faults, *overrides = CHAOS[what]
@@ -96,6 +100,7 @@ def test_real_runs_with_faults(what: str, limited: Path, call: Call) -> None:
 
 
 @pytest.mark.exhaustive
+@LATE_FILES
 def test_a_real_run_with_slow_data(limited: Path, call: Call) -> None:
     values = yaml.safe_load(CONFIG)
     values["data"] = {"kind": "factory", "factory": "slow_data:data"}

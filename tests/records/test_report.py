@@ -15,7 +15,7 @@ from made_records import RUN, STEP, write_records
 from rich.console import Console
 
 from paceline.errors import RunFolderError
-from paceline.records.limits import MemoryUse
+from paceline.records.facts import MemoryUse
 from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
 from paceline.records.report import RankSummary, RunSummary, render, summarize, to_json
 from paceline.search.expectation import Expectation

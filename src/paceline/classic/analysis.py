@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.straggler import find_straggler
 from paceline.notebook import Shown, curve, new_figure, table
+from paceline.records.facts import RunFacts
 from paceline.records.goodput import find_goodput
-from paceline.records.limits import UNKNOWN, Limits, RunFacts, judge_run
+from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EvalRecord, HostRecord, Record, RunRecord, StepRecord, read_records, strict_json
 from paceline.records.summary import PHASES, StepTable, add_up, read_run, split_attempts
 from paceline.units import format_bytes, format_seconds

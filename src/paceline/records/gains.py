@@ -15,12 +15,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from paceline.records.facts import RunFacts
 from paceline.records.records import RunRecord
-
-if TYPE_CHECKING:
-    from paceline.records.limits import RunFacts
 
 _FEWEST = 1.005  # a speed-up below is none
 _LONGEST = 50.0  # a bound beyond says nothing

@@ -18,15 +18,15 @@ a change would bring.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Literal
 
-from paceline.health.straggler import Straggler
+from paceline.records.facts import RunFacts
 from paceline.records.gains import Change, Gains
 from paceline.records.goodput import Goodput
-from paceline.records.records import RunRecord, strict_json
+from paceline.records.records import strict_json
 from paceline.records.summary import StepTable
 from paceline.units import format_bytes, format_flops, format_seconds
 
@@ -59,37 +59,6 @@ class Limit:
         name = {"rank": "a slow rank", "link": "a slow link"}.get(self.what, self.what)
         share = f"{100 * self.share:.0f} % " if self.words.startswith("of ") else ""
         return f"limited by {name}: {share}{self.words}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
-    """What is known of a run's memory: the peak of the rank that holds most, and what its device has.
-
-    ``cuts`` are the microbatches that ranks went on with after memory ran out, by step; ``by_category`` is the plan's
-    estimate.
-    """
-
-    peak_bytes: int = 0
-    capacity_bytes: int | None = None
-    cuts: Mapping[int, int] = field(default_factory=dict)
-    by_category: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def filled(self) -> float:
-        """The share of the device's memory that is in use at the peak; 0 where its size is not known."""
-        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunFacts:
-    """What a run is judged by. ``priced_comm_s`` is what a step's traffic should take on the links; None: not known."""
-
-    run: RunRecord
-    steps: StepTable
-    goodput: Goodput
-    straggler: Straggler | None = None
-    memory: MemoryUse = field(default_factory=MemoryUse)
-    priced_comm_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

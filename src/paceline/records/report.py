@@ -36,11 +36,12 @@ from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.notebook import Shown
 from paceline.records.console import format_loss, format_percent
+from paceline.records.facts import MemoryUse
 from paceline.records.goodput import Goodput, find_goodput
-from paceline.records.limits import UNKNOWN, Limits, MemoryUse, judge_run
+from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
 from paceline.records.run_facts import find_facts
-from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, StepTable, add_up, read_run
+from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, StepTable, add_up, read_run
 from paceline.records.tables import draw_tables
 from paceline.records.traffic import TrafficRow, find_traffic
 from paceline.search.expectation import Compared, compare, read_expectation
@@ -57,29 +58,6 @@ _PARTS = {
     "compiling": "of it compiling",
 }
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSummary:
-    """What one rank did. ``step_s`` is the median step, ``total_s`` the sum of all; the other times are sums too.
-
-    ``absent_steps`` are those of attempts with fewer ranks, in which there was none of this number.
-    """
-
-    rank: int
-    device: str
-    host: str
-    steps: int
-    samples: int
-    step_s: float
-    total_s: float
-    data_s: float
-    forward_s: float
-    backward_s: float
-    comm_s: float
-    optimizer_s: float
-    memory_bytes: int
-    absent_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -12,9 +12,9 @@ from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.wires import wire_cost
 from paceline.errors import UsageError
 from paceline.health.straggler import Straggler
+from paceline.records.facts import MemoryUse, RunFacts
 from paceline.records.gains import Gains, gains_of
 from paceline.records.goodput import Goodput
-from paceline.records.limits import MemoryUse, RunFacts
 from paceline.records.records import RunRecord
 from paceline.records.summary import RankAttempt, StepTable
 from paceline.records.traffic import TrafficRow, priced_step_s

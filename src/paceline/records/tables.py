@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from paceline.records.facts import MemoryUse
 from paceline.records.goodput import Goodput
-from paceline.records.limits import MemoryUse
-from paceline.records.summary import PHASES
+from paceline.records.summary import PHASES, RankSummary
 from paceline.records.traffic import TrafficRow
 from paceline.units import format_bytes, format_count, format_seconds
-
-if TYPE_CHECKING:
-    from paceline.records.report import RankSummary
 
 _NAMES = {"comm_s": "communication", "optimizer_s": "update"}
 
