@@ -23,12 +23,14 @@ from paceline.cli.bench_options import (
     tell,
     words_of,
 )
+from paceline.cli.bench_scaling import scaling
 from paceline.cli.bench_tables import Rows
 from paceline.cli.destination import check_scratch
 from paceline.cli.options import ConfigPath, Overrides
 
 app = typer.Typer(no_args_is_help=True, help="Time ours beside the others, and see how large a model fits.")
 app.command()(gpu)
+app.command()(scaling)
 
 
 @app.command()

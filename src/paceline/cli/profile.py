@@ -25,7 +25,7 @@ def profile(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
-    """Profile a few steps on real ranks, as one time line of all ranks.
+    """Profile a few steps of real ranks as one time line.
 
     The time line, for Chrome or ui.perfetto.dev, has a process for each rank: its steps, phases, actions of a
     pipeline's schedule, waits and collectives, and all operators and kernels that torch's profiler saw. Clocks of ranks

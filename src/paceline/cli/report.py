@@ -14,9 +14,9 @@ def report(
     compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
     as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
 ) -> None:
-    """Show what limited a run, and what it did: quality, speed, communication, ranks.
+    """Show what limited a run, and what it did.
 
-    Of several runs it also shows how speed grows with ranks.
+    That is quality, speed, communication and ranks. Of several runs it also shows how speed grows with ranks.
 
     Examples:
 
