@@ -235,5 +235,5 @@ class _Formulas:
             if workload is None:
                 return None
             return task.global_batch / rank_one(workload, cluster).seconds
-        except (PacelineError, ValueError, KeyError):  # this change, or this device, has no price
+        except (PacelineError, ValueError, KeyError, ArithmeticError):  # this change, or this device, has no price
             return None

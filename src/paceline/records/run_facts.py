@@ -21,6 +21,8 @@ from paceline.records.traffic import TrafficRow, priced_step_s
 from paceline.search.expectation import Compared
 from paceline.untrusted import parse_json, read_regular
 
+_MOST_RANKS = 2**16  # records that name more were not written by a run
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Place:
@@ -41,7 +43,7 @@ def find_facts(
 ) -> tuple[RunFacts, Gains]:
     """Returns the facts of a run, and what knows the changes of its config."""
     lead = next(iter(attempts.values()))
-    run, cluster = lead[-1].run, "" if prediction is None else prediction.predicted.cluster
+    run, cluster = lead[-1].run, "" if prediction is None else _catalog_name(prediction.predicted.cluster)
     facts = RunFacts(
         run=run,
         steps=table,
@@ -51,6 +53,11 @@ def find_facts(
         priced_comm_s=_priced(attempts, run, traffic, cluster),
     )
     return facts, gains_of(folder, run, cluster)
+
+
+def _catalog_name(cluster: str) -> str:
+    """Returns the name of a cluster of the catalog; nothing for a file, which a run's folder must not name."""
+    return "" if "/" in cluster or "\\" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
 
 
 def _memory(folder: Path, attempts: Sequence[RankAttempt], table: StepTable, run: RunRecord) -> MemoryUse:
@@ -86,20 +93,21 @@ def _priced(
 
     Stages of a pipeline wait for one another besides, so that what they wait says nothing about links.
     """
-    if run.world_size < 2 or "pipeline" in run.strategy:
+    most = max((row.ranks for row in traffic), default=run.world_size)
+    if not 2 <= max(run.world_size, most) <= _MOST_RANKS or run.world_size < 2 or "pipeline" in run.strategy:
         return None
     place = _place(attempts, run, cluster)
     if place is None:
         return None
     steps = sum(len(attempt.steps) for attempt in next(iter(attempts.values())))
-    with contextlib.suppress(UsageError, ValueError, KeyError):  # a kind of operation that has no price
+    with contextlib.suppress(UsageError, ValueError, KeyError, ArithmeticError):  # an operation that has no price
         return priced_step_s(run, traffic, steps, wire_cost(place.cluster, run.world_size, place.node_ranks))
     return None
 
 
 def _place(attempts: Mapping[int, Sequence[RankAttempt]], run: RunRecord, cluster: str) -> _Place | None:
     on_host = sum(own[-1].run.host == run.host for own in attempts.values())
-    for name in (cluster, f"{run.world_size}x {run.device}") if run.device != "cpu" else ():
+    for name in (cluster, _catalog_name(f"{run.world_size}x {run.device}")) if run.device != "cpu" else ():
         with contextlib.suppress(UsageError):  # a device that the catalog does not have
             if name:
                 return _Place(cluster=load_cluster(name), node_ranks=on_host)
