@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from made_records import END, RUN, STEP, write_records
 
 import paceline
 from paceline.classic.analysis import TrainingMetrics
 from paceline.config import config_from_dict
 from paceline.errors import RunFolderError, UsageError
+from paceline.records.records import HostRecord, to_line
 
 
 def small(**settings: object) -> paceline.DistributedConfig:
@@ -25,20 +28,45 @@ def test_the_usual_script_runs(tmp_path: Path) -> None:
     trainer.setup_model_and_data()
     metrics = trainer.train()
 
-    analyzer = paceline.DistributedTrainingAnalyzer(metrics)
+    alone = paceline.MockDistributedTrainer(small(world_size=1)).train()
+
+    analyzer = paceline.DistributedTrainingAnalyzer(metrics, baseline=alone)
     figure = analyzer.plot_training_metrics()
     report = analyzer.generate_performance_report()
 
     assert metrics["epoch"] == [1, 2]
     assert all(0 <= (value or 0) <= 1 for value in metrics["accuracy"])
     assert (metrics["train_loss"][1] or 9) < (metrics["train_loss"][0] or 0)
-    assert len(figure.axes) == 4
+    assert len(figure.axes) == 8
+    titles = [axes.get_title() for axes in figure.axes]
+    assert [title for title in titles if "utilisation" in title or "memory" in title or "balance" in title] == titles[
+        4:7
+    ]
+    assert titles[7].startswith("bottleneck: ")
     assert (report.ranks, report.epochs, report.steps) == (2, 2, 6)
     assert report.final_accuracy == metrics["accuracy"][-1]
-    assert 0 < report.scaling_efficiency <= 1
+    assert report.speed_up == pytest.approx(metrics.samples_per_s / alone.samples_per_s)
+    assert report.scaling_efficiency == pytest.approx((report.speed_up or 0) / 2)
     assert "ddp on 2 ranks: 2 epochs, 6 steps" in str(report)
     analyzer.plot_training_metrics(tmp_path / "run.png")
     assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_efficiency_and_utilization_are_measured_or_absent(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        steps = [replace(STEP, step=step, epoch=step / 10, step_s=1.0, comm_s=0.1, time=step) for step in range(1, 11)]
+        write_records(tmp_path, rank, replace(RUN, rank=rank, time=0.0), *steps, END)
+    report = paceline.DistributedTrainingAnalyzer(tmp_path).generate_performance_report()
+    assert (report.speed_up, report.scaling_efficiency, report.gpu_utilization_percent) == (None, None, None)
+    assert report.compute_percent == pytest.approx(90.0), "which is not an efficiency"
+    assert "scaling efficiency   not known" in str(report)
+    shown = [
+        HostRecord(host="a", values={"hw.gpu.utilization/0": share, "hw.power/0": 9.0}, time=3.0)
+        for share in (0.5, 0.7)
+    ]
+    (tmp_path / "records" / "host-a.jsonl").write_text("".join(map(to_line, shown)))
+    report = paceline.DistributedTrainingAnalyzer(tmp_path).generate_performance_report()
+    assert report.gpu_utilization_percent == pytest.approx(60.0)
 
 
 def test_training_leaves_its_values_in_the_model_and_repeats(tmp_path: Path) -> None:

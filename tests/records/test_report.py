@@ -15,6 +15,7 @@ from made_records import RUN, STEP, write_records
 from rich.console import Console
 
 from paceline.errors import RunFolderError
+from paceline.records.facts import MemoryUse
 from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
 from paceline.records.report import RankSummary, RunSummary, render, summarize, to_json
 from paceline.search.expectation import Expectation
@@ -122,7 +123,11 @@ def test_two_ranks_with_ragged_counts(tmp_path: Path) -> None:
         comm_s=6.0,
         ranks=ranks,
         units_per_s=1.75,
+        limits=summary.limits,
+        goodput=summary.goodput,
+        memory=MemoryUse(peak_bytes=300),
     )
+    assert "too few to judge" in summary.limits.sentence
     assert ranks[0] == RankSummary(
         rank=0,
         device="cuda:0",
@@ -376,7 +381,7 @@ def test_the_report_says_how_good_the_run_was(tmp_path: Path) -> None:
     assert "MFU 20.0 % of 10.0 TFLOP/s (bf16, data sheet), 25.0 % of 8.0 TFLOP/s (measured)" in text
     assert "limited by host: 75 % of the step waits for the host to launch kernels" in text
     values = to_json(summary)
-    assert values["limits"][0]["what"] == "host"
+    assert (values["limits"]["what"], values["limits"]["found"][0]["share"]) == ("host", 0.75)
     assert (values["mfu"], values["unit"]) == (0.2, "tokens")
 
 

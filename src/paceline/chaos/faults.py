@@ -1,7 +1,8 @@
 """Faults as data: what goes wrong, on which rank, at which step.
 
     kill:rank=1@step=20            kill:rank=1:phase=backward@step=20
-    slow:rank=0x2@step=30          spike:x100@step=12
+    slow:rank=0x2@step=30          slow-link:rank=1x20:steps=50
+    spike:x100@step=12
     disk-full@step=40              corrupt-checkpoint
 
 ``KIND[:rank=R][:xFACTOR][:phase=PHASE][:steps=N][@step=S]``, several with commas between. Without a step, a fault comes
@@ -45,6 +46,7 @@ TRAITS: Final[Mapping[str, Trait]] = {
     "oom": Trait(phases=("forward", "backward")),
     "preempt": Trait(phases=("optimizer", "data", "forward", "backward")),  # by SIGUSR1
     "slow": Trait(factor=2.0, has_length=True),
+    "slow-link": Trait(factor=20.0, has_length=True),
     "nan": Trait(on_all_ranks=True),
     "spike": Trait(factor=100.0, on_all_ranks=True),
     "disk-full": Trait(),
@@ -54,6 +56,7 @@ TRAITS: Final[Mapping[str, Trait]] = {
 }
 WHILE_SAVING: Final = ("disk-full", "unwritable", "kill-while-saving")
 ON_LOSS: Final = ("nan", "spike")
+SLOW: Final = ("slow", "slow-link")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +124,7 @@ def random_faults(seed: int, number: int, *, ranks: int, last_step: int) -> list
     steps = sorted(draw.randrange(2, max(3, last_step)) for _ in range(number))
     found = []
     for place, step in enumerate(steps):
-        kind = draw.choice(sorted(TRAITS))
+        kind = draw.choice(sorted(each for each in TRAITS if each != "slow-link"))  # a seed draws what it always drew
         trait = TRAITS[kind]
         phases = [each for each in trait.phases if each in STEP_PHASES]
         found.append(

@@ -1,6 +1,7 @@
 """Lets faults happen in a rank, where a plan says so; in a run without a plan none of this is there.
 
     in a phase     the meter hears where every phase ends, on every path: there a rank dies, hangs, raises, or dawdles
+    on a link      every operation of the rank takes longer, inside the time that it waits
     in a loss      the trainer's loss is multiplied, before backward, so that all ranks see the same gradients
     while saving   the writes of a checkpoint end in the middle of a chunk
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from paceline.train.trainer import Trainer
 
 _STEP = re.compile(r"step-(\d+)")
+_MESSAGE_S = 2e-4  # what an operation between processes takes at least: a slow link takes a multiple of it
 
 
 class InjectedError(RuntimeError):
@@ -49,6 +51,7 @@ class Injector:
         self._faults = [each for each in faults if each.rank in (None, rank) and (each.number, rank) not in done]
         self._slow: Fault | None = None
         self._slow_until = 0
+        self._slow_link: Fault | None = None
         self._loss_factor = 1.0
         self._lap_at, self._started_at = time.perf_counter(), time.time()
         self._trainer: Trainer | None = None
@@ -67,6 +70,9 @@ class Injector:
             note(self._folder, Started(step=trainer.step, position=trainer.position, time=time.time()))
         meter.lap = self._after_phases(meter.lap)  # type: ignore[method-assign, assignment]
         meter.enter = self._at_entries(meter.enter)  # type: ignore[method-assign, assignment]
+        trace = trainer.parts.engine.world.trace
+        if trace is not None and any(each.kind == "slow-link" for each in self._faults):
+            trace.end_wait = self._after_waits(trace.end_wait)  # type: ignore[method-assign, assignment]
         if any(each.kind in ON_LOSS for each in self._faults):
             trainer.parts = replace(trainer.parts, loss=FaultyLoss(trainer.parts.loss, lambda: self._loss_factor))
 
@@ -81,6 +87,9 @@ class Injector:
                 if fault.kind == "slow":
                     self._fire(fault, step)
                     self._slow, self._slow_until = fault, step + fault.length
+                elif fault.kind == "slow-link":
+                    self._fire(fault, step)
+                    self._slow_link = replace(fault, step=step)
                 elif fault.kind in ON_LOSS and phase == "data":
                     self._fire(fault, step)
                     self._loss_factor = float("nan") if fault.kind == "nan" else fault.factor
@@ -94,6 +103,18 @@ class Injector:
             self._lap_at = time.perf_counter()
 
         return faulty_lap
+
+    def _after_waits(self, end_wait: Callable[[Any], None]) -> Callable[[Any], None]:
+        """Makes operations take longer: the rank's own wait for one, and so that of the others for the next."""
+
+        def slow_end_wait(start: Any) -> None:
+            fault = self._slow_link
+            if start is not None and fault is not None and self._trainer is not None and fault.step is not None:
+                if self._trainer.step < fault.step + fault.length:
+                    time.sleep((fault.factor - 1.0) * _MESSAGE_S)
+            end_wait(start)
+
+        return slow_end_wait
 
     def _at_entries(self, enter: Callable[[str], None]) -> Callable[[str], None]:
         def faulty_enter(phase: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.chaos.faults import ON_LOSS, WHILE_SAVING, Fault
+from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
 from paceline.config import Config
 from paceline.health.straggler import find_straggler
@@ -67,7 +67,7 @@ def expected_handling(fault: Fault, config: Config) -> tuple[How, ...]:
     starts_again: tuple[How, ...] = ("restarted",) if policies.max_restarts else ("stopped",)
     if kind == "preempt":
         return ("stopped",)
-    if kind == "slow":
+    if kind in SLOW:
         return ("went on",)
     if kind in ("hang", "stop"):
         return starts_again if policies.on_hang == "restart" else ("stopped",)

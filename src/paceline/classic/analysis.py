@@ -1,6 +1,7 @@
 """What a run's metrics say: curves, a picture, and a report that names the bottleneck.
 
     analyzer = DistributedTrainingAnalyzer(metrics)            # of SimulatedTrainer.train(), or a run's folder
+    analyzer = DistributedTrainingAnalyzer("runs/four", baseline="runs/one")      # the same on one rank
     analyzer.plot_training_metrics("run.png")
     print(analyzer.generate_performance_report())
 
@@ -8,8 +9,10 @@ Everything comes from records, which look the same for a real run and a simulate
 
     throughput           samples of all ranks / time of the steps, of which the slowest rank sets the pace
     communication_time   what a rank waited for others and for the network, mean of the ranks
-    gpu_utilization      % of its steps in which a rank computed, mean of the ranks
-    scaling_efficiency   compute of all ranks / (N x time of the steps): the share of N times one rank's speed
+    gpu_utilization      % as the driver says it, mean of the GPUs and samples; absent where nobody measured it
+    compute_share        % of its steps in which a rank did not wait for others, mean of the ranks
+    speed_up             throughput / throughput of one rank, which a baseline run tells; absent without one
+    scaling_efficiency   speed_up / N
 """
 
 from __future__ import annotations
@@ -21,9 +24,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RunFolderError, UsageError
+from paceline.health.straggler import find_straggler
 from paceline.notebook import Shown, curve, new_figure, table
-from paceline.records.records import EvalRecord, Record, RunRecord, StepRecord, strict_json
-from paceline.records.summary import StepTable, read_run
+from paceline.records.facts import RunFacts
+from paceline.records.goodput import find_goodput
+from paceline.records.limits import UNKNOWN, Limits, judge_run
+from paceline.records.records import EvalRecord, HostRecord, Record, RunRecord, StepRecord, read_records, strict_json
+from paceline.records.summary import PHASES, StepTable, add_up, read_run, split_attempts
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -38,18 +45,23 @@ class TrainingMetrics(Mapping[str, _Curve]):
     """Metrics by name, a value for each epoch; ``None`` where an epoch has none, such as accuracy without evaluation.
 
     Names: epoch, train_loss, test_loss, accuracy, throughput, epoch_time, compute_time, communication_time,
-    gpu_utilization, scaling_efficiency, memory_bytes.
+    compute_share, gpu_utilization, memory_bytes. ``phases`` has the seconds of each phase by rank, ``limits`` the
+    verdict on what limited the run.
     """
+
+    phases: Mapping[str, Sequence[float]]
+    limits: Limits
 
     def __init__(self, curves: Mapping[str, _Curve], *, ranks: int, strategy: str, total_steps: int) -> None:
         self._curves = dict(curves)
         self.ranks = ranks
         self.strategy = strategy
         self.total_steps = total_steps
+        self.phases, self.limits = {}, UNKNOWN
 
     @classmethod
-    def from_records(cls, records: Sequence[Sequence[Record]]) -> TrainingMetrics:
-        """Reads them from the records of each rank. Raises UsageError where there is no step."""
+    def from_records(cls, records: Sequence[Sequence[Record]], hosts: Sequence[HostRecord] = ()) -> TrainingMetrics:
+        """Reads them from the records of each rank and of the hosts. Raises UsageError where there is no step."""
         steps = [{each.step: each for each in own if isinstance(each, StepRecord)} for own in records]
         known = sorted(set.intersection(*(set(own) for own in steps))) if steps else []
         if not known:
@@ -59,11 +71,25 @@ class TrainingMetrics(Mapping[str, _Curve]):
         for step in known:
             epochs.setdefault(max(1, math.ceil(steps[0][step].epoch - 1e-9)), []).append(step)
         rows = [
-            _epoch_row(epoch, StepTable.of_numbers(numbers, steps), evaluations) for epoch, numbers in epochs.items()
+            _epoch_row(epoch, StepTable.of_numbers(numbers, steps), evaluations, hosts)
+            for epoch, numbers in epochs.items()
         ]
         run = next(each for each in records[0] if isinstance(each, RunRecord))
         curves = {name: [row[name] for row in rows] for name in rows[0]}
-        return cls(curves, ranks=len(records), strategy=run.strategy, total_steps=len(known))
+        found = cls(curves, ranks=len(records), strategy=run.strategy, total_steps=len(known))
+        whole = StepTable.of_numbers(known, steps)
+        totals = [add_up(whole.of_rank(rank)) for rank in range(len(records))]
+        found.phases = {phase: [getattr(each, phase) for each in totals] for phase in PHASES}
+        goodput, straggler = find_goodput(split_attempts(records[0])), find_straggler(whole.rows)
+        found.limits = judge_run(RunFacts(run=run, steps=whole, goodput=goodput, straggler=straggler))
+        return found
+
+    @property
+    def samples_per_s(self) -> float:
+        """The samples of all epochs by the time of their steps."""
+        took_s = _sum(self["epoch_time"])
+        pairs = zip(self["throughput"], self["epoch_time"], strict=True)
+        return sum((rate or 0.0) * (seconds or 0.0) for rate, seconds in pairs) / took_s if took_s else 0.0
 
     def __getitem__(self, name: str) -> _Curve:
         if name not in self._curves:
@@ -90,8 +116,11 @@ class TrainingMetrics(Mapping[str, _Curve]):
         return dict(strict_json(self._curves))
 
 
-def _epoch_row(epoch: int, table: StepTable, evaluations: Sequence[EvalRecord]) -> dict[str, float | None]:
+def _epoch_row(
+    epoch: int, table: StepTable, evaluations: Sequence[EvalRecord], hosts: Sequence[HostRecord]
+) -> dict[str, float | None]:
     totals, ranks, took_s = table.totals(), len(table.rows[0]), table.took_s
+    begin_s, end_s = table.rows[0][0].time - table.rows[0][0].step_s, table.rows[-1][0].time
     first, last = table.rows[0][0].step, table.rows[-1][0].step
     evaluation = next((each for each in reversed(evaluations) if first <= each.step <= last), None)
     return {
@@ -103,10 +132,18 @@ def _epoch_row(epoch: int, table: StepTable, evaluations: Sequence[EvalRecord]) 
         "epoch_time": took_s,
         "compute_time": totals.compute_s / ranks,
         "communication_time": totals.comm_s / ranks,
-        "gpu_utilization": 100 * totals.compute_s / totals.step_s if totals.step_s else 0.0,
-        "scaling_efficiency": totals.efficiency(ranks, took_s),
+        "compute_share": 100 * totals.compute_s / totals.step_s if totals.step_s else 0.0,
+        "gpu_utilization": _utilization([each for each in hosts if begin_s <= each.time <= end_s]),
         "memory_bytes": float(totals.memory_bytes),
     }
+
+
+def _utilization(hosts: Sequence[HostRecord]) -> float | None:
+    """Returns the mean of what the drivers of all GPUs said, in percent; None where nobody asked them."""
+    read = [
+        value for each in hosts for name, value in each.values.items() if name.partition("/")[0] == "hw.gpu.utilization"
+    ]
+    return 100 * sum(read) / len(read) if read else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -124,8 +161,10 @@ class PerformanceReport(Shown):
     training_s: float
     communication_s: float
     communication_percent: float
-    utilization_percent: float
-    scaling_efficiency: float
+    compute_percent: float
+    gpu_utilization_percent: float | None
+    speed_up: float | None
+    scaling_efficiency: float | None
     memory_bytes: float
     bottleneck: str
 
@@ -146,9 +185,15 @@ class PerformanceReport(Shown):
             f"  throughput           {self.samples_per_s:,.0f} samples/s",
             f"  time of the steps    {format_seconds(self.training_s)}",
             f"  communication        {format_seconds(self.communication_s)}, {exposed}",
-            f"  ranks compute        {self.utilization_percent:.1f} % of the time",
-            f"  scaling efficiency   {100 * self.scaling_efficiency:.1f} %",
+            f"  ranks compute        {self.compute_percent:.1f} % of the time",
         ]
+        if self.gpu_utilization_percent is not None:
+            lines.append(f"  GPU utilization      {self.gpu_utilization_percent:.1f} %, measured")
+        if self.scaling_efficiency is not None and self.speed_up is not None:
+            lines.append(f"  speed-up             {self.speed_up:.2f} x of one rank, ideal {self.ranks} x")
+            lines.append(f"  scaling efficiency   {100 * self.scaling_efficiency:.1f} %, speed-up / ranks")
+        else:
+            lines.append("  scaling efficiency   not known: give the run on one rank as baseline=...")
         if self.memory_bytes:
             lines.append(f"  memory of a rank     {format_bytes(self.memory_bytes)}")
         return "\n".join([*lines, f"  bottleneck           {self.bottleneck}"])
@@ -157,32 +202,40 @@ class PerformanceReport(Shown):
 class DistributedTrainingAnalyzer:
     """Looks at the metrics of a run: those that a trainer returned, or those of a run's folder."""
 
-    def __init__(self, metrics: TrainingMetrics | str | Path) -> None:
-        """Takes metrics, or the folder of a run, real or simulated. Raises RunFolderError if it has no records."""
-        if not isinstance(metrics, TrainingMetrics | str | Path):
-            raise UsageError(
-                f"metrics is of type {type(metrics).__name__}\n  it is what SimulatedTrainer.train() returned, or the "
-                "folder of a run\n  pass one of them"
-            )
-        self.metrics = metrics if isinstance(metrics, TrainingMetrics) else _read_folder(Path(metrics))
+    def __init__(
+        self, metrics: TrainingMetrics | str | Path, baseline: TrainingMetrics | str | Path | None = None
+    ) -> None:
+        """Takes metrics, or the folder of a run, real or simulated. Raises RunFolderError if it has no records.
 
-    def plot_training_metrics(self, path: str | Path | None = None) -> Figure:
-        """Draws loss, accuracy, throughput and where the time went, by epoch; saved if there is a ``path``.
-
-        Returns the figure, which a notebook shows.
+        ``baseline`` is the same training on one rank, or on fewer: speed-up and efficiency are against it.
         """
-        figure = new_figure(figsize=(10, 7), layout="constrained")
-        axes = figure.subplots(2, 2)
+        self.metrics = _metrics_of(metrics)
+        self.baseline = None if baseline is None else _metrics_of(baseline)
+
+    def plot_training_metrics(self, path: str | Path | None = None, *, show: bool = False) -> Figure:
+        """Draws eight charts: loss, accuracy, throughput, where the time went; utilisation, memory, ranks, bottleneck.
+
+        Saved if there is a ``path``, and opened in a window with ``show``. Returns the figure, which a notebook shows.
+        """
+        figure = _shown_figure() if show else new_figure(figsize=(18, 7), layout="constrained")
+        axes = figure.subplots(2, 4)
         self._draw(axes[0][0], "loss", "train_loss", label="training")
         if _last(self.metrics["test_loss"]) is not None:
             self._draw(axes[0][0], "loss", "test_loss", label="test")
         self._draw(axes[0][1], "test accuracy", "accuracy", scale=100.0, unit="%")
-        self._draw(axes[1][0], "throughput", "throughput", unit="samples/s")
+        self._draw(axes[0][2], "throughput", "throughput", unit="samples/s")
         for name in ("compute_time", "communication_time"):
             title, label = "seconds of an epoch, mean of the ranks", name.partition("_")[0]
-            self._draw(axes[1][1], title, name, unit="s", label=label)
-        axes[0][0].legend()
-        axes[1][1].legend()
+            self._draw(axes[0][3], title, name, unit="s", label=label)
+        self._draw(axes[1][0], "utilisation", "compute_share", unit="%", label="ranks compute")
+        if _last(self.metrics["gpu_utilization"]) is not None:
+            self._draw(axes[1][0], "utilisation", "gpu_utilization", unit="%", label="GPU, measured")
+        axes[1][0].set_ylim(0, 105)
+        self._draw(axes[1][1], "memory of a rank", "memory_bytes", scale=2.0**-20, unit="MiB")
+        self._draw_balance(axes[1][2])
+        self._draw_bottleneck(axes[1][3])
+        for each in (axes[0][0], axes[0][3], axes[1][0]):
+            each.legend()
         figure.suptitle(f"{self.metrics.strategy} on {self.metrics.ranks} ranks")
         if path is not None:
             try:
@@ -191,18 +244,40 @@ class DistributedTrainingAnalyzer:
                 raise UsageError(
                     f"cannot write the picture {path}: {error}\n  its ending says the format\n  name it run.png"
                 ) from error
+        if show:
+            figure.show()
         return figure
+
+    def _draw_balance(self, axes: Axes) -> None:
+        """Draws what each rank did in its steps, phase on phase: bars of one height are ranks in balance."""
+        ranks = range(len(next(iter(self.metrics.phases.values()), ())))
+        below = [0.0 for _ in ranks]
+        for phase, seconds in self.metrics.phases.items():
+            axes.bar(list(ranks), list(seconds), bottom=below, label=phase.removesuffix("_s"))
+            below = [low + each for low, each in zip(below, seconds, strict=True)]
+        axes.set(title="balance of the ranks", xlabel="rank", ylabel="s")
+        axes.set_xticks(list(ranks))
+        if self.metrics.phases:
+            axes.legend(fontsize="small")
+
+    def _draw_bottleneck(self, axes: Axes) -> None:
+        """Draws the phases of all ranks as shares, and what limits the run above them."""
+        seconds = {phase: sum(values) for phase, values in self.metrics.phases.items()}
+        total = sum(seconds.values()) or 1.0
+        names = [phase.removesuffix("_s") for phase in seconds]
+        axes.barh(names, [100 * each / total for each in seconds.values()])
+        axes.invert_yaxis()
+        limited = self.metrics.limits.what
+        axes.set(title=f"bottleneck: {limited}" if limited != "unknown" else "where steps spend time", xlabel="%")
 
     def generate_performance_report(self) -> PerformanceReport:
         """Adds up all epochs, and says what to look at first."""
         metrics = self.metrics
         took_s, waited_s = _sum(metrics["epoch_time"]), _sum(metrics["communication_time"])
-        compute_s = _sum(metrics["compute_time"])
-        samples = sum(
-            (rate or 0.0) * (seconds or 0.0)
-            for rate, seconds in zip(metrics["throughput"], metrics["epoch_time"], strict=True)
-        )
+        compute_s, rate = _sum(metrics["compute_time"]), metrics.samples_per_s
         share = waited_s / (compute_s + waited_s) if compute_s + waited_s else 0.0
+        speed_up = self._speed_up(rate)
+        measured = [value for value in metrics["gpu_utilization"] if value is not None]
         return PerformanceReport(
             strategy=metrics.strategy,
             ranks=metrics.ranks,
@@ -211,15 +286,27 @@ class DistributedTrainingAnalyzer:
             final_train_loss=_last(metrics["train_loss"]),
             final_test_loss=_last(metrics["test_loss"]),
             final_accuracy=_last(metrics["accuracy"]),
-            samples_per_s=samples / took_s if took_s else 0.0,
+            samples_per_s=rate,
             training_s=took_s,
             communication_s=waited_s,
             communication_percent=100 * share,
-            utilization_percent=100 * (1 - share),
-            scaling_efficiency=compute_s / took_s if took_s else 0.0,
+            compute_percent=100 * (1 - share),
+            gpu_utilization_percent=sum(measured) / len(measured) if measured else None,
+            speed_up=speed_up,
+            scaling_efficiency=None if speed_up is None else speed_up / metrics.ranks,
             memory_bytes=max(value or 0.0 for value in metrics["memory_bytes"]),
-            bottleneck=_bottleneck(share, metrics.ranks),
+            bottleneck=metrics.limits.sentence.removeprefix("limited by ")
+            if metrics.limits.found
+            else _bottleneck(share, metrics.ranks),
         )
+
+    def _speed_up(self, rate: float) -> float | None:
+        """Returns how many times as fast as one rank the run was; None where nobody ran on fewer ranks."""
+        if self.metrics.ranks == 1:
+            return 1.0
+        if self.baseline is None or not self.baseline.samples_per_s:
+            return None
+        return rate / (self.baseline.samples_per_s / self.baseline.ranks)
 
     def _draw(
         self, axes: Axes, title: str, name: str, *, scale: float = 1.0, unit: str = "", label: str | None = None
@@ -239,6 +326,22 @@ def _bottleneck(share: float, ranks: int) -> str:
     return "communication binds: larger batches a rank, fewer ranks or a faster network pay"
 
 
+def _shown_figure() -> Figure:
+    """Returns a figure of matplotlib's own windows, which can be shown outside of notebooks."""
+    from matplotlib import pyplot
+
+    return pyplot.figure(figsize=(18, 7), layout="constrained")
+
+
+def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
+    if not isinstance(metrics, TrainingMetrics | str | Path):
+        raise UsageError(
+            f"metrics is of type {type(metrics).__name__}\n  it is what SimulatedTrainer.train() returned, or the "
+            "folder of a run\n  pass one of them"
+        )
+    return metrics if isinstance(metrics, TrainingMetrics) else _read_folder(Path(metrics))
+
+
 def _read_folder(folder: Path) -> TrainingMetrics:
     attempts = read_run(folder)
     if not attempts:
@@ -246,9 +349,14 @@ def _read_folder(folder: Path) -> TrainingMetrics:
             f"no run in {folder}: it has no records/rank-<r>.jsonl\n  metrics are made of records\n"
             "  give the folder of a run, such as runs/<name>"
         )
-    return TrainingMetrics.from_records(
-        [[record for each in own for record in (each.run, *each.records)] for own in attempts.values()]
-    )
+    hosts = [
+        record
+        for path in sorted((folder / "records").glob("host-*.jsonl"))
+        for record in read_records(path)
+        if isinstance(record, HostRecord)
+    ]
+    ranks = [[record for each in own for record in (each.run, *each.records)] for own in attempts.values()]
+    return TrainingMetrics.from_records(ranks, hosts)
 
 
 def _sum(values: _Curve) -> float:

@@ -20,6 +20,7 @@ from paceline.cli.data import app as data_app
 from paceline.cli.doctor import doctor
 from paceline.cli.plan import plan
 from paceline.cli.predict import predict
+from paceline.cli.profile import profile
 from paceline.cli.report import report
 from paceline.cli.sample import sample
 from paceline.cli.schedule import schedule
@@ -43,7 +44,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings={"ignore_unknown_options": True})(train)  # it answers those of other launchers
-for _verb in (verify, validate, plan, predict, report, sample, simulate, chaos, schedule, doctor, calibrate):
+for _verb in (verify, validate, plan, predict, profile, report, sample, simulate, chaos, schedule, doctor, calibrate):
     app.command()(_verb)
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")

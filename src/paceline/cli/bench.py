@@ -24,6 +24,7 @@ from paceline.cli.bench_options import (
     tell,
     words_of,
 )
+from paceline.cli.bench_scaling import scaling
 from paceline.cli.bench_tables import Rows
 from paceline.cli.destination import check_scratch
 from paceline.cli.options import ConfigPath, Overrides
@@ -32,6 +33,7 @@ app = typer.Typer(no_args_is_help=True, help="Time ours beside the others, and s
 app.command()(gpu)
 app.command()(prepare)
 app.command()(tokens)
+app.command()(scaling)
 
 
 @app.command()

@@ -55,6 +55,11 @@ _TABLES: dict[str, tuple[str, ...]] = {
         *("<option: {row}", "layers: {layers}", "parameters: {parameters:N}", "device: {device_bytes:B}|0 B"),
         *("host: {host_bytes:B}|0 B", "tokens/s: {tokens_per_s:,.0f}|0", "<limit: {limit}"),
     ),
+    "scaling": (
+        *("<kind: {kind}", "<scaling: {mode}", "<strategy: {strategy}", "ranks: {ranks}", "batch: {global_batch}"),
+        *("step: {step_s:U}", "samples/s: {samples_per_s:,.0f}", "ideal: {ideal:g} x", "speed-up: {speed_up:.2f} x"),
+        *("efficiency: {efficiency:.1%}", "<not run: {error}"),
+    ),
     "comm": (
         *("<ranks: {ranks}", "<size: {bytes:B}", "<arm: {arm}", "time: {median_us:,.1f} us", "Gbit/s: {gbps:.2f}"),
         "faster than Gloo: {speedup:.2f} x",

@@ -1,4 +1,4 @@
-"""``paceline report``: what a run left behind, as a table or JSON."""
+"""``paceline report``: what runs left behind, in words and tables or as JSON."""
 
 from __future__ import annotations
 
@@ -10,18 +10,41 @@ from paceline.cli.options import print_json
 
 
 def report(
-    folder: Path = typer.Argument(help="A run's folder, such as runs/digits."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+    folders: list[Path] = typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/digits."),
+    compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
 ) -> None:
-    """Show what a run did: quality, speed, communication, ranks.
+    """Show what limited a run, and what it did.
 
-    Example:  paceline report runs/digits
+    That is quality, speed, communication and ranks. Of several runs it also shows how speed grows with ranks.
+
+    Examples:
+
+      paceline report runs/digits
+
+      paceline report runs/digits runs/digits-2 --compare
     """
+    from itertools import pairwise
+
+    from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize, to_json
     from paceline.terminal import new_console
 
-    summary = summarize(folder)
+    runs = [summarize(folder) for folder in folders]
+    points = scaling_of(runs)
+    changes = [compare_runs(before, after) for before, after in pairwise(runs)] if compare else []
+    if as_json and len(runs) == 1:
+        print_json(to_json(runs[0]))
+        return
     if as_json:
-        print_json(to_json(summary))
-    else:
-        new_console().print(render(summary))
+        from dataclasses import asdict
+
+        more = {"scaling": [asdict(point) for point in points]}
+        more |= {"changes": [each.to_json() for each in changes]} if compare else {}
+        print_json({"runs": [to_json(run) for run in runs], **more})
+        return
+    console = new_console()
+    for number, run in enumerate(runs if not compare or len(runs) == 1 else []):
+        console.print(*([""] if number else []), render(run), sep="\n")
+    for part in [*map(draw_comparison, changes), *draw_scaling(points)]:
+        console.print("", part, sep="\n")

@@ -1,10 +1,7 @@
 """A short self-test of the ranks themselves, on as many hosts as they are: can they talk, how fast, and are they alike?
 
-    paceline doctor --ranks 4                                              on this host
-    torchrun --nnodes 2 --nproc-per-node 8 ... -m paceline doctor --ranks 16     between hosts
-
-Clocks are compared by messages to and fro: of some rounds the fastest counts, and half of it is what the offset may be
-wrong by.
+paceline doctor --ranks 4                                              on this host
+torchrun --nnodes 2 --nproc-per-node 8 ... -m paceline doctor --ranks 16     between hosts
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.base import Communicator
+from paceline.comm.clock_offset import clock_offset
 from paceline.comm.objects import gather_objects
 from paceline.doctor.findings import MachineFinding, finding
 from paceline.errors import PacelineError
@@ -63,29 +61,6 @@ def self_test(comm: Communicator) -> list[RankReport]:
         clock_error_s=error_s,
     )
     return gather_objects(comm, report)
-
-
-def clock_offset(comm: Communicator) -> tuple[float, float]:
-    """Returns how far this rank's clock is ahead of rank 0's, and by how much that may be wrong. All ranks call it.
-
-    Costs ``2 x rounds`` messages a rank, one rank after the other.
-    """
-    best = (float("inf"), 0.0)
-    for rank in range(1, comm.size):
-        for _ in range(_ROUNDS):
-            if comm.rank == 0:
-                ping = torch.zeros(1, dtype=torch.float64, device=comm.device)
-                comm.recv(ping, rank).wait()
-                ping.fill_(time.time())
-                comm.send(ping, rank).wait()
-            elif comm.rank == rank:
-                pong = torch.zeros(1, dtype=torch.float64, device=comm.device)
-                start = time.time()
-                comm.send(pong, 0).wait()
-                comm.recv(pong, 0).wait()
-                reading, end = float(pong.item()), time.time()
-                best = min(best, (end - start, (start + end) / 2 - reading))
-    return (0.0, 0.0) if comm.rank == 0 else (best[1], best[0] / 2)
 
 
 def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:

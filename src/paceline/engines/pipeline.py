@@ -78,6 +78,7 @@ class Pipeline:
         self.num_stages = first.stages
         self.splits_backward = first.splits_backward
         self.journal: list[Action] = []  # what the last step did, in order
+        self.on_action: Callable[[Action], None] | None = None  # hears of each action when it is done
         self.peak_in_flight = 0  # microbatches whose activations were held at once, over all steps
         self._links = Links(pipe, first.placement)
         self._programs: dict[int, RankProgram] = {}
@@ -113,6 +114,8 @@ class Pipeline:
         for action in program.actions:
             step.do(action)
             self.journal.append(action)
+            if self.on_action is not None:
+                self.on_action(action)
             if action.kind in _PHASES:
                 on_phase(_PHASES[action.kind])
         step.finish()

@@ -1,60 +1,231 @@
-"""What holds a run back, from its records alone, and what to change.
+"""What limited a run, from its records alone: the cause, the evidence, and the two changes that would help most.
 
 For steps after the warm-up, as shares of their time:
 
     data             the device (or the rank) waited for the next batch
     communication    it waited for other ranks: exposed, nothing hides it
+    link             the same, where the wait is several times what this traffic should take on these links
+    rank             the others waited for one rank that has more to do in most steps (``health/straggler.py``)
     host             the device had done all that was issued when the host was done issuing the step: it waits for
                      kernels to be launched (GPUs only)
+    memory           memory ran out and the microbatch was cut, or a device is nearly full
+    restarts         of the time in steps and between them: steps made again, and waiting for the next attempt
 
-What a run spends less than the threshold on does not limit it.
+What a run spends less than the threshold on does not limit it; a run that nothing else limits is limited by compute.
+Shares of the step count less where restarts took a part of the run, so that all causes compare. ``gains.py`` says what
+a change would bring.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
+from paceline.records.facts import RunFacts
+from paceline.records.gains import Change, Gains
+from paceline.records.goodput import Goodput
+from paceline.records.records import strict_json
 from paceline.records.summary import StepTable
+from paceline.units import format_bytes, format_flops, format_seconds
 
-_FEWEST_STEPS = 5  # to judge by
-_DATA, _COMMUNICATION, _HOST = 0.05, 0.15, 0.5  # of the step
-_FIXES = {
-    "data": "waits for the next batch: raise data.workers, or prepare less of each sample in the data set",
-    "communication": "waits for other ranks: raise train.accumulate or the global batch, set comm.bucket_mb = auto, or "
-    "send less (comm.compression, train.precision); paceline plan compares layouts",
-    "host": "waits for the host to launch kernels: compile the model (model.compile), with CUDA graphs where they are "
-    "possible, or raise train.microbatch",
+Cause = Literal["compute", "data", "communication", "link", "rank", "host", "memory", "restarts", "unknown"]
+FEWEST_STEPS = 5
+"""A run is judged by so many steps at least, after the warm-up."""
+
+_DATA, _COMMUNICATION, _HOST, _RESTARTS = 0.05, 0.15, 0.5, 0.1
+_NEARLY_FULL = 0.92  # of a device's memory: the allocator needs the rest
+_SLOW_LINK = 4.0  # times what the traffic should take
+_WAITS = {
+    "data": "of the step waits for the next batch",
+    "communication": "of the step waits for other ranks",
+    "link": "of the step waits for a slow link",
+    "host": "of the step waits for the host to launch kernels",
+    "restarts": "of the time went to restarts: steps made again, and waiting for ranks to start",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limit:
-    """One thing that limits a run: its share of the step, and what to change."""
+    """One thing that limits a run: its share of the time, and the numbers that show it."""
 
-    what: Literal["data", "communication", "host"]
+    what: Cause
     share: float
-    fix: str
+    words: str  # what the share is of, or what happened
+    evidence: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"limited by {self.what}: {100 * self.share:.0f} % of the step {self.fix}"
+        name = {"rank": "a slow rank", "link": "a slow link"}.get(self.what, self.what)
+        share = f"{100 * self.share:.0f} % " if self.words.startswith("of ") else ""
+        return f"limited by {name}: {share}{self.words}"
 
 
-def find_limits(table: StepTable, *, has_straggler: bool = False) -> tuple[Limit, ...]:
-    """Returns what limits a run, the largest share first; nothing for runs of a few steps.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The verdict on a run: what limited it most, all that did (the largest first), and what would help."""
 
-    Ranks that wait for a straggler do not wait for communication: that is told of the straggler.
+    what: Cause
+    sentence: str
+    found: tuple[Limit, ...] = ()
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def evidence(self) -> tuple[str, ...]:
+        """The numbers that the verdict rests on."""
+        return self.found[0].evidence if self.found else ()
+
+    def lines(self) -> list[str]:
+        """Returns the verdict for people: the sentence, what it rests on, what else limits the run, what would help."""
+        told = [self.sentence, *(f"  {line}" for line in self.evidence)]
+        told += [f"  also {limit}" for limit in self.found[1:]]
+        return told + [f"  {number}. {change}" for number, change in enumerate(self.changes, start=1)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns values of strict JSON, with the lines."""
+        return dict(strict_json(asdict(self))) | {"lines": self.lines()}
+
+
+UNKNOWN = Limits(what="unknown", sentence="")
+
+
+def judge_run(facts: RunFacts, gains: Gains | None = None) -> Limits:
+    """Says what limited a run, by which evidence, and which two changes would help most. Pure: reads no file.
+
+    ``gains`` predicts what a change of the config brings; without it gains are arithmetic bounds.
     """
-    steps = table.without_warm_up()
+    steps = facts.steps.without_warm_up()
     total = steps.mean_s("step_s")
-    if len(steps) < _FEWEST_STEPS or total <= 0:
-        return ()
+    if len(steps) < FEWEST_STEPS or total <= 0:
+        few = f"{len(steps)} steps after the warm-up are too few to judge the run by: {FEWEST_STEPS} are needed"
+        return Limits(what="unknown", sentence=few)
+    found = [*_step_limits(facts, steps, total), *_memory_limits(facts, steps)]
+    left = 1.0 - facts.goodput.lost_share
+    weighed = [(left * limit.share, limit) for limit in found]
+    if facts.goodput.restarts and facts.goodput.lost_share >= _RESTARTS:
+        weighed.append((facts.goodput.lost_share, _restarts(facts.goodput)))
+    ranked = [limit for _, limit in sorted(weighed, key=lambda each: -each[0])] or [_compute(facts, steps, total)]
+    changes = (gains or Gains(facts.run)).best_changes({limit.what: limit.share for limit in ranked}, facts)
+    return Limits(what=ranked[0].what, sentence=str(ranked[0]), found=tuple(ranked), changes=changes)
+
+
+def _step_limits(facts: RunFacts, steps: StepTable, total: float) -> list[Limit]:
+    """Returns what the steps themselves say, above the thresholds."""
+    found = []
+    per_step = total / len(steps)
+    data = steps.mean_s("data_s") / total
+    if data >= _DATA:
+        found.append(_limit("data", data, (f"{_of(data * per_step, per_step)} a step, mean of the ranks",)))
+    if facts.straggler is not None:
+        words = f"rank {facts.straggler.rank}"
+        found.append(
+            Limit(
+                what="rank",
+                share=facts.straggler.loss,
+                words=f"{words} holds the others up",
+                evidence=(str(facts.straggler),),
+            )
+        )
+    waited = own_wait_share(steps) if facts.straggler is not None else steps.mean_s("comm_s") / total
+    if waited >= _COMMUNICATION:
+        found.append(_communication(facts, steps, waited, per_step))
     waits = [each.host_s for each in chain.from_iterable(row.values() for row in steps.rows) if each.host_s is not None]
-    shares: list[tuple[Literal["data", "communication", "host"], float, float]] = [
-        ("data", steps.mean_s("data_s") / total, _DATA),
-        ("communication", 0.0 if has_straggler else steps.mean_s("comm_s") / total, _COMMUNICATION),
-        ("host", sum(waits) / steps.totals().step_s, _HOST),
-    ]
-    found = [Limit(what=what, share=share, fix=_FIXES[what]) for what, share, least in shares if share >= least]
-    return tuple(sorted(found, key=lambda each: -each.share))
+    host = sum(waits) / steps.totals().step_s
+    if host >= _HOST:
+        idle = sum(wait > 0 for wait in waits)
+        told = f"in {idle:,} of {len(waits):,} steps the device had nothing left to do when the host had issued them"
+        found.append(_limit("host", host, (told,)))
+    return found
+
+
+def own_wait_share(steps: StepTable) -> float:
+    """Returns the least share of its steps that a rank waited: the rank that comes last waits for the network alone."""
+    ranks = {rank for row in steps.rows for rank in row}
+    records = [steps.of_rank(rank) for rank in ranks]
+    return min(
+        (sum(each.comm_s for each in own) / max(sum(each.step_s for each in own), 1e-12) for own in records),
+        default=0.0,
+    )
+
+
+def _least_wait_s(steps: StepTable) -> float:
+    """Returns what every rank waits for at least, in nine of ten steps."""
+    waits = sorted(min(record.comm_s for record in row.values()) for row in steps.rows)
+    return waits[len(waits) // 10]
+
+
+def _communication(facts: RunFacts, steps: StepTable, share: float, per_step: float) -> Limit:
+    """Tells waiting for a slow link from waiting for much traffic, where it is known what the traffic should take."""
+    told = f"{_of(share * per_step, per_step)} a step"
+    told += ", of the rank that waits least" if facts.straggler is not None else ", mean of the ranks"
+    priced = facts.priced_comm_s
+    if priced is None:
+        return _limit("communication", share, (told,))
+    links = f"what a step sends should take {format_seconds(priced)} on these links, with nothing hidden"
+    # A processor or a network that others use too makes some steps wait; a slow link makes all of them.
+    always = _least_wait_s(steps)
+    if always > _SLOW_LINK * priced:
+        times = f"{always / priced:.0f} times as long"
+        slow = f"in nine of ten steps every rank waits {format_seconds(always)} or more, {times}"
+        return _limit("link", share, (told, links, slow))
+    return _limit("communication", share, (told, links))
+
+
+def _memory_limits(facts: RunFacts, steps: StepTable) -> list[Limit]:
+    memory, evidence = facts.memory, []
+    if memory.by_category:
+        largest = sorted(memory.by_category.items(), key=lambda each: -each[1])[:3]
+        evidence = ["the plan expects most of " + ", ".join(f"{name} ({format_bytes(size)})" for name, size in largest)]
+    if memory.cuts:
+        step, microbatch = max(memory.cuts.items())
+        words = f"memory ran out, and ranks went on with microbatches of {microbatch} from step {step} on"
+        share, told = _cut_share(steps, min(memory.cuts))
+        return [Limit(what="memory", share=share, words=words, evidence=(*told, *evidence))]
+    if memory.filled >= _NEARLY_FULL and memory.capacity_bytes:
+        words = f"{100 * memory.filled:.0f} % of {format_bytes(memory.capacity_bytes)} is in use at the peak"
+        return [Limit(what="memory", share=0.0, words=words, evidence=tuple(evidence))]
+    return []
+
+
+def _cut_share(steps: StepTable, first: int) -> tuple[float, list[str]]:
+    """Returns what smaller microbatches cost, as a share of the step, where steps before and after were recorded."""
+    rows = [(next(iter(row.values())).step, row) for row in steps.rows]
+    before = StepTable(row for step, row in rows if step < first).step_s
+    after = StepTable(row for step, row in rows if step > first).step_s
+    if not before or not after:
+        return 0.0, []
+    told = f"a step took {format_seconds(before)} before and {format_seconds(after)} after"
+    return max(0.0, 1.0 - before / after), [told]
+
+
+def _restarts(goodput: Goodput) -> Limit:
+    count = "1 restart" if goodput.restarts == 1 else f"{goodput.restarts} restarts"
+    told = (
+        f"{count}: {goodput.repeated_steps:,} recorded steps were made again ({_seconds(goodput.repeated_s)}), and "
+        f"{_seconds(goodput.down_s)} passed before training went on; goodput {100 * goodput.share:.0f} %"
+    )
+    return _limit("restarts", goodput.lost_share, (told,))
+
+
+def _compute(facts: RunFacts, steps: StepTable, total: float) -> Limit:
+    parts = {name: steps.mean_s(f"{name}_s") / total for name in ("forward", "backward", "optimizer")}
+    share = min(1.0, sum(parts.values()))
+    words = ", ".join(f"{name} {100 * part:.0f} %" for name, part in parts.items())
+    run, rate = facts.run, steps.samples_per_s or 0.0
+    told = [words.replace("optimizer", "update")]
+    if run.flops_per_sample and run.peak_flops:
+        mfu = rate * run.flops_per_sample / run.world_size / run.peak_flops
+        told.append(f"MFU {100 * mfu:.1f} % of {format_flops(run.peak_flops)} ({run.compute}, data sheet)")
+    return Limit(what="compute", share=share, words="of the step is the model's own work", evidence=tuple(told))
+
+
+def _limit(what: Cause, share: float, evidence: Sequence[str]) -> Limit:
+    return Limit(what=what, share=share, words=_WAITS[what], evidence=tuple(evidence))
+
+
+def _of(part_s: float, whole_s: float) -> str:
+    return f"{_seconds(part_s)} of {_seconds(whole_s)}"
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds > 0 else "0 s"

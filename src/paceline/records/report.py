@@ -36,9 +36,14 @@ from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.notebook import Shown
 from paceline.records.console import format_loss, format_percent, parameters_text
-from paceline.records.limits import Limit, find_limits
+from paceline.records.facts import MemoryUse
+from paceline.records.goodput import Goodput, find_goodput
+from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
-from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, StepTable, add_up, read_run
+from paceline.records.run_facts import find_facts
+from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, StepTable, add_up, read_run
+from paceline.records.tables import draw_tables
+from paceline.records.traffic import TrafficRow, find_traffic
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
 
@@ -53,29 +58,6 @@ _PARTS = {
     "compiling": "of it compiling",
 }
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankSummary:
-    """What one rank did. ``step_s`` is the median step, ``total_s`` the sum of all; the other times are sums too.
-
-    ``absent_steps`` are those of attempts with fewer ranks, in which there was none of this number.
-    """
-
-    rank: int
-    device: str
-    host: str
-    steps: int
-    samples: int
-    step_s: float
-    total_s: float
-    data_s: float
-    forward_s: float
-    backward_s: float
-    comm_s: float
-    optimizer_s: float
-    memory_bytes: int
-    absent_steps: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -115,8 +97,11 @@ class RunSummary(Shown):
     measured_peak_flops: float | None = None
     mfu: float | None = None
     mfu_measured: float | None = None
-    limits: tuple[Limit, ...] = ()  # the largest share of the step first
     num_trained: int | None = None
+    limits: Limits = UNKNOWN  # what limited the run, and what would help
+    goodput: Goodput | None = None
+    traffic: tuple[TrafficRow, ...] = ()  # most bytes first
+    memory: MemoryUse = field(default_factory=MemoryUse)
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
 
     def facts(self) -> dict[str, object]:
@@ -149,6 +134,9 @@ def summarize(run_folder: Path) -> RunSummary:
     end = _end(own[-1].end for rank, own in attempts.items() if rank < run.world_size)
     comm_s, step_s = table.mean_s("comm_s"), table.mean_s("step_s")
     samples_per_s, straggler = table.without_warm_up().samples_per_s, find_straggler(table.rows)
+    prediction = _compared(run_folder, lead, lead_steps, steps)
+    goodput, traffic = find_goodput(lead), find_traffic(attempts)
+    facts, gains = find_facts(run_folder, attempts, table, straggler, goodput, traffic, prediction)
     return RunSummary(
         name=run_folder.resolve().name,
         folder=run_folder,
@@ -172,7 +160,7 @@ def summarize(run_folder: Path) -> RunSummary:
             _rank_summary(rank, own[-1].run, table, [attempt for attempt, _ in lead_steps.values()])
             for rank, own in attempts.items()
         ),
-        prediction=_compared(run_folder, lead, lead_steps, steps),
+        prediction=prediction,
         straggler=straggler,
         late=tuple(
             f"at step {event.step}: {event.detail.get('sentence', '')}"
@@ -181,7 +169,10 @@ def summarize(run_folder: Path) -> RunSummary:
             for event in attempt.events
             if event.name == "straggler"
         ),
-        limits=find_limits(table, has_straggler=straggler is not None),
+        limits=judge_run(facts, gains),
+        goodput=goodput,
+        traffic=traffic,
+        memory=facts.memory,
         start=_start(lead),
         **_speed(run, samples_per_s),
     )
@@ -222,21 +213,30 @@ def _speed(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
 def to_json(summary: RunSummary) -> dict[str, Any]:
     """Returns the summary as values that strict JSON can hold; floats that are not finite become strings."""
     values: dict[str, Any] = strict_json(asdict(summary))
-    return values | {"folder": str(summary.folder)}
+    more = {
+        "folder": str(summary.folder),
+        "limits": summary.limits.to_json(),
+        "goodput": None if summary.goodput is None else strict_json(summary.goodput.to_json()),
+        "traffic": [strict_json(row.to_json()) for row in summary.traffic],
+    }
+    return values | more
 
 
 def render(summary: RunSummary) -> RenderableType:
-    """Draws the summary for a console of 80 columns or more: the headline, then what each rank did."""
-    parts: list[RenderableType] = [_title(summary), "", _headline(summary)]
+    """Draws the summary for a console of 80 columns or more: what limited the run, the headline, then the tables."""
+    parts: list[RenderableType] = [_title(summary), ""]
+    if told := summary.limits.lines() if summary.limits.found else []:
+        parts += [Text(told[0], style="bold"), *map(Text, told[1:]), ""]
+    parts.append(_headline(summary))
     if summary.steps > 0:
         parts += ["", _rank_table(summary), Text(_rank_legend(summary), style="dim")]
+    parts += draw_tables(summary.ranks, summary.traffic, summary.goodput, summary.memory)
     if summary.prediction is not None and (told := summary.prediction.lines()):
         parts += ["", *map(Text, told)]
-    if summary.straggler is not None:
-        parts.append(Text(str(summary.straggler), style="yellow"))
-    else:  # for a part of the run
+    if summary.straggler is None:  # for a part of the run
         parts += [Text(line, style="yellow") for line in summary.late]
-    parts += [Text(str(limit), style="yellow") for limit in summary.limits]
+    elif summary.limits.what != "rank":  # else the verdict has said so
+        parts.append(Text(str(summary.straggler), style="yellow"))
     parts += [Text(line, style="yellow") for line in _doubts(summary)]
     return Group(*parts)
 

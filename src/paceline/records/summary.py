@@ -167,6 +167,29 @@ def add_up(records: Iterable[StepRecord]) -> Totals:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSummary:
+    """What one rank did. ``step_s`` is the median step, ``total_s`` the sum of all; the other times are sums too.
+
+    ``absent_steps`` are those of attempts with fewer ranks, in which there was none of this number.
+    """
+
+    rank: int
+    device: str
+    host: str
+    steps: int
+    samples: int
+    step_s: float
+    total_s: float
+    data_s: float
+    forward_s: float
+    backward_s: float
+    comm_s: float
+    optimizer_s: float
+    memory_bytes: int
+    absent_steps: int = 0
+
+
 class StepTable:
     """Steps in order; each row has the records of the ranks that took part in the step, by rank."""
 

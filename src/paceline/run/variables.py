@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import check_exported, check_interfaces, config_settings, exported_settings, variables_of
@@ -16,6 +17,16 @@ from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     from paceline.config import Config
+
+
+PROFILE = "PACELINE_PROFILE"
+"""Names the folder that profiled ranks leave what they saw in."""
+
+
+def profile_request() -> Path | None:
+    """Returns the folder that ``paceline profile`` wants the spans of this rank in; None in every other run."""
+    folder = os.environ.get(PROFILE)
+    return None if folder is None else Path(folder)
 
 
 def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -68,8 +69,21 @@ class StepBounds:
     end_s: float
 
 
+class LaunchTimes(Protocol):
+    """What kernels took so far, on the device and to launch. Both are 0 where the host computes itself."""
+
+    work_s: float
+    launch_s: float
+
+
 class ClockMeter(StepMeter):
-    """Takes a step apart as any meter does, on a rank's clock, whose compute it names by phase."""
+    """Takes a step apart as any meter does, on a rank's clock, whose compute it names by phase.
+
+    With ``launches``, those of modelled kernels, records say how long the host took to issue a step that the device was
+    waiting for, as on a GPU.
+    """
+
+    launches: LaunchTimes | None = None
 
     def __init__(self, device: torch.device, trace: Trace, clock: VirtualClock, memory_bytes: int) -> None:
         super().__init__(device, trace)
@@ -77,6 +91,8 @@ class ClockMeter(StepMeter):
         self._clock = clock
         self._expected_bytes = memory_bytes
         self._began_s = clock.take()
+        self._host_s: dict[int, float | None] = {}
+        self._launched = (0.0, 0.0)
 
     def start(self) -> None:
         """Begins a step now; what was computed since the last one was something else, such as an evaluation."""
@@ -92,6 +108,7 @@ class ClockMeter(StepMeter):
         """Ends the step. Always time to drain: how often must not depend on the time of this machine."""
         super().finish(facts)
         self.steps.append(StepBounds(facts.step, self._began_s, self._clock.now_s))
+        self._host_s[facts.step] = self._issue_s()
         self._began_s = self._clock.now_s
         return True
 
@@ -99,7 +116,16 @@ class ClockMeter(StepMeter):
         ends = {bounds.step: bounds.end_s for bounds in self.steps[-2:]}
         for record in super().drain(wait=wait):
             now_s = ends.get(record.step, self._clock.now_s)
-            yield replace(record, memory_bytes=self._expected_bytes, time=now_s)
+            host_s = self._host_s.pop(record.step, None)
+            yield replace(record, memory_bytes=self._expected_bytes, time=now_s, host_s=host_s)
+
+    def _issue_s(self) -> float | None:
+        """Returns the host's time for the step that ends now if the device had less to do, 0 if it had more."""
+        if self.launches is None or not self.launches.launch_s:
+            return None
+        (work_s, launch_s), self._launched = self._launched, (self.launches.work_s, self.launches.launch_s)
+        work_s, launch_s = self._launched[0] - work_s, self._launched[1] - launch_s
+        return launch_s if launch_s > work_s else 0.0
 
 
 def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord:

@@ -92,6 +92,7 @@ class KernelPrices:
     def __init__(self, device: Device) -> None:
         constants, _ = constants_for(fitted_constants(), device.generation, "eager")
         self.name = device.name
+        self.work_s = self.launch_s = 0.0
         self._runs_ahead = not device.is_cpu
         self._costs = KernelCosts(device, constants, is_compiled=False)
         self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
@@ -101,6 +102,8 @@ class KernelPrices:
         for kernel in self._kernels(func, args, kwargs, result):
             work, launch = self._costs(Run(kernel))
             total += max(work, launch) if self._runs_ahead else work + launch
+            if self._runs_ahead:
+                self.work_s, self.launch_s = self.work_s + work, self.launch_s + launch
         return total
 
     def _kernels(self, func: Any, args: Any, kwargs: Any, result: Any) -> list[Operation]:
@@ -388,7 +391,7 @@ class _SimulatedRank:
         with contextlib.closing(ClockSink(Fanout(sinks), clock)) as trainer.sink:
             assert trainer.sink is not None
             trainer.sink.write(run_record(trainer, self._rank, self._device(comm), self._host()))
-            with self._pricing(clock):
+            with self._pricing(clock, meter):
                 trainer.run()
             clock.name("evaluation")
             seconds = clock.take() - began_s
@@ -406,10 +409,12 @@ class _SimulatedRank:
         trainer.parts = replace(trainer.parts, meter=meter)
         return meter
 
-    def _pricing(self, clock: VirtualClock) -> contextlib.AbstractContextManager[object]:
+    def _pricing(self, clock: VirtualClock, meter: ClockMeter) -> contextlib.AbstractContextManager[object]:
         if self._conditions.compute == "measured":
             return contextlib.nullcontext()
-        return PricedCompute(self._conditions.rates, clock.spend)
+        rates = self._conditions.rates
+        meter.launches = rates if isinstance(rates, KernelPrices) else None
+        return PricedCompute(rates, clock.spend)
 
     def _device(self, comm: VirtualCommunicator) -> str:
         if self._conditions.compute == "modelled":

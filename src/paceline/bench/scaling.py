@@ -1,0 +1,172 @@
+"""How a config scales: measured on this machine's ranks, simulated beyond them, predicted far beyond.
+
+    strong   the global batch stays          weak   the samples of a rank stay: the global batch grows with the ranks
+    speed-up     rate / (rate of the fewest ranks of the same kind / their number)
+    efficiency   speed-up / ranks
+
+Each row says what it is. Rows of different kinds are not compared with one another: a simulated rank has a core of its
+own and the links of processes of one host, a predicted one the device and the links of a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from paceline.cluster.detect import usable_cores
+from paceline.cluster.devices import Cluster
+from paceline.config import Config, check_ranks
+from paceline.errors import PacelineError, UsageError
+from paceline.records.summary import StepTable
+from paceline.rehearse.prediction import predict_decided
+from paceline.rehearse.simulate.run import prepare, simulate
+from paceline.run.result import RunOptions
+from paceline.run.scratch import scratch_folder
+from paceline.run.train import train
+from paceline.search.scaling import resized
+
+Kind = Literal["measured", "simulated", "predicted"]
+MODES = ("strong", "weak")
+MOST_SIMULATED = 16  # virtual ranks take turns on this machine
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingCase:
+    """One run: ``batch`` is the global batch of strong scaling, and that of one rank under weak scaling."""
+
+    kind: Kind
+    mode: str
+    strategy: str
+    batch: int
+    ranks: int
+
+    @property
+    def global_batch(self) -> int:
+        """The samples of a step, of all ranks."""
+        return self.batch * self.ranks if self.mode == "weak" else self.batch
+
+
+def kind_here(ranks: int, *, gpus: int) -> Kind:
+    """Says whether this machine has a device, or a core, for each of so many ranks."""
+    return "measured" if ranks <= (gpus or len(usable_cores())) else "simulated"
+
+
+def cases(
+    ranks: Sequence[int], strategies: Sequence[str], batches: Sequence[int], modes: Sequence[str], *, gpus: int, to: int
+) -> list[ScalingCase]:
+    """Lists what is run, with predictions for powers of two up to ``to``. Raises UsageError for too many ranks."""
+    many = [count for count in ranks if kind_here(count, gpus=gpus) == "simulated" and count > MOST_SIMULATED]
+    if many:
+        raise UsageError(
+            f"--ranks {many[0]}: this machine has no device for each; at most {MOST_SIMULATED} ranks are simulated\n"
+            f"  more are predicted\n  give --predict-to {many[0]}"
+        )
+    found: list[ScalingCase] = []
+    for mode in modes:
+        for strategy in strategies:
+            for batch in batches:
+                one = ScalingCase(kind="predicted", mode=mode, strategy=strategy, batch=batch, ranks=1)
+                here = [replace(one, kind=kind_here(count, gpus=gpus), ranks=count) for count in ranks]
+                if any(each.kind == "simulated" for each in here):  # simulated ranks have a baseline of their kind
+                    here.append(replace(one, kind="simulated", ranks=1))
+                counts = [2**power for power in range(to.bit_length()) if 2**power <= to]
+                found += dict.fromkeys([*here, *(replace(one, ranks=count) for count in counts)])
+    return found
+
+
+def bench_scaling(
+    config: Config, todo: Sequence[ScalingCase], steps: int, cluster: Cluster | None, tell: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """Runs all cases; a case that cannot run has its reason in the place of a rate."""
+    rows = []
+    for case in todo:
+        tell(f"{case.kind}: {case.strategy} on {case.ranks} ranks, {case.mode}, batch {case.global_batch} ...")
+        row: dict[str, Any] = asdict(case) | {"global_batch": case.global_batch}
+        try:
+            rows.append(row | _rate(_config_of(config, case), case, steps, cluster))
+        except PacelineError as error:
+            rows.append(row | {"error": str(error).splitlines()[0]})
+    return list(with_speed_up(rows))
+
+
+def _config_of(config: Config, case: ScalingCase) -> Config:
+    changed = config.with_values("parallel", ranks=case.ranks, strategy=case.strategy)
+    changed = changed.with_values("train", global_batch=case.global_batch, microbatch=None, accumulate=None)
+    problems = check_ranks(changed, case.ranks, changed.parallel.node_ranks)
+    if problems:
+        raise UsageError(str(problems[0].what))
+    return changed
+
+
+def _rate(config: Config, case: ScalingCase, steps: int, cluster: Cluster | None) -> dict[str, Any]:
+    """Returns samples a second and the seconds of a step."""
+    if case.kind == "predicted":
+        assert cluster is not None
+        found = predict_decided(config, resized(cluster, case.ranks), case.ranks)[1]
+        return {"samples_per_s": case.global_batch / found.seconds, "step_s": found.seconds}
+    short = config.with_values("train", steps=steps, epochs=None, eval_every=None)
+    short = short.with_values("checkpoint", every_steps=None, every_minutes=None, at_end=False)
+    if case.kind == "simulated":
+        summary = simulate(prepare(short, ranks=case.ranks)).summary
+        return {"samples_per_s": summary.samples_per_s, "step_s": summary.step_s}
+    with scratch_folder() as folder:
+        quiet = short.with_values("monitor", folder=str(folder), console=False, tensorboard=False)
+        result = train(quiet, options=RunOptions(is_quiet=True))
+        assert result is not None
+        return _measured(result.folder)
+
+
+def _measured(folder: Path) -> dict[str, Any]:
+    from paceline.records.report import summarize
+    from paceline.records.summary import final_steps, read_run
+
+    rate = summarize(folder).samples_per_s or 0.0
+    by_rank = [final_steps(own) for own in read_run(folder).values()]
+    table = StepTable.of_numbers(sorted(by_rank[0]), by_rank).without_warm_up()
+    return {"samples_per_s": rate, "step_s": table.step_s or 0.0}
+
+
+def with_speed_up(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Adds speed-up and efficiency, against the fewest ranks among rows of the same kind."""
+    first: dict[tuple[Any, ...], tuple[int, float]] = {}
+    for row in sorted(rows, key=lambda each: each["ranks"]):
+        if row.get("samples_per_s"):
+            key = (row["kind"], row["mode"], row["strategy"], row["batch"])
+            first.setdefault(key, (row["ranks"], row["samples_per_s"]))
+    for row in rows:
+        if not row.get("samples_per_s"):
+            yield row
+            continue
+        ranks, rate = first[row["kind"], row["mode"], row["strategy"], row["batch"]]
+        speed_up = row["samples_per_s"] / (rate / ranks)
+        yield row | {"ideal": row["ranks"], "speed_up": speed_up, "efficiency": speed_up / row["ranks"]}
+
+
+def draw_rows(rows: Sequence[dict[str, Any]], path: Path, title: str) -> None:
+    """Draws speed-up over ranks, a line for each kind and case beside the ideal. The file's ending is its format."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.0, 5.0), dpi=110, layout="constrained")
+    axes = figure.subplots()
+    lines: dict[tuple[Any, ...], list[tuple[int, float]]] = {}
+    for row in rows:
+        if "speed_up" in row:
+            key = (row["kind"], row["mode"], row["strategy"], row["batch"])
+            lines.setdefault(key, []).append((row["ranks"], row["speed_up"]))
+    styles = {"measured": "-", "simulated": "--", "predicted": ":"}
+    for (kind, mode, strategy, batch), points in lines.items():
+        places, values = zip(*sorted(points), strict=True)
+        axes.plot(places, values, styles[kind], marker="o", label=f"{kind}: {strategy}, {mode}, batch {batch}")
+    counts = sorted({row["ranks"] for row in rows})
+    axes.plot(counts, counts, color="grey", linewidth=0.8, label="ideal")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set(xlabel="ranks", ylabel="speed-up", title=title)
+    axes.set_xticks(counts, [str(count) for count in counts])
+    axes.legend(fontsize=7)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"the picture cannot be written to {path}: {error}") from error

@@ -1,0 +1,72 @@
+"""``paceline profile``: real ranks under torch's profiler, as one time line."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+from paceline.cli.destination import check_file
+from paceline.cli.options import ConfigPath, Overrides, print_json
+from paceline.errors import UsageError
+from paceline.terminal import echo
+
+
+def profile(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    steps: int = typer.Option(3, min=1, help="Steps to profile, after a warm-up of three."),
+    output: Path = typer.Option(
+        Path("trace.json"), callback=check_file, help="Where the time line goes; compressed if it ends in .gz."
+    ),
+    beside: list[Path] = typer.Option(
+        [], metavar="TRACE", help="A time line of simulate or predict to lay beside it; may be repeated."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Profile a few steps of real ranks as one time line.
+
+    The time line, for Chrome or ui.perfetto.dev, has a process for each rank: its steps, phases, actions of a
+    pipeline's schedule, waits and collectives, and all operators and kernels that torch's profiler saw. Clocks of ranks
+    are corrected. The summary says how much communication is hidden, why ranks are idle, what costs most, and when
+    memory is at its peak.
+
+    Examples:
+
+      paceline profile configs/digits.yaml
+
+      paceline profile configs/gpt_pydoc.yaml parallel.ranks=2 --steps 5 --output gpt.json.gz
+
+      paceline profile configs/digits.yaml --beside runs/digits-simulated/trace.json
+    """
+    if "RANK" in os.environ:
+        raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
+    from paceline.chrome_trace import write_events
+    from paceline.config import load_config
+    from paceline.profile.merge import beside as lay_beside
+    from paceline.profile.merge import merged_events
+    from paceline.profile.run import profile_run
+    from paceline.profile.summary import summarize_profile
+    from paceline.run.scratch import scratch_folder
+    from paceline.run.variables import PROFILE
+
+    asked = load_config(config, list(overrides or []))
+    for path in beside:
+        lay_beside([], path)  # what is no trace is told before anything runs
+    with scratch_folder() as folder:
+        os.environ[PROFILE] = str(folder)
+        try:
+            ranks = profile_run(asked, steps, Path(folder))
+        finally:
+            del os.environ[PROFILE]
+    found = summarize_profile(ranks)
+    events = merged_events(ranks)
+    for path in beside:
+        events = lay_beside(events, path)
+    write_events(output, events, {"kind": "measured", "name": asked.name, "step_s": found.step_s})
+    if as_json:
+        print_json(found.to_json() | {"trace": str(output)})
+        return
+    for line in [*found.lines(), "", f"The time line is in {output}: open it in ui.perfetto.dev."]:
+        echo(line)

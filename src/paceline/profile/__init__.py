@@ -1,0 +1,1 @@
+"""Real ranks under torch's profiler: one time line of all ranks, and what it says."""

@@ -1,0 +1,159 @@
+"""The hook of a rank that is profiled: it starts torch's profiler after the warm-up, and leaves what it saw.
+
+    warm-up          steps that pay for start-up, allocators and bucket choices
+    clocks           a few messages to and fro say how far this rank's clock is ahead of rank 0's
+    profiled steps   torch's profiler, with memory; ours beside it: phases, collectives, waits, actions of a schedule
+    end              rank-<r>.torch.json (torch's trace) and rank-<r>.json (``RankSpans``) in the folder of the profile
+
+Spans are read from the host's clock. On CUDA they say when the host issued something; torch's kernels say when the
+device did it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from paceline.comm.clock_offset import clock_offset
+from paceline.comm.traced import Trace
+from paceline.engines.pipeline import Pipeline
+from paceline.profile.spans import Operator, RankSpans, Span
+from paceline.run.variables import profile_request
+from paceline.schedule.grid import Action
+from paceline.train.trainer import StepResult, Trainer
+
+WARM_UP = 3
+ANCHOR = "paceline.anchor"
+_MOST_OPERATORS = 50
+
+
+class StepProfiler:
+    """Profiles the steps after the warm-up, up to the last of the run. A hook of ``train.hooks``: made by its name."""
+
+    def __init__(self) -> None:
+        self._folder = profile_request()
+        self._profile: profile | None = None
+        self._spans: dict[str, list[Span]] = {name: [] for name in ("steps", "phases", "waits", "actions")}
+        self._since = self._step_since = self._action_since = 0.0
+        self._anchor_s = 0.0
+        self._clock = (0.0, 0.0)
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        """Starts after the warm-up, notes each step, and stops after the last one."""
+        if self._folder is None:
+            return
+        now = time.perf_counter()
+        if self._profile is not None:
+            self._spans["steps"].append(Span(name=f"step {result.step}", start_s=self._step_since, end_s=now))
+        if result.step == WARM_UP and not result.is_last:
+            self._start(trainer)
+        elif result.is_last and self._profile is not None:
+            self._stop(trainer, self._folder)
+        self._since = self._step_since = time.perf_counter()
+
+    def _start(self, trainer: Trainer) -> None:
+        world = trainer.parts.engine.world
+        self._clock = clock_offset(world, time.perf_counter)
+        world.barrier()
+        meter, trace = trainer.parts.meter, world.trace
+        meter.lap = self._noting_phases(meter.lap)  # type: ignore[method-assign, assignment]
+        if trace is not None:
+            trace.operations.clear()
+            trace.keep = True
+            self._note_waits(trace)
+        self._note_actions(trainer)
+        activities = [ProfilerActivity.CPU]
+        if world.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+            torch.cuda.synchronize(world.device)
+        self._profile = profile(activities=activities, profile_memory=True)
+        self._profile.start()
+        with record_function(ANCHOR):
+            self._anchor_s = time.perf_counter()
+
+    def _noting_phases(self, lap: Callable[[str], None]) -> Callable[[str], None]:
+        def noting_lap(phase: str) -> None:
+            lap(phase)
+            now = time.perf_counter()
+            self._spans["phases"].append(Span(name=phase, start_s=self._since, end_s=now))
+            self._since = now
+            if phase == "data":
+                self._action_since = now
+
+        return noting_lap
+
+    def _note_waits(self, trace: Trace) -> None:
+        """Notes when the host stands still for an operation. On CUDA it does not, and kernels tell."""
+        begin_wait, end_wait, since = trace.begin_wait, trace.end_wait, [0.0]
+
+        def noting_begin() -> Any:
+            start = begin_wait()
+            if start is not None:
+                since[0] = time.perf_counter()
+            return start
+
+        def noting_end(start: Any) -> None:
+            end_wait(start)
+            if start is not None:
+                self._spans["waits"].append(Span(name="wait", start_s=since[0], end_s=time.perf_counter()))
+
+        trace.begin_wait, trace.end_wait = noting_begin, noting_end  # type: ignore[method-assign]
+
+    def _note_actions(self, trainer: Trainer) -> None:
+        """Notes the actions of a pipeline's schedule, where there is one: each from the end of the one before."""
+        pipeline = getattr(trainer.parts.engine, "pipeline", None)
+        if not isinstance(pipeline, Pipeline):
+            return
+
+        def note(action: Action) -> None:
+            now = time.perf_counter()
+            self._spans["actions"].append(Span(name=str(action), start_s=self._action_since, end_s=now))
+            self._action_since = now
+
+        pipeline.on_action = note
+
+    def _stop(self, trainer: Trainer, folder: Path) -> None:
+        world = trainer.parts.engine.world
+        assert self._profile is not None
+        if world.device.type == "cuda":
+            torch.cuda.synchronize(world.device)
+        self._profile.stop()
+        rank, operations = world.rank, [] if world.trace is None else world.trace.operations
+        collectives = [
+            Span(name=each.kind, start_s=each.start_s, end_s=each.end_s, num_bytes=each.num_bytes, ranks=each.group)
+            for each in operations
+        ]
+        found = RankSpans(
+            rank=rank,
+            device=world.device.type,
+            ahead_s=self._clock[0],
+            clock_error_s=self._clock[1],
+            anchor_s=self._anchor_s,
+            tracks={**self._spans, "collectives": collectives},
+            operators=tuple(_operators(self._profile)),
+        )
+        self._profile.export_chrome_trace(str(folder / f"rank-{rank}.torch.json"))
+        (folder / f"rank-{rank}.json").write_text(json.dumps(found.to_json()), encoding="utf-8")
+        self._profile = None
+        world.barrier()  # the first to leave ends the others, who may still be writing
+
+
+def _operators(found: profile) -> list[Operator]:
+    """Returns the operators that took most time of their own, on the device and on the host."""
+    rows = [
+        Operator(
+            name=each.key,
+            calls=each.count,
+            host_s=each.self_cpu_time_total / 1e6,
+            device_s=each.self_device_time_total / 1e6,
+        )
+        for each in found.key_averages()
+        if each.key not in (ANCHOR, "[memory]") and not each.key.startswith("ProfilerStep")
+    ]
+    return sorted(rows, key=lambda each: -(each.host_s + each.device_s))[:_MOST_OPERATORS]

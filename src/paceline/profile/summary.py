@@ -1,0 +1,239 @@
+"""What a profile says: overlap, causes of idle time, costs of operators and kernels, memory over time.
+
+For each rank, over the profiled steps:
+
+    communication   from the start of an operation to the moment at which this rank was done waiting for it
+    exposed         on a CPU what the rank stood still for; on a GPU the time of kernels of collectives alone
+    hidden          communication - exposed
+    late rank       of what is exposed, the time until the last rank had come to the operation
+    network         the rest of what is exposed
+    data            the phase of the next batch
+    device idle     on a GPU, the time without a kernel
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from paceline.profile.merge import MemoryPoint, RankProfile, begin_s, largest_by_time
+from paceline.profile.spans import Operator, Span
+from paceline.units import format_bytes, format_seconds
+
+Interval = tuple[float, float]
+_SHOWN, _POINTS = 10, 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Seconds of one rank over all profiled steps."""
+
+    rank: int
+    steps_s: float
+    communication_s: float
+    exposed_s: float
+    late_rank_s: float
+    network_s: float
+    data_s: float
+    device_idle_s: float | None
+    peak_bytes: int
+    peak_phase: str
+
+    @property
+    def hidden_s(self) -> float:
+        """Communication that the rank did not wait for."""
+        return max(0.0, self.communication_s - self.exposed_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSummary:
+    """All ranks of a profile. ``memory`` has curves by rank, thinned out; ``clock_error_s`` is the worst rank's."""
+
+    steps: int
+    ranks: tuple[RankTimes, ...]
+    operators: tuple[Operator, ...]
+    kernels: tuple[Operator, ...]
+    actions: Mapping[str, float]
+    memory: Mapping[int, tuple[MemoryPoint, ...]]
+    clock_error_s: float
+
+    @property
+    def step_s(self) -> float:
+        """The mean length of a step."""
+        return fmean(each.steps_s for each in self.ranks) / max(self.steps, 1)
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """The causes of idle time as shares of the steps, mean of the ranks, the largest first."""
+        total = sum(each.steps_s for each in self.ranks) or 1.0
+        causes = {
+            "waiting for a late rank": sum(each.late_rank_s for each in self.ranks) / total,
+            "waiting for the network": sum(each.network_s for each in self.ranks) / total,
+            "waiting for data": sum(each.data_s for each in self.ranks) / total,
+        }
+        known = [each.device_idle_s for each in self.ranks if each.device_idle_s is not None]
+        if known:
+            causes["device without a kernel"] = sum(known) / total
+        return dict(sorted(causes.items(), key=lambda each: -each[1]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns plain values."""
+        ranks = [asdict(each) | {"hidden_s": each.hidden_s} for each in self.ranks]
+        more = {"ranks": ranks, "step_s": self.step_s, "idle": self.idle}
+        memory = {str(rank): [asdict(point) for point in points] for rank, points in self.memory.items()}
+        return asdict(self) | more | {"memory": memory, "actions": dict(self.actions)}
+
+    def lines(self) -> list[str]:
+        """Returns it for people."""
+        error = f"clocks agree to within {_seconds(self.clock_error_s)}"
+        told = [f"{self.steps} steps of {_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
+        told.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
+        for each in self.ranks:
+            per = [
+                _seconds(value / max(self.steps, 1)) for value in (each.communication_s, each.exposed_s, each.hidden_s)
+            ]
+            memory = f"{format_bytes(each.peak_bytes):>12}  {each.peak_phase}"
+            told.append(f"{each.rank:<6}{per[0]:>14}{per[1]:>11}{per[2]:>11}{memory}")
+        told += ["", "idle, of the step"]
+        told += [f"  {name:<26}{100 * share:>6.1f} %" for name, share in self.idle.items()]
+        for title, rows in (("operators", self.operators), ("kernels", self.kernels)):
+            if rows:
+                told += ["", f"{f'costliest {title}':<52}{'calls':>8}{'a step':>11}"]
+                told += [
+                    f"  {each.name[:48]:<50}{each.calls:>8}{self._cost(each, title):>11}" for each in rows[:_SHOWN]
+                ]
+        if self.actions:
+            told += ["", "actions of the schedule, mean: "]
+            told[-1] += ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in self.actions.items())
+        return told
+
+    def _cost(self, operator: Operator, title: str) -> str:
+        seconds = operator.device_s if title == "kernels" else operator.host_s
+        return _seconds(seconds / max(self.steps * len(self.ranks), 1))
+
+
+def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
+    """Adds up what the ranks saw."""
+    late = _late_intervals(ranks)
+    zero_s = begin_s(ranks)
+    own: defaultdict[str, float] = defaultdict(float)
+    calls: Counter[str] = Counter()
+    for each in ranks:
+        for operator in each.spans.operators:
+            own[operator.name] += operator.host_s
+            calls[operator.name] += operator.calls
+    kernels: dict[str, list[float]] = defaultdict(list)
+    for each in ranks:
+        for event in each.events:
+            if event.is_device_work:
+                kernels[event.name].append(event.end_s - event.start_s)
+    actions: dict[str, list[float]] = defaultdict(list)
+    for each in ranks:
+        for action in each.spans.tracks.get("actions", ()):
+            actions[action.name.rstrip("0123456789.")].append(action.seconds)
+    return ProfileSummary(
+        steps=max((len(each.spans.tracks.get("steps", ())) for each in ranks), default=0),
+        ranks=tuple(_rank_times(each, late[each.spans.rank]) for each in ranks),
+        operators=tuple(
+            Operator(name=name, calls=calls[name], host_s=seconds, device_s=0.0)
+            for name, seconds in sorted(own.items(), key=lambda each: -each[1])[:50]
+        ),
+        kernels=tuple(
+            sorted(
+                (
+                    Operator(name=name, calls=len(times), host_s=0.0, device_s=sum(times))
+                    for name, times in kernels.items()
+                ),
+                key=lambda each: -each.device_s,
+            )[:50]
+        ),
+        actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
+        memory={
+            each.spans.rank: tuple(
+                MemoryPoint(at_s=point.at_s - zero_s, device=point.device, num_bytes=point.num_bytes)
+                for point in largest_by_time(each.memory, _POINTS)
+            )
+            for each in ranks
+        },
+        clock_error_s=max((each.spans.clock_error_s for each in ranks), default=0.0),
+    )
+
+
+def _rank_times(profile: RankProfile, late: Sequence[Interval]) -> RankTimes:
+    spans = profile.spans
+    steps = _intervals(spans.corrected("steps"))
+    busy = [(each.start_s, each.end_s) for each in profile.events if each.is_device_work]
+    if busy:  # the device's own time
+        ways = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" in e.name.lower()]
+        compute = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" not in e.name.lower()]
+        communication_s = length(ways)
+        exposed_s = communication_s - length_in_both(ways, compute)
+        late_s = min(exposed_s, length_in_both(ways, late))
+    else:
+        ways, waits = _intervals(spans.corrected("collectives")), _intervals(spans.corrected("waits"))
+        communication_s, exposed_s = length_in_both([*ways, *waits], steps), length_in_both(waits, steps)
+        late_s = min(exposed_s, length_in_both(waits, late))
+    peak = max(profile.memory, key=lambda each: each.num_bytes, default=None)
+    phases = [] if peak is None else [p.name for p in spans.corrected("phases") if p.start_s <= peak.at_s <= p.end_s]
+    return RankTimes(
+        rank=spans.rank,
+        steps_s=length(steps),
+        communication_s=communication_s,
+        exposed_s=exposed_s,
+        late_rank_s=late_s,
+        network_s=max(0.0, exposed_s - late_s),
+        data_s=sum(each.seconds for each in spans.tracks.get("phases", ()) if each.name == "data"),
+        device_idle_s=length(steps) - length_in_both(steps, busy) if busy else None,
+        peak_bytes=0 if peak is None else peak.num_bytes,
+        peak_phase=phases[0] if phases else "",
+    )
+
+
+def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
+    """Returns, by rank, the times between its coming to a collective and that of the last rank of the group."""
+    arrivals: dict[tuple[str, tuple[int, ...], int], dict[int, Span]] = defaultdict(dict)
+    for each in ranks:
+        counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
+        for operation in each.spans.corrected("collectives"):
+            key = (operation.name, operation.ranks)
+            arrivals[(*key, counts[key])][each.spans.rank] = operation
+            counts[key] += 1
+    found: dict[int, list[Interval]] = {each.spans.rank: [] for each in ranks}
+    for (kind, group, _), there in arrivals.items():
+        if kind not in ("send", "recv") and len(there) == len(group):
+            last_s = max(operation.start_s for operation in there.values())
+            for rank, operation in there.items():
+                found[rank].append((operation.start_s, last_s))
+    return found
+
+
+def _intervals(spans: Sequence[Span]) -> list[Interval]:
+    return [(each.start_s, each.end_s) for each in spans]
+
+
+def joined(intervals: Sequence[Interval]) -> list[Interval]:
+    """Returns the same time as intervals that do not touch, in order."""
+    found: list[Interval] = []
+    for start, end in sorted(each for each in intervals if each[1] > each[0]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def length(intervals: Sequence[Interval]) -> float:
+    """Returns how long at least one of the intervals lasts."""
+    return sum(end - start for start, end in joined(intervals))
+
+
+def length_in_both(one: Sequence[Interval], other: Sequence[Interval]) -> float:
+    """Returns how long an interval of each kind lasts at once: |A| + |B| - |A or B|."""
+    return length(one) + length(other) - length([*one, *other])
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds > 0 else "0 s"

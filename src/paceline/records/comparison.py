@@ -1,0 +1,200 @@
+"""Runs side by side: how speed grows with ranks, and what changed from one run to the next.
+
+    speed-up     rate / (rate of the run with the fewest ranks / its ranks)
+    efficiency   speed-up / ranks: 1 where every rank brings as much as a rank of that run
+
+The rate is that of the summary: samples a second of all ranks, in the median step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from paceline.records.console import format_loss
+from paceline.records.records import strict_json
+from paceline.records.tables import new_table
+from paceline.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from paceline.records.report import RunSummary
+
+_SAME = 0.03  # figures that differ by less are marked as equal: two runs of one config do
+_UNIMPORTANT = ("name", "monitor.folder")  # where a run is kept
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingPoint:
+    """A run among those of one strategy: ``ideal`` is the speed-up of ranks that never wait, which is their number."""
+
+    name: str
+    strategy: str
+    ranks: int
+    samples_per_s: float
+    ideal: float
+    speed_up: float
+    efficiency: float
+
+
+def scaling_of(runs: Sequence[RunSummary]) -> tuple[ScalingPoint, ...]:
+    """Compares runs of one strategy with different numbers of ranks; nothing where there are no two such runs."""
+    found: list[ScalingPoint] = []
+    for strategy in dict.fromkeys(run.strategy for run in runs):
+        known = [(run, run.samples_per_s) for run in runs if run.strategy == strategy and run.samples_per_s]
+        known.sort(key=lambda each: each[0].world_size)
+        if len({run.world_size for run, _ in known}) < 2:
+            continue
+        first, rate_of_first = known[0]
+        alone = rate_of_first / first.world_size
+        for run, rate in known:
+            found.append(
+                ScalingPoint(
+                    name=run.name,
+                    strategy=strategy,
+                    ranks=run.world_size,
+                    samples_per_s=rate,
+                    ideal=float(run.world_size),
+                    speed_up=rate / alone,
+                    efficiency=rate / alone / run.world_size,
+                )
+            )
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConfigChange:
+    """A key whose value differs between two runs; None where a run has no such key."""
+
+    key: str
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FigureChange:
+    """A figure of two runs. ``mark``: ``better``, ``worse``, or ``same`` where they differ by a few percent at most."""
+
+    name: str
+    before: float
+    after: float
+    mark: str
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times as much the later run has; None where the first has nothing."""
+        return self.after / self.before if self.before else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What changed from one run to another: keys of the config, and figures."""
+
+    before: str
+    after: str
+    config: tuple[ConfigChange, ...]
+    figures: tuple[FigureChange, ...]
+    limited: tuple[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns values of strict JSON."""
+        return dict(strict_json(asdict(self)))
+
+
+def compare_runs(before: RunSummary, after: RunSummary) -> Comparison:
+    """Sets two runs side by side. Reads their configs; a run without one has no keys to compare."""
+    return Comparison(
+        before=before.name,
+        after=after.name,
+        config=tuple(_config_changes(before.folder, after.folder)),
+        figures=tuple(_figures(before, after)),
+        limited=(before.limits.sentence, after.limits.sentence),
+    )
+
+
+def _config_changes(before: Path, after: Path) -> Iterator[ConfigChange]:
+    first, second = _leaves(before), _leaves(after)
+    for key in dict.fromkeys([*first, *second]):
+        if first.get(key) != second.get(key) and key not in _UNIMPORTANT:
+            yield ConfigChange(key=key, before=first.get(key), after=second.get(key))
+
+
+def _leaves(folder: Path) -> dict[str, Any]:
+    from paceline.config import load_config
+    from paceline.config.load import leaf_values
+    from paceline.errors import PacelineError
+
+    try:
+        return leaf_values(load_config(folder / "config.yaml"))
+    except (PacelineError, OSError, ValueError):  # without one, or of another version
+        return {}
+
+
+def _figures(before: RunSummary, after: RunSummary) -> Iterator[FigureChange]:
+    """Yields what both runs know; of a loss, a time or memory the lower one is better."""
+    higher = ("samples_per_s", "mfu", "test_accuracy")
+    lower = ("final_loss", "test_loss", "comm_share", "seconds")
+    for name in (*higher, *lower):
+        first, second = getattr(before, name), getattr(after, name)
+        if first is not None and second is not None:
+            yield _figure(name, first, second, higher_is_better=name in higher)
+    yield _figure("memory_bytes", before.memory.peak_bytes, after.memory.peak_bytes, higher_is_better=False)
+    if before.goodput is not None and after.goodput is not None:
+        yield _figure("goodput", before.goodput.share, after.goodput.share, higher_is_better=True)
+
+
+def _figure(name: str, before: float, after: float, *, higher_is_better: bool) -> FigureChange:
+    # What is not finite is worse than anything that is.
+    is_same = before == after or abs(after - before) <= _SAME * max(abs(before), abs(after))
+    is_better = (after > before) == higher_is_better and after == after
+    mark = "same" if is_same else "better" if is_better else "worse"
+    return FigureChange(name=name, before=float(before), after=float(after), mark=mark)
+
+
+def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
+    """Draws how speed grows with ranks; nothing without points."""
+    if not points:
+        return []
+    table = new_table("scaling", "run", "strategy", "ranks", "samples/s", "ideal", "speed-up", "efficiency")
+    for point in points:
+        table.add_row(
+            *(point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}"),
+            *(f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %"),
+        )
+    return [table]
+
+
+def draw_comparison(found: Comparison) -> RenderableType:
+    """Draws what changed, with a mark at each figure that did: better or worse."""
+    parts: list[RenderableType] = []
+    figures = new_table(f"{found.before} -> {found.after}", "figure", found.before, found.after, "change", "")
+    for each in found.figures:
+        change = "" if each.ratio is None or each.mark == "same" else f"{100 * (each.ratio - 1):+.1f} %"
+        style = {"better": "green", "worse": "red"}.get(each.mark, "dim")
+        shown = (_shown(each.name, each.before), _shown(each.name, each.after))
+        figures.add_row(each.name.replace("_", " "), *shown, change, Text(each.mark, style=style))
+    parts.append(figures)
+    for name, sentence in zip((found.before, found.after), found.limited, strict=True):
+        parts.append(Text(f"{name}: {sentence}"))
+    if found.config:
+        keys = new_table("keys of the config that changed", "key", found.before, found.after)
+        for key in found.config:
+            keys.add_row(key.key, *(Text("-" if value is None else str(value)) for value in (key.before, key.after)))
+        parts += [Text(), keys]
+    else:
+        parts.append(Text("no key of the config changed", style="dim"))
+    return Group(*parts)
+
+
+def _shown(name: str, value: float) -> str:
+    if name == "memory_bytes":
+        return format_bytes(value)
+    if name == "seconds":
+        return format_seconds(value) if value > 0 else "0 s"
+    if name in ("comm_share", "mfu", "goodput", "test_accuracy"):
+        return f"{100 * value:.1f} %"
+    return format_loss(value) if name.endswith("loss") else f"{value:,.1f}"

@@ -1,0 +1,101 @@
+"""The tables below a run's headline: phases, communication, memory by category, goodput and lost work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from paceline.records.facts import MemoryUse
+from paceline.records.goodput import Goodput
+from paceline.records.summary import PHASES, RankSummary
+from paceline.records.traffic import TrafficRow
+from paceline.units import format_bytes, format_count, format_seconds
+
+_NAMES = {"comm_s": "communication", "optimizer_s": "update"}
+
+
+def draw_tables(
+    ranks: Sequence[RankSummary], traffic: Sequence[TrafficRow], goodput: Goodput | None, memory: MemoryUse
+) -> list[RenderableType]:
+    """Returns the tables that there is something to say in, with an empty line before each."""
+    tables = [_phase_table(ranks), _traffic_table(traffic), _memory_table(memory), _goodput_table(goodput)]
+    return [part for table in tables if table is not None for part in (Text(), table)]
+
+
+def new_table(title: str, *columns: str) -> Table:
+    """Makes a table as all of a report look; the first column is text, the others are numbers."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
+    table.title, table.title_justify, table.title_style = title, "left", "bold"
+    for number, name in enumerate(columns):
+        table.add_column(name, justify="right" if number else "left", no_wrap=bool(number))
+    return table
+
+
+def _phase_table(ranks: Sequence[RankSummary]) -> Table | None:
+    """Shows how phases differ between ranks: the mean, and who takes least and most."""
+    known = [rank for rank in ranks if rank.steps and rank.total_s > 0]
+    if len(known) < 2:
+        return None
+    table = new_table("phases, seconds of a step", "phase", "mean", "share", "least", "rank", "most", "rank")
+    total = sum(rank.total_s for rank in known)
+    for phase in PHASES:
+        seconds = {rank.rank: float(getattr(rank, phase)) / rank.steps for rank in known}
+        least, most = min(seconds, key=lambda rank: seconds[rank]), max(seconds, key=lambda rank: seconds[rank])
+        share = sum(float(getattr(rank, phase)) for rank in known) / total
+        table.add_row(
+            _NAMES.get(phase, phase.removesuffix("_s")),
+            _seconds(sum(seconds.values()) / len(seconds)),
+            f"{100 * share:.1f} %",
+            *(_seconds(seconds[least]), str(least), _seconds(seconds[most]), str(most)),
+        )
+    return table
+
+
+def _traffic_table(traffic: Sequence[TrafficRow]) -> Table | None:
+    if not traffic:
+        return None
+    table = new_table(
+        "communication of a rank", "operation", "group", "ranks", "calls", "bytes", "time", "GB/s", "bus GB/s"
+    )
+    for row in traffic:
+        rates = [f"{rate / 1e9:.2f}" if rate > 0 else "-" for rate in (row.bandwidth, row.bus_bandwidth)]
+        table.add_row(
+            row.kind,
+            *(row.group, str(row.ranks), format_count(row.calls), format_bytes(row.bytes), _seconds(row.seconds)),
+            *rates,
+        )
+    return table
+
+
+def _memory_table(memory: MemoryUse) -> Table | None:
+    if not memory.by_category:
+        return None
+    table = new_table("memory of a rank, as planned", "category", "bytes", "share")
+    total = sum(memory.by_category.values())
+    for name, size in sorted(memory.by_category.items(), key=lambda each: -each[1]):
+        table.add_row(name, format_bytes(size), f"{100 * size / total:.1f} %")
+    table.add_row("planned", format_bytes(total), "")
+    if memory.peak_bytes:
+        table.add_row("measured peak", format_bytes(memory.peak_bytes), f"{100 * memory.peak_bytes / total:.1f} %")
+    return table
+
+
+def _goodput_table(goodput: Goodput | None) -> Table | None:
+    """Shows lost work, where there was any."""
+    if goodput is None or not (goodput.restarts or goodput.repeated_steps or goodput.skipped_steps):
+        return None
+    table = new_table("goodput and lost work", "", "time", "")
+    table.add_row("steps that count", _seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput")
+    table.add_row("steps made again", _seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps")
+    table.add_row("down", _seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs")
+    if goodput.skipped_steps:
+        table.add_row("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite")
+    return table
+
+
+def _seconds(seconds: float) -> str:
+    return format_seconds(seconds) if seconds > 0 else "0 s"

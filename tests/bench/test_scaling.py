@@ -1,0 +1,67 @@
+"""``paceline bench scaling``: which rows there are, what they are compared with, and real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paceline.bench.scaling import ScalingCase, bench_scaling, cases, draw_rows, with_speed_up
+from paceline.cluster.devices import load_cluster
+from paceline.config import load_config
+from paceline.errors import UsageError
+
+
+def told(text: str) -> None:
+    del text
+
+
+def test_ranks_beyond_the_machine_are_simulated_and_far_ones_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("paceline.bench.scaling.usable_cores", lambda: (0, 1))
+    found = cases([1, 2, 4], ["ddp"], [32], ["weak"], gpus=0, to=5)
+    assert [(each.kind, each.ranks, each.global_batch) for each in found] == [
+        ("measured", 1, 32),
+        ("measured", 2, 64),
+        ("simulated", 4, 128),
+        ("simulated", 1, 32),
+        ("predicted", 1, 32),
+        ("predicted", 2, 64),
+        ("predicted", 4, 128),
+    ]
+    (alone,) = cases([4], ["fsdp"], [32], ["strong"], gpus=4, to=0)
+    assert (alone.kind, alone.global_batch) == ("measured", 32)
+    with pytest.raises(UsageError, match="give --predict-to 64"):
+        cases([64], ["ddp"], [64], ["strong"], gpus=0, to=0)
+
+
+def test_speed_up_is_against_the_fewest_ranks_of_the_same_kind(tmp_path: Path) -> None:
+    same = {"mode": "strong", "strategy": "ddp", "batch": 64}
+    rates = (("measured", 2, 30.0), ("measured", 1, 20.0), ("predicted", 2, 300.0), ("predicted", 4, 500.0))
+    rows = [{**same, "kind": kind, "ranks": ranks, "samples_per_s": rate} for kind, ranks, rate in rates]
+    found = list(with_speed_up([*rows, {**same, "kind": "simulated", "ranks": 8, "error": "no"}]))
+    assert [row.get("speed_up") for row in found] == [1.5, 1.0, 2.0, pytest.approx(500 / 150), None]
+    assert [row.get("efficiency") for row in found][:2] == [0.75, 1.0]
+    draw_rows(found, tmp_path / "scaling.svg", "test")
+    assert "speed-up" in (tmp_path / "scaling.svg").read_text()
+
+
+@pytest.mark.exhaustive
+def test_simulated_and_predicted_rows_are_real_and_a_case_that_cannot_run_says_why() -> None:
+    config = load_config("configs/digits.yaml", ["parallel.device=cpu"])
+    one = ScalingCase(kind="simulated", mode="strong", strategy="ddp", batch=64, ranks=2)
+    todo = [one, ScalingCase(kind="predicted", mode="strong", strategy="ddp", batch=64, ranks=16)]
+    todo.append(ScalingCase(kind="simulated", mode="strong", strategy="ddp", batch=64, ranks=3))
+    rows = bench_scaling(config, todo, 6, load_cluster("1x dgx-h100"), told)
+    assert [row["kind"] for row in rows] == ["simulated", "predicted", "simulated"]
+    assert all(row["samples_per_s"] > 0 for row in rows[:2])
+    assert "multiple of parallel.ranks = 3" in rows[2]["error"]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_measured_rows_come_from_real_ranks() -> None:
+    config = load_config("configs/digits.yaml", ["parallel.device=cpu"])
+    todo = [ScalingCase(kind="measured", mode="weak", strategy="ddp", batch=32, ranks=ranks) for ranks in (1, 2)]
+    rows = bench_scaling(config, todo, 8, None, told)
+    assert [row["ideal"] for row in rows] == [1, 2]
+    assert rows[1]["efficiency"] == pytest.approx(rows[1]["samples_per_s"] / rows[0]["samples_per_s"] / 2)
