@@ -18,6 +18,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -56,7 +57,11 @@ class Browser:
             start_new_session=True,
         )
         port, place = self._where()
-        self.connection = connect(f"ws://127.0.0.1:{port}{place}", max_size=None, open_timeout=_PATIENCE_S, proxy=None)
+        address = f"ws://127.0.0.1:{port}{place}"
+        self._stack = ExitStack()
+        self.connection = self._stack.enter_context(
+            connect(address, max_size=None, open_timeout=_PATIENCE_S, proxy=None)
+        )
         self._numbers = itertools.count(1)
         self._pages: dict[str, Page] = {}
 
@@ -108,7 +113,7 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.connection.close()
+        self._stack.close()
         os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -41,8 +41,9 @@ def report(
             new_console().print(*([""] if place else []), render(summary), sep="\n")
     if not (compare or html or png or svg or csv):
         return
-    from paceline.view.export import read_runs, write_csv, write_figure
+    from paceline.view.export import write_csv, write_figure
     from paceline.view.html import write_report
+    from paceline.view.runs import read_runs
 
     runs = read_runs(folders)
     if compare and not as_json:

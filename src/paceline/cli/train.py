@@ -133,10 +133,10 @@ def show_result(result: RunResult, *, as_json: bool) -> None:
         console.print(note, highlight=False, markup=False, soft_wrap=True)
         return
     console.print(render(result.summary))
-    lines = [f"The run is in {result.folder}: records, checkpoints, logs, config."]
-    lines += [f"Its report is {path}: open it in a browser." for path in [write_small_report(result.folder)] if path]
-    lines += ["Try next:"]
+    lines = [f"The run is in {result.folder}: records, checkpoints, logs, config.", "Try next:"]
     lines += _next_steps(result.folder, result.config)
+    if (path := write_small_report(result.folder)) is not None:
+        lines += ["", f"Its report, for a browser, is {path}"]
     console.print("", *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 

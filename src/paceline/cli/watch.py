@@ -32,7 +32,7 @@ def watch(
     """
     require_server()
     from paceline.view.follow import Follower
-    from paceline.view.server import is_loopback, listen, make_app, serve
+    from paceline.view.server import is_loopback, listen, make_app, make_server
 
     folders = runs or [Path("runs")]
     token = ""
@@ -54,7 +54,7 @@ def watch(
         _open(url)
     if parent is not None:
         _end_with(parent)
-    serve(make_app(follower, token=token), found)
+    make_server(make_app(follower, token=token)).run(sockets=[found])
 
 
 def require_server() -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.errors import RunFolderError
 from paceline.records.summary import PHASES
 from paceline.view.document import rounded
-from paceline.view.runs import Run, names_of
+from paceline.view.runs import Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,14 +24,6 @@ _COLUMNS = (
 )
 _COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
 _PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
-
-
-def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Reads the records of runs, as far as they are there."""
-    runs = [Run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
-    for run in runs:
-        run.look()
-    return runs
 
 
 def write_csv(runs: Sequence[Run], path: Path) -> None:

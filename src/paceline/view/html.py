@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from paceline import __version__
 from paceline.errors import RunFolderError
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
-from paceline.view.runs import Run, names_of
+from paceline.view.runs import Run, read_runs
 from paceline.view.words import summary_of
 
 _STYLES = ("uPlot.min.css", "page.css")
@@ -51,9 +51,7 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
 
 def report_data(folders: Sequence[Path]) -> dict[str, Any]:
     """Returns what a report shows of runs."""
-    runs = [Run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
-    for run in runs:
-        run.look()
+    runs = read_runs(folders)
     return {"version": __version__, "runs": [_whole(run) for run in runs], "differences": differences_of(runs)}
 
 

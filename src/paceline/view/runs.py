@@ -19,7 +19,6 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
-from paceline.errors import RunFolderError
 from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRecord, HostRecord, Record, RunRecord
 from paceline.units import format_seconds
 from paceline.untrusted import parse_json_object, read_regular
@@ -227,7 +226,7 @@ class Run:
 def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """Returns the folders of runs, the newest first, and what is wrong with the others.
 
-    A path is a run's folder, or a folder with runs in it. Raises RunFolderError where there is no run at all.
+    A path is a run's folder, or a folder with runs in it.
     """
     runs: dict[Path, Path] = {}
     problems = []
@@ -244,16 +243,13 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return sorted(runs.values(), key=_started, reverse=True), problems
 
 
-def require_runs(paths: Sequence[Path]) -> list[Path]:
-    """Returns the folders of runs in the order given. Raises RunFolderError for a path that is none."""
-    for path in paths:
-        if not is_run(path):
-            what = "is no run's folder" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-            raise RunFolderError(
-                f"{path} {what}\n  a run's folder has config.yaml and records/rank-<r>.jsonl\n"
-                "  give the folder of a run, such as runs/<name>, or start one with: paceline train CONFIG"
-            )
-    return list(paths)
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads the records of runs, as far as they are there."""
+    runs = [Run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    for run in runs:
+        while run.look():
+            pass
+    return runs
 
 
 def is_run(path: Path) -> bool:

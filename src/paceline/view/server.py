@@ -18,9 +18,11 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from http.cookies import SimpleCookie
+from ipaddress import ip_address
 from typing import Any
 from urllib.parse import parse_qs
 
+import uvicorn
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -34,7 +36,6 @@ from paceline.view.follow import Follower
 from paceline.view.html import differences_of, live_page
 from paceline.view.runs import Run
 
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _COOKIE = "paceline_token"
 _MOST_POINTS = 4000
 _HEADERS = {
@@ -47,7 +48,10 @@ _HEADERS = {
 
 def is_loopback(host: str) -> bool:
     """Says whether only this machine can reach an address."""
-    return host in _LOOPBACK or host.startswith("127.")
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def listen(host: str, port: int | None) -> socket.socket:
@@ -255,12 +259,8 @@ def _not_found() -> Response:
     return JSONResponse({"error": "there is no such run or field"}, status_code=404, headers=_HEADERS)
 
 
-def serve(app: Starlette, found: socket.socket) -> None:
-    """Answers until a signal ends the process."""
-    import uvicorn
-
-    # A browser keeps its stream of events open: it is not waited for.
-    config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, server_header=False
-    )
-    uvicorn.Server(config).run(sockets=[found])
+def make_server(app: Starlette) -> uvicorn.Server:
+    """Returns a server that answers until it is asked to exit; ``run(sockets=[...])`` starts it."""
+    # No web sockets; and a browser keeps its stream of events open, which is not waited for.
+    options: dict[str, Any] = {"ws": "none", "access_log": False, "log_level": "warning", "server_header": False}
+    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
