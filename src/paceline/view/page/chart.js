@@ -22,9 +22,10 @@ class Chart {
     this.view = view;
     this.legend = element("div", { className: "legend" });
     this.at = element("span", { className: "at" });
+    this.unit = element("span", { className: "unit" });
     this.plane = element("div", { className: "plane" });
     this.root = element("section", { className: `card chart${spec.isWide ? " wide" : ""}` },
-      element("div", { className: "head" }, element("h2", {}, spec.title, spec.unit ? element("span", { className: "unit" }, spec.unit) : null), this.at),
+      element("div", { className: "head" }, element("h2", {}, spec.title, this.unit), this.at),
       this.legend, this.plane);
     this.root.dataset.chart = spec.key;
     this.plot = null;
@@ -34,7 +35,10 @@ class Chart {
   /** `lines`: [{label, color, x, y, low, high, isPoints, dash}], `events`: [{x, name, text}]. */
   draw(lines, events) {
     this.events = events;
+    this.unit.textContent = this.spec.unit || "";
     this.lines = lines.map((line) => ({ ...line, shown: line.isPoints || line.dash || this.spec.isStacked ? line.y : smoothed(line.y, this.view.smooth) }));
+    let place = 1;
+    this.lines.forEach((line) => { line.place = place; place += 1 + this._hasRaw(line) + 2 * !!line.low; });
     const data = this._data();
     const width = Math.max(200, Math.floor(this.plane.clientWidth || 340));
     const isLog = this.view.isLog && !this.spec.isStacked && !this.spec.noLog;
@@ -70,7 +74,6 @@ class Chart {
   _options(width, isLog) {
     const series = [{}], bands = [];
     for (const line of this.lines) {
-      line.place = series.length;
       series.push({ label: line.label, stroke: line.color, width: line.isPoints ? 1.2 : 1.6, spanGaps: true, dash: line.dash,
         fill: this.spec.isStacked ? line.color : undefined, points: { show: !!line.isPoints, size: 5, fill: line.color }, alpha: 1 });
       if (this._hasRaw(line)) series.push({ stroke: line.color, width: 1, alpha: 0.25, spanGaps: true, points: { show: false } });
@@ -87,7 +90,7 @@ class Chart {
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, low, high) => this._range(low, this._capped(high)) } },
       axes: [
         { ...axis, size: 26, gap: 3, space: 70, values: (_, all) => all.map((each) => (each === null || (this.view.x === "step" && each % 1) ? "" : show(each))) },
-        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : this.spec.format(each))) },
+        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : (this.spec.axis || this.spec.format)(each))) },
       ],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false },
       hooks: {

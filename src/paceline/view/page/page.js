@@ -197,7 +197,7 @@ class Page {
     Object.keys(focus.evaluations).filter((name) => name !== "loss").forEach((name) =>
       add({ key: `eval-${name}`, title: `Evaluation: ${name}`, format: name === "accuracy" ? percent : short }, (run, place) => [spots(run, place, run.evaluations[name], name)]));
     add({ key: "mfu", title: "MFU", unit: "of the device's peak", format: percent }, (run, place) => [line(run, place, "mfu", "mean of the ranks")]);
-    if (!focus.curves.mfu) add({ key: "flops_per_s", title: "Model FLOP/s", format: flops }, (run, place) => [line(run, place, "flops_per_s", "all ranks")]);
+    if (!focus.curves.mfu) add({ key: "flops_per_s", title: "Model FLOP/s", format: flops, axis: count }, (run, place) => [line(run, place, "flops_per_s", "all ranks")]);
     add({ key: "memory_bytes", title: "Memory", unit: "largest rank", format: bytes, fromZero: true, noLog: true }, (run, place) => [line(run, place, "memory_bytes", "measured"), predicted(run, "memory_bytes", "predicted")]);
     add({ key: "lr", title: "Learning rate", format: short }, (run, place) => [line(run, place, "lr", "rate")]);
     add({ key: "grad_norm", title: "Gradient norm", format: short }, (run, place) => [line(run, place, "grad_norm", "before clipping")]);
@@ -220,7 +220,7 @@ class Page {
     const formats = [[/utilization|ratio/, percent], [/bytes|memory|\.io$|usage$/, bytes], [/./, short]];
     const made = [...by].map(([base, lines]) => [{ key: `host-${base}`, title: base, format: formats.find((each) => each[0].test(base))[1] }, lines]);
     const rates = run.comm.map((each, place) => ({ label: `${each.kind} (${each.group})`, color: runColor(place), x: each.points.map((point) => point[axis === "step" ? 0 : 1]), y: each.points.map((point) => point[2]) }));
-    if (rates.length) made.push([{ key: "comm", title: "Communication", unit: "bytes of tensors a second", format: rate }, rates]);
+    if (rates.length) made.push([{ key: "comm", title: "Communication", unit: "bytes of tensors a second", format: rate, axis: rate }, rates]);
     return made;
   }
 
@@ -248,7 +248,7 @@ class Page {
     });
     const wanted = [...order, ...(run.heat_names.length ? [this.heat.root, this.timeline.root] : [])];
     if (wanted.length !== this.grid.children.length || wanted.some((each, place) => this.grid.children[place] !== each)) this.grid.replaceChildren(...wanted);
-    plots.forEach(([spec, lines]) => this.charts.get(spec.key).draw(lines, events));
+    plots.forEach(([spec, lines]) => { const chart = this.charts.get(spec.key); chart.spec = spec; chart.draw(lines, events); });
     this.heat.draw();
     this.timeline.draw();
     document.body.dataset.drawn = run.version;

@@ -68,6 +68,7 @@ class Timeline {
     context.save();
     context.beginPath(); context.rect(this.box.left, 0, this.box.width, ranks.length * tall + 2); context.clip();
     for (const span of this.spans) this._bar(context, at(span.start), at(span.end), span.row * tall + 1, this.box.lane, phaseColor(span.name), span.name === "comm_s");
+    context.globalAlpha = 0.5;  // several may be on their way at once
     operations.forEach(([rank, start, took]) => this._bar(context, at(start), at(start + took), ranks.indexOf(rank) * tall + this.box.lane + 2, tall - this.box.lane - 5, css("--accent"), false));
     context.restore();
     this._names(hasTrace);
