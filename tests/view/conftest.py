@@ -19,7 +19,7 @@ Serve = Callable[..., str]
 
 
 @pytest.fixture
-def serve() -> Iterator[Serve]:
+def serve(caplog: pytest.LogCaptureFixture) -> Iterator[Serve]:
     """Serves the page of some folders; returns its address."""
     running: list[tuple[object, threading.Thread]] = []
 
@@ -32,9 +32,11 @@ def serve() -> Iterator[Serve]:
         return f"http://127.0.0.1:{found.getsockname()[1]}"
 
     yield start
+    caplog.clear()
     for server, thread in running:
         server.should_exit = True  # type: ignore[attr-defined]
         thread.join()
+    assert caplog.text == ""  # open streams of events end by themselves
 
 
 @pytest.fixture(scope="session")

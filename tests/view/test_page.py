@@ -106,7 +106,7 @@ def test_the_page_follows_a_run_and_compares_it(browser: Browser, serve: Serve, 
         page.ask("[...document.querySelectorAll('.run input')].find((each) => !each.checked).click()")
         page.wait("document.querySelector('[data-block=differences]')?.textContent.includes('train.steps')")
         page.wait("page.charts.get('loss').lines.length === 4")  # training and evaluation of both
-        assert "–" not in page.ask("document.querySelector('[data-chart=loss] .legend').textContent")
+        assert "\u2013" not in page.ask("document.querySelector('[data-chart=loss] .legend').textContent")
         assert page.errors == []
         assert {request.startswith(url) for request in page.requests} == {True}
 

@@ -23,7 +23,7 @@ from paceline.untrusted import file_inside, open_regular
 from paceline.view.runs import Run, find_runs, names_of
 
 _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
-_BUDGET_S = 0.3  # of reading at a stretch, with the lock held
+_FIRST_S, _BUDGET_S = 0.05, 0.5  # of reading at a stretch, with the lock held
 _WORDS_EVERY_S = 20.0
 
 
@@ -46,6 +46,7 @@ class Follower:
         self._watchers = 0
         self._words: dict[str, tuple[float, str, dict[str, Any]]] = {}
         self._asking: dict[str, asyncio.Task[dict[str, Any]]] = {}
+        self._processes: set[subprocess.Popen[bytes]] = set()
         self.find()
 
     @property
@@ -61,6 +62,8 @@ class Follower:
     def stop(self) -> None:
         self._stop.set()
         self._wake.set()
+        for process in list(self._processes):
+            process.terminate()
         if self.news is not None:
             self.news.set()
         if self._thread is not None:
@@ -73,7 +76,7 @@ class Follower:
         """Has a run read from now on; the first of it at once."""
         if run.id not in self._wanted:
             self._wanted.add(run.id)
-            if run.look(_BUDGET_S):
+            if run.look(_FIRST_S):
                 self._behind.add(run.id)
             self._wake.set()
 
@@ -109,7 +112,7 @@ class Follower:
         if status == now and (now != "running" or time.monotonic() - made < _WORDS_EVERY_S):
             return words
         if run.id not in self._asking:
-            self._asking[run.id] = asyncio.ensure_future(asyncio.to_thread(_ask_words, run.folder))
+            self._asking[run.id] = asyncio.ensure_future(asyncio.to_thread(_ask_words, run.folder, self._processes))
         try:
             words = await asyncio.shield(self._asking[run.id])
         finally:
@@ -190,13 +193,15 @@ def glance(run: Run) -> dict[str, Any]:
     return {"status": known, "step": step, "sentence": f"{known}, step {step:,}"}
 
 
-def _ask_words(folder: Path) -> dict[str, Any]:
-    """Has another process sum up a run, at a low priority."""
+def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
+    """Has another process sum up a run, at a low priority; it is one of ``asked`` meanwhile."""
     command = [sys.executable, "-m", "paceline.view.words", str(folder.resolve())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as asked:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        asked.add(process)
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, asked.pid, 10)
-        out, err = asked.communicate()
+            os.setpriority(os.PRIO_PROCESS, process.pid, 10)
+        out, err = process.communicate()
+        asked.discard(process)
     try:
         found = json.loads(out)
     except ValueError:

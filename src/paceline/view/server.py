@@ -101,6 +101,7 @@ def make_app(follower: Follower, *, token: str = "") -> Starlette:
         Route("/metrics", api.metrics),
     ]
     app = Starlette(routes=routes, lifespan=follow)
+    app.state.follower = follower
     app.add_middleware(_Gate, token=token)
     return app
 
@@ -259,8 +260,15 @@ def _not_found() -> Response:
     return JSONResponse({"error": "there is no such run or field"}, status_code=404, headers=_HEADERS)
 
 
+class _Server(uvicorn.Server):
+    """Ends the streams of events first: a browser keeps them open, and a server waits for all it has open."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.follower.stop()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
 def make_server(app: Starlette) -> uvicorn.Server:
     """Returns a server that answers until it is asked to exit; ``run(sockets=[...])`` starts it."""
-    # No web sockets; and a browser keeps its stream of events open, which is not waited for.
     options: dict[str, Any] = {"ws": "none", "access_log": False, "log_level": "warning", "server_header": False}
-    return uvicorn.Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
+    return _Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))
