@@ -20,7 +20,7 @@ def watch(
     is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
     parent: int | None = typer.Option(None, hidden=True, help="End when this process has ended."),
 ) -> None:
-    """Show runs on a page that follows them: progress, charts, ranks, timeline.
+    """Show runs on a page that follows them.
 
     Examples:
 

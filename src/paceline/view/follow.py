@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,7 @@ from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
-from paceline.untrusted import file_inside, open_regular
+from paceline.untrusted import file_inside, open_regular, parse_json_object
 from paceline.view.runs import Run, find_runs, names_of
 
 _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
@@ -184,7 +183,7 @@ def glance(run: Run) -> dict[str, Any]:
         with open_regular(file_inside(run.folder / "records", "rank-0.jsonl")) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
             last = (file.read() or b"").rstrip().rpartition(b"\n")[2]
-        values = json.loads(last)
+        values = parse_json_object(last)
         kind, step = values.get("type"), int(values.get("step", 0))
     except (OSError, ValueError, TypeError, AttributeError):
         return {"status": "starting", "step": 0, "sentence": ""}
@@ -203,7 +202,6 @@ def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, A
         out, err = process.communicate()
         asked.discard(process)
     try:
-        found = json.loads(out)
+        return parse_json_object(out)
     except ValueError:
         return {"problem": "the summary of the run could not be made: " + err.decode("utf-8", "replace")[-400:]}
-    return found if isinstance(found, dict) else {}
