@@ -7,7 +7,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all soak fuzz check format bench clean
+.PHONY: help run test test-all browser soak fuzz check format bench clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -26,6 +26,9 @@ test: $(VENV)/ready  ## run the tests
 
 test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --hypothesis-profile=all
+
+browser:         ## install Chromium, for the tests of the page (Debian, Ubuntu)
+	@command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
 
 soak: $(VENV)/ready  ## inject faults into real processes, all of them, and write the record; SHARE=20: a 20th
 	$(BIN)/python scripts/soak.py --share $(SHARE)

@@ -41,6 +41,7 @@ LEVELS = (
     ("calibrate", "verify", "doctor", "profile"),
     ("bench",),
     ("classic",),
+    ("view",),
     ("cli",),
     ("__main__",),
 )
@@ -71,6 +72,7 @@ TORCH_FREE = (
     "terminal",
     "units",
     "untrusted",
+    "view",
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")

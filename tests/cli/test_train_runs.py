@@ -51,16 +51,17 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
     assert "tiny  done" in lines
     where = lines.index("The run is in out/tiny: records, checkpoints, logs, config.")
     assert max(map(len, lines[where:])) <= 80
-    commands = [line.partition("#")[0].strip() for line in lines[where + 2 :]]
+    commands = [line.partition("#")[0].strip() for line in lines[where + 2 : -2]]
     assert commands == [
         "paceline train out/tiny/config.yaml train.steps=6 --resume auto",
         "paceline verify out/tiny/config.yaml --ranks 4",
         "paceline config explain out/tiny/config.yaml",
         "paceline report out/tiny",
     ]
+    assert lines[-2:] == ["", "Its report, for a browser, is out/tiny/report.html"]
     assert [end.status for end in ends(run) if isinstance(end, EndRecord)] == ["done", "done"]
     assert {path.name for path in run.iterdir()} == {
-        *(".lock", "config.yaml", "plan.json", "records", "checkpoints", "logs", "trace", "health")
+        *(".lock", "config.yaml", "plan.json", "records", "checkpoints", "logs", "trace", "health", "report.html")
     }
     logs = {path.stem: path.read_text().splitlines() for path in (run / "logs").glob("*.log")}
     assert logs.keys() == {"rank-0", "rank-1", "run"}
@@ -71,6 +72,7 @@ def test_a_run_and_how_it_goes_on(project: Path, call: Call, ends: Ends, all_gon
     assert any(line.endswith(" rank 0 INFO user_code: a net of width 4") for line in logs["run"])
     assert logs["run"][-1].endswith(" launcher INFO paceline: the run is done")
     traced = [json.loads(line) for line in (run / "trace" / "rank-1.jsonl").read_text().splitlines()]
+    assert all(-600 < each["time"] - ends(run)[1].time < 1 for each in traced)
     assert {"all_reduce", "broadcast"} <= {operation["kind"] for operation in traced}
     assert load_config(run / "config.yaml").parallel.ranks == 2
     assert len(all_gone()) >= 2

@@ -28,6 +28,7 @@ from paceline.cli.simulate import simulate
 from paceline.cli.train import train
 from paceline.cli.validate import validate
 from paceline.cli.verify import verify
+from paceline.cli.watch import watch
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
 from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
@@ -44,8 +45,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings={"ignore_unknown_options": True})(train)  # it answers those of other launchers
-for _verb in (verify, validate, plan, predict, profile, report, sample, simulate, chaos, schedule, doctor, calibrate):
+for _verb in (verify, validate, plan, predict, profile, report, watch, sample, simulate, chaos, schedule, doctor):
     app.command()(_verb)
+app.command()(calibrate)
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -1,4 +1,4 @@
-"""``paceline report``: what runs left behind, in words and tables or as JSON."""
+"""``paceline report``: what runs left behind, in words and tables, as JSON, a page, or pictures."""
 
 from __future__ import annotations
 
@@ -7,12 +7,17 @@ from pathlib import Path
 import typer
 
 from paceline.cli.options import print_json
+from paceline.terminal import echo
 
 
 def report(
     folders: list[Path] = typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/digits."),
     compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
     as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
+    html: Path | None = typer.Option(None, "--html", metavar="FILE", help="Write the page of the runs, as one file."),
+    png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the charts."),
+    svg: Path | None = typer.Option(None, "--svg", metavar="FILE", help="Draw the charts."),
+    csv: Path | None = typer.Option(None, "--csv", metavar="FILE", help="Write a line for each step."),
 ) -> None:
     """Show what limited a run, and what it did.
 
@@ -22,29 +27,51 @@ def report(
 
       paceline report runs/digits
 
-      paceline report runs/digits runs/digits-2 --compare
+      paceline report runs/digits runs/digits-2 --compare --html report.html
     """
+    from dataclasses import asdict
     from itertools import pairwise
 
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
     from paceline.records.report import render, summarize, to_json
     from paceline.terminal import new_console
 
-    runs = [summarize(folder) for folder in folders]
-    points = scaling_of(runs)
-    changes = [compare_runs(before, after) for before, after in pairwise(runs)] if compare else []
-    if as_json and len(runs) == 1:
-        print_json(to_json(runs[0]))
-        return
-    if as_json:
-        from dataclasses import asdict
-
+    if compare and len(folders) < 2:
+        raise typer.BadParameter("--compare needs two runs or more")
+    summaries = [summarize(folder) for folder in folders]
+    points = scaling_of(summaries)
+    changes = [compare_runs(before, after) for before, after in pairwise(summaries)] if compare else []
+    if as_json and len(summaries) == 1:
+        print_json(to_json(summaries[0]))
+    elif as_json:
         more = {"scaling": [asdict(point) for point in points]}
         more |= {"changes": [each.to_json() for each in changes]} if compare else {}
-        print_json({"runs": [to_json(run) for run in runs], **more})
+        print_json({"runs": [to_json(run) for run in summaries], **more})
+    else:
+        console = new_console()
+        for number, run in enumerate([] if compare else summaries):
+            console.print(*([""] if number else []), render(run), sep="\n")
+        for part in [*map(draw_comparison, changes), *draw_scaling(points)]:
+            console.print("", part, sep="\n")
+    _write_files(folders, html=html, csv=csv, figures={"png": png, "svg": svg}, as_json=as_json)
+
+
+def _write_files(
+    folders: list[Path], *, html: Path | None, csv: Path | None, figures: dict[str, Path | None], as_json: bool
+) -> None:
+    if not (html or csv or any(figures.values())):
         return
-    console = new_console()
-    for number, run in enumerate(runs if not compare or len(runs) == 1 else []):
-        console.print(*([""] if number else []), render(run), sep="\n")
-    for part in [*map(draw_comparison, changes), *draw_scaling(points)]:
-        console.print("", part, sep="\n")
+    from paceline.view.export import write_csv, write_figure
+    from paceline.view.html import write_report
+    from paceline.view.runs import read_runs
+
+    runs = read_runs(folders)
+    if html:
+        write_report(folders, html)
+    if csv:
+        write_csv(runs, csv)
+    for kind, path in figures.items():
+        if path:
+            write_figure(runs, path, kind)
+    for path in filter(None, (html, *figures.values(), csv)):
+        echo(f"wrote {path}", err=as_json)

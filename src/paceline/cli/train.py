@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.run.find_rate import RateFinding
     from paceline.run.result import RunResult
+
+_MOST_REPORTED_BYTES = 16 * 2**20  # of records: about a second
 
 
 def train(
@@ -34,6 +38,7 @@ def train(
     nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
     node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
+    is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run."),
     no_memory_check: bool = typer.Option(
         False, "--no-memory-check", help="Also start a run that is estimated to need more memory than there is."
     ),
@@ -80,9 +85,34 @@ def train(
 
         show_finding(find_rate(config, words, options=options), as_json=as_json)
         return
-    result = run(config, [*words, *(["train.microbatch=auto"] if auto_batch_size else [])], options)
+    words += ["train.microbatch=auto"] if auto_batch_size else []
+    with live_page(config, words) if is_watched else nullcontext():
+        result = run(config, words, options)
     if result is not None and (as_json or not quiet):
         show_result(result, as_json=as_json)
+
+
+@contextmanager
+def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
+    """Serves the page of the run's folder meanwhile, in a process of its own; under torchrun rank 0 does."""
+    import os
+    import subprocess
+    import sys
+
+    from paceline.cli.watch import require_server
+    from paceline.config import load_config_with_sources
+
+    require_server()
+    if os.environ.get("RANK", "0") != "0":
+        yield
+        return
+    folder = load_config_with_sources(config, overrides).config.monitor.folder
+    command = [sys.executable, "-m", "paceline", "watch", folder, "--no-open", "--parent", str(os.getpid())]
+    with subprocess.Popen(command, start_new_session=True) as page:
+        try:
+            yield
+        finally:
+            page.terminate()
 
 
 def show_finding(found: RateFinding, *, as_json: bool) -> None:
@@ -116,7 +146,25 @@ def show_result(result: RunResult, *, as_json: bool) -> None:
     console.print(render(result.summary))
     lines = [f"The run is in {result.folder}: records, checkpoints, logs, config.", "Try next:"]
     lines += _next_steps(result.folder, result.config)
+    if (path := write_small_report(result.folder)) is not None:
+        lines += ["", f"Its report, for a browser, is {path}"]
     console.print("", *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def write_small_report(folder: Path) -> Path | None:
+    """Writes ``report.html`` into a run's folder, unless its records are so large that it would take seconds."""
+    from paceline.errors import PacelineError
+    from paceline.view.html import write_report
+
+    size = sum(path.stat().st_size for path in (folder / "records").glob("*.jsonl"))
+    if size > _MOST_REPORTED_BYTES:
+        return None
+    path = folder / "report.html"
+    try:
+        write_report([folder], path)
+    except PacelineError:  # a full disk, say: the run is done all the same
+        return None
+    return path
 
 
 def _nothing_left(result: RunResult) -> str:

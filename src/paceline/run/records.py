@@ -182,9 +182,10 @@ def write_trace(config: Config, trainer: Trainer, folder: Path) -> None:
     assert comm.trace is not None
     path = folder / "trace" / f"rank-{comm.rank}.jsonl"
     path.parent.mkdir(exist_ok=True)
+    ahead_s = time.time() - time.perf_counter()  # of the clock that operations are timed by
     with path.open("w", encoding="utf-8") as file:
         for operation in comm.trace.operations:
-            file.write(json.dumps(asdict(operation)) + "\n")
+            file.write(json.dumps(asdict(operation) | {"time": ahead_s + operation.start_s}) + "\n")
 
 
 def records_path(folder: Path, rank: int) -> Path:

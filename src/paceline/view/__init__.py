@@ -1,0 +1,1 @@
+"""Shows runs: a live page in the browser, and the same page as one file."""

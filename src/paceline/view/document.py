@@ -1,0 +1,268 @@
+"""What the page draws, as plain values: curves in buckets, events, the map of ranks, the timeline, the config.
+
+    describe(run, window)   one run: {"state", "facts", "x", "curves", "evaluations", "events", "hosts", ...}
+    heat(run, name, window) {"ranks", "steps", "values"}: base64 of little-endian float32, row by row
+    timeline(run, steps)    {"steps", "ranks", "end", "phases", "operations"}: seconds since the first of them
+
+The live page asks for these over HTTP, again when somebody zooms; a report has them in the file. Curves have at most
+``Window.points`` buckets, each with its mean, and with the least and the greatest value where it holds several steps.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import compress
+from typing import Any
+
+import numpy as np
+from yaml import YAMLError
+
+from paceline.bounded_yaml import load_yaml
+from paceline.errors import PacelineError
+from paceline.records.records import EventRecord
+from paceline.records.summary import PHASES
+from paceline.search.expectation import read_expectation
+from paceline.untrusted import read_regular
+from paceline.view.columns import HEAT, Array, bucket_starts, extremes, means
+from paceline.view.runs import QUIET_EVENTS, Run
+from paceline.view.traces import operations_between
+
+_MOST_EVENTS = 400
+_MOST_STEPS = 24  # of a timeline
+_MOST_OPERATIONS = 20_000
+_MOST_CONFIG_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Window:
+    """Which steps to show, and in how many buckets at most."""
+
+    first: float = -math.inf
+    last: float = math.inf
+    points: int = 1000
+
+
+def describe(run: Run, window: Window | None = None) -> dict[str, Any]:
+    """Returns all that the page shows of a run but for its map, timeline and words."""
+    window = window or Window()
+    curves, steps = run.columns.curves(), run.columns.steps
+    span = _span(steps, window)
+    numbers, times = steps[span], curves["time"][span]
+    starts = bucket_starts(len(numbers), window.points)
+    lead = run.lead
+    units = 1.0 if lead is None else lead.units_per_sample
+    shown = {name: values[span] for name, values in curves.items() if name not in ("time", "epoch")}
+    shown["units_per_s"] = shown.pop("samples_per_s") * units
+    return {
+        "id": run.id,
+        "name": run.name,
+        "folder": str(run.folder),
+        "version": run.version,
+        "read": round(run.share_read, 3),
+        "state": asdict(run.state()),
+        "verdict": run.verdict(),
+        "problems": run.problems(),
+        "facts": _facts(run),
+        "range": [float(steps[0]), float(steps[-1])] if len(steps) else None,
+        "bucketed": len(starts) < len(numbers),
+        "x": {"step": rounded(means(numbers, starts), 9), "time": rounded(means(times - run.first_time, starts))},
+        "curves": {name: _curve(values, starts) for name, values in shown.items() if np.isfinite(values).any()},
+        "evaluations": _evaluations(run),
+        "events": _events(run),
+        "own": _own_scalars(run),
+        "hosts": _hosts(run, window.points),
+        "comm": _comm(run),
+        "predicted": _predicted(run),
+        "heat_names": _heat_names(run),
+    }
+
+
+def heat(run: Run, name: str, window: Window) -> dict[str, Any]:
+    """Returns the map of one field. Raises KeyError for a field that there is none of."""
+    if name not in HEAT:
+        raise KeyError(name)
+    ranks, steps, values = run.columns.heat(name, _span(run.columns.steps, window), window.points)
+    known = values[np.isfinite(values)]
+    low, high = np.percentile(known, (2, 98)) if known.size else (0.0, 0.0)
+    packed = base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
+    limits = rounded(np.array([low, high]))
+    return {"name": name, "ranks": ranks, "steps": rounded(steps, 9), "values": packed, "limits": limits}
+
+
+def timeline(run: Run, first: float, last: float, most: int = _MOST_STEPS) -> dict[str, Any]:
+    """Returns when each rank did what in some steps; where they are too many, in the last of them."""
+    steps = run.columns.steps
+    span = _span(steps, Window(first=first, last=last))
+    span = slice(max(span.start, span.stop - most), span.stop)
+    ranks, numbers, ends, fields = run.columns.step_of(span)
+    starts = ends - fields[0]
+    zero = float(np.nanmin(starts)) if np.isfinite(starts).any() else 0.0
+    until = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
+    found, note = operations_between(run.folder, ranks, zero, until, _MOST_OPERATIONS)
+    return {
+        "steps": [int(number) for number in numbers],
+        "ranks": ranks,
+        "phases": list(PHASES),
+        "end": [rounded(row - zero, 6) for row in ends],
+        "length": [rounded(row) for row in fields[0]],
+        "parts": [[rounded(row) for row in part] for part in fields[1:]],
+        "operations": found,
+        "note": note,
+    }
+
+
+def config_of(run: Run) -> dict[str, str]:
+    """Returns the settings of a run by dotted name; nothing where there is no config that can be read."""
+    path = run.folder / "config.yaml"
+    try:
+        if path.is_symlink():
+            return {}
+        return dict(_flat(load_yaml(read_regular(path, _MOST_CONFIG_BYTES).decode("utf-8"))))
+    except (OSError, ValueError, YAMLError, PacelineError):
+        return {}
+
+
+def differences(configs: Sequence[dict[str, str]]) -> list[tuple[str, list[str]]]:
+    """Returns the settings in which runs differ, with the value of each; a run without a config differs in none."""
+    names = sorted({name for each in configs for name in each})
+    rows = [(name, [each.get(name, "") for each in configs]) for name in names]
+    known = [bool(each) for each in configs]
+    return [(name, values) for name, values in rows if len(set(compress(values, known))) > 1]
+
+
+def rounded(values: Array, digits: int = 5) -> list[float]:
+    """Returns numbers with so many significant digits; what is not finite stays so, and is written as null."""
+    values = np.asarray(values, dtype=np.float64)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        size = np.where((values != 0) & np.isfinite(values), np.floor(np.log10(np.abs(values))), 0)
+        places = digits - 1 - size
+        factor = 10.0 ** np.abs(places)
+        short = np.where(places >= 0, np.round(values * factor) / factor, np.round(values / factor) * factor)
+    found: list[float] = np.where(np.isfinite(short), short, values).tolist()
+    return found
+
+
+def _span(steps: Array, window: Window) -> slice:
+    return slice(int(np.searchsorted(steps, window.first)), int(np.searchsorted(steps, window.last, side="right")))
+
+
+def _curve(values: Array, starts: Array) -> dict[str, list[float]]:
+    if len(starts) == len(values):
+        return {"mean": rounded(values)}
+    low, high = extremes(values, starts)
+    return {"mean": rounded(means(values, starts)), "min": rounded(low), "max": rounded(high)}
+
+
+def _facts(run: Run) -> dict[str, Any]:
+    lead = run.lead
+    if lead is None:
+        return {}
+    names = ("strategy", "backend", "world_size", "num_parameters", "global_batch", "microbatch", "accumulate")
+    facts = {name: getattr(lead, name) for name in (*names, "unit", "torch", "python", "paceline", "compute")}
+    hosts = sorted({start.host for start in run.starts.values()})
+    return facts | {"device": lead.device, "hosts": hosts[:16], "num_hosts": len(hosts), "started": run.first_time}
+
+
+def _evaluations(run: Run) -> dict[str, list[list[float]]]:
+    """Returns step, time and value of each evaluation, by metric."""
+    found: dict[str, list[list[float]]] = {}
+    for each in run.evaluations:
+        values = {"loss": each.loss, "accuracy": each.accuracy, **each.metrics}
+        for name, value in values.items():
+            if value is not None and math.isfinite(value):
+                found.setdefault(name, []).append([each.step, round(each.time - run.first_time, 3), value])
+    return found
+
+
+def _events(run: Run) -> list[dict[str, Any]]:
+    """Returns the events that are marks on charts; of one kind that is too frequent, the last."""
+    steps, times = run.columns.steps, run.columns.curves()["time"]
+    found: list[dict[str, Any]] = []
+    for rank, event in run.events:
+        if event.name in QUIET_EVENTS:
+            continue
+        step = event.step
+        if event.name == "attempt" and len(steps):  # it has no step of its own
+            place = int(np.searchsorted(times, event.time)) if np.all(np.diff(times) >= 0) else len(steps)
+            step = int(steps[max(0, min(place, len(steps)) - 1)])
+        text = _text_of(event)
+        found.append({"name": event.name, "step": step, "rank": rank, "text": text})
+        found[-1]["time"] = round(event.time - run.first_time, 3)
+    return found[-_MOST_EVENTS:]
+
+
+def _text_of(event: EventRecord) -> str:
+    detail = event.detail
+    told = detail.get("sentence") or detail.get("note")
+    return str(told or ", ".join(f"{key} {value}" for key, value in detail.items()))[:400]
+
+
+def _own_scalars(run: Run) -> dict[str, list[list[float]]]:
+    found: dict[str, list[list[float]]] = {}
+    for each in run.scalars:
+        for name, value in each.detail.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                place = found.setdefault(str(name), [])
+                place.append([each.step, round(each.time - run.first_time, 3), value])
+    return found
+
+
+def _hosts(run: Run, points: int) -> list[dict[str, Any]]:
+    """Returns what samplers read: a curve for each host and name, over the steps that were made meanwhile."""
+    by_name: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for record in run.hosts:
+        for name, value in record.values.items():
+            by_name.setdefault((record.host, name), []).append((record.time, value))
+    steps, times = run.columns.steps, run.columns.curves()["time"]
+    is_known = np.isfinite(times)
+    found = []
+    for (host, name), pairs in sorted(by_name.items()):
+        when, values = (np.array(column, dtype=np.float64) for column in zip(*pairs, strict=True))
+        at = np.interp(when, times[is_known], steps[is_known]) if is_known.any() else np.zeros(len(when))
+        starts = bucket_starts(len(values), points)
+        x = {"step": rounded(means(at, starts), 7), "time": rounded(means(when - run.first_time, starts))}
+        found.append({"host": host, "name": name, "x": x, **_curve(values, starts)})
+    return found
+
+
+def _comm(run: Run) -> list[dict[str, Any]]:
+    """Returns rate and bytes of communication by kind and group, as the lowest rank saw it."""
+    found: dict[tuple[str, str, int], list[list[float]]] = {}
+    for each in run.comm:
+        rate = each.bytes / each.seconds if each.seconds > 0 else math.nan
+        place = found.setdefault((each.kind, each.group, each.ranks), [])
+        place.append([each.step, round(each.time - run.first_time, 3), rate, each.bytes, each.calls, each.seconds])
+    return [
+        {"kind": kind, "group": group, "ranks": ranks, "points": points}
+        for (kind, group, ranks), points in sorted(found.items())
+    ]
+
+
+def _predicted(run: Run) -> dict[str, Any] | None:
+    expected = read_expectation(run.folder)
+    if expected is None:
+        return None
+    return {name: value for name, value in asdict(expected).items() if value not in (None, "", [], ())}
+
+
+def _heat_names(run: Run) -> list[str]:
+    steps = run.columns.steps
+    if not len(steps):
+        return []
+    curves = run.columns.curves()
+    there = {name for name, values in curves.items() if np.isfinite(values).any()}
+    always = {"late_s", "samples", "step_s"}
+    return [
+        name for name in HEAT if (name in always or name in there) and not (name == "late_s" and run.world_size < 2)
+    ]
+
+
+def _flat(value: Any, prefix: str = "") -> Iterable[tuple[str, str]]:
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _flat(inner, f"{prefix}.{name}" if prefix else str(name))
+    else:
+        yield prefix, "" if value is None else str(value)[:300]

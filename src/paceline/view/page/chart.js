@@ -1,0 +1,176 @@
+/* Line charts on uPlot: several runs in one, bands of least and greatest values, events as marks, one zoom for all. */
+
+const SYNC = "paceline";
+const POWERS = Array.from({ length: 60 }, (_, power) => 2 ** power);
+
+/** Exponential smoothing that begins unbiased; gaps stay gaps. */
+function smoothed(values, weight) {
+  if (!weight) return values;
+  let mean = 0, norm = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    mean = weight * mean + (1 - weight) * value;
+    norm = weight * norm + (1 - weight);
+    return mean / norm;
+  });
+}
+
+class Chart {
+  /** `spec`: title, unit, format (of a value), isStacked, noLog. `view` has x, smooth, isLog, zoom, onZoom. */
+  constructor(spec, view) {
+    this.spec = spec;
+    this.view = view;
+    this.legend = element("div", { className: "legend" });
+    this.at = element("span", { className: "at" });
+    this.unit = element("span", { className: "unit" });
+    this.plane = element("div", { className: "plane" });
+    this.root = element("section", { className: `card chart${spec.isWide ? " wide" : ""}` },
+      element("div", { className: "head" }, element("h2", {}, spec.title, this.unit), this.at),
+      this.legend, this.plane);
+    this.root.dataset.chart = spec.key;
+    this.plot = null;
+    this.shape = "";
+  }
+
+  /** `lines`: [{label, color, x, y, low, high, isPoints, dash}], `events`: [{x, name, text}]. */
+  draw(lines, events) {
+    this.events = events;
+    this.unit.textContent = this.spec.unit || "";
+    this.lines = lines.map((line) => ({ ...line, shown: line.isPoints || line.dash || this.spec.isStacked ? line.y : smoothed(line.y, this.view.smooth) }));
+    let place = 1;
+    this.lines.forEach((line) => { line.place = place; place += 1 + this._hasRaw(line) + 2 * !!line.low; });
+    const data = this._data();
+    const width = Math.max(200, Math.floor(this.plane.clientWidth || 340));
+    const isLog = this.view.isLog && !this.spec.isStacked && !this.spec.noLog;
+    const shape = JSON.stringify([this.lines.map((line) => [line.label, line.color, !!line.low, !!line.isPoints, !!line.dash]), isLog, this.view.x, isDark(), this.view.smooth > 0, this.view.hasOutliers]);
+    if (this.plot && shape === this.shape) {
+      if (this.plot.width !== width) this.plot.setSize({ width, height: this.plot.height });
+      this.plot.setData(data, false);
+      this._scale();
+    } else {
+      if (this.plot) this.plot.destroy();
+      this.shape = shape;
+      this.plot = new uPlot(this._options(width, isLog), data, this.plane);
+      this._scale();
+    }
+    this._tell(null);
+  }
+
+  /** One table of x and the columns of all lines: shown, then raw where smoothed, low and high where there are any. */
+  _data() {
+    const tables = this.lines.map((line) => {
+      const columns = [line.x, line.shown];
+      if (this._hasRaw(line)) columns.push(line.y);
+      if (line.low) columns.push(line.low, line.high);
+      return columns;
+    });
+    if (!tables.length) return [[]];
+    const isSame = tables.every((table) => table[0] === tables[0][0]);
+    return isSame ? [tables[0][0], ...tables.flatMap((table) => table.slice(1))] : uPlot.join(tables, tables.map((table) => table.map(() => 1)));
+  }
+
+  _hasRaw(line) { return this.view.smooth > 0 && !line.isPoints && !line.dash && !this.spec.isStacked; }
+
+  _options(width, isLog) {
+    const series = [{}], bands = [];
+    for (const line of this.lines) {
+      series.push({ label: line.label, stroke: line.color, width: line.isPoints ? 1.2 : 1.6, spanGaps: true, dash: line.dash,
+        fill: this.spec.isStacked ? line.color : undefined, points: { show: !!line.isPoints, size: 5, fill: line.color }, alpha: 1 });
+      if (this._hasRaw(line)) series.push({ stroke: line.color, width: 1, alpha: 0.25, spanGaps: true, points: { show: false } });
+      if (line.low) {
+        bands.push({ series: [series.length + 1, series.length], fill: line.color + "26" });
+        series.push({ stroke: "transparent", width: 0, spanGaps: true, points: { show: false } }, { stroke: "transparent", width: 0, spanGaps: true, points: { show: false } });
+      }
+    }
+    const axis = { stroke: css("--dim"), grid: { stroke: css("--grid"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
+    const show = this.view.x === "time" ? (each) => seconds(each) : (each) => (each >= 1e5 ? count(each) : whole(each));
+    return {
+      width, height: this.spec.isWide ? 250 : 190, series, bands, legend: { show: false },
+      padding: [8, 10, 0, 0],
+      scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, low, high) => this._range(low, this._capped(high)) } },
+      axes: [
+        { ...axis, size: 26, gap: 3, space: 70, values: (_, all) => all.map((each) => (each === null || (this.view.x === "step" && each % 1) ? "" : show(each))) },
+        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : (this.spec.axis || this.spec.format)(each))) },
+      ],
+      cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false },
+      hooks: {
+        setSelect: [(plot) => this._select(plot)],
+        setCursor: [(plot) => this._tell(plot.cursor.idx)],
+        draw: [(plot) => this._mark(plot)],
+        ready: [(plot) => plot.over.addEventListener("dblclick", () => this.view.onZoom(null))],
+      },
+    };
+  }
+
+  _range(low, high) {
+    if (low === null || high === null) return [0, 1];
+    if (this.spec.isStacked || this.spec.fromZero) return [0, high > 0 ? high * 1.05 : 1];
+    const room = (high - low || Math.abs(high) || 1) * 0.06;
+    return [low >= 0 && low < room ? 0 : low - room, high + room];
+  }
+
+  /** A few steps that take far longer than all others would flatten the chart: it ends below them unless asked not to. */
+  _capped(high) {
+    if (!this.spec.isTime || this.view.hasOutliers || high === null) return high;
+    const known = this.lines[0].y.filter((each) => each !== null).sort((one, other) => one - other);
+    const usual = known.length >= 20 ? known[Math.floor(known.length * 0.97)] : high;
+    return Math.min(high, usual * 1.6);
+  }
+
+  _scale() {
+    const [min, max] = this.view.zoom || this.view.bounds();
+    this.plot.setScale("x", { min, max: max > min ? max : min + 1 });
+  }
+
+  _select(plot) {
+    if (plot.select.width < 4) return;
+    const range = [plot.posToVal(plot.select.left, "x"), plot.posToVal(plot.select.left + plot.select.width, "x")];
+    plot.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+    this.view.onZoom(range);
+  }
+
+  /** Writes the legend with the values under the cursor, or the last ones. */
+  _tell(index) {
+    if (!this.plot) return;
+    const data = this.plot.data;
+    const at = (column, place) => {
+      for (let each = Math.min(place, column.length - 1); each >= 0; each--) if (column[each] !== null && column[each] !== undefined) return column[each];
+      return null;
+    };
+    const place = index === null || index === undefined ? data[0].length - 1 : index;
+    const order = this.spec.isStacked ? [...this.lines].reverse() : this.lines;
+    this.legend.replaceChildren(...order.slice(0, 10).map((line) => {
+      const swatch = element("i"); swatch.style.background = line.color;
+      const value = line.own ? at(line.own, place) : at(data[line.place] || [], place);
+      return element("span", {}, swatch, `${line.label} `, element("b", {}, this.spec.format(value)));
+    }));
+    const x = data[0][place];
+    const text = x === undefined || index === null || index === undefined ? "" : this.view.x === "time" ? seconds(x) : `step ${whole(x)}`;
+    const near = text ? this._near(x) : null;
+    this.at.textContent = near ? `${near.name.replaceAll("_", " ")}, step ${whole(near.step)}` : text;
+  }
+
+  _near(x) {
+    const reach = Math.abs(this.plot.posToVal(5, "x") - this.plot.posToVal(0, "x"));
+    return this.events.find((event) => Math.abs(event.x - x) <= reach) || null;
+  }
+
+  _mark(plot) {
+    const context = plot.ctx, { top, height, left, width } = plot.bbox;
+    context.save();
+    context.lineWidth = devicePixelRatio || 1;
+    for (const event of this.events) {
+      const x = Math.round(plot.valToPos(event.x, "x", true));
+      if (x < left || x > left + width) continue;
+      context.strokeStyle = context.fillStyle = eventColor(event.name);
+      context.globalAlpha = event.name === "checkpoint" ? 0.5 : 0.85;
+      context.setLineDash([3, 4]);
+      if (event.name !== "checkpoint") { context.beginPath(); context.moveTo(x, top); context.lineTo(x, top + height); context.stroke(); }
+      context.setLineDash([]);
+      context.beginPath(); context.arc(x, top + 2, 3 * (devicePixelRatio || 1) * 0.8, 0, 7); context.fill();
+    }
+    context.restore();
+  }
+
+  remove() { if (this.plot) this.plot.destroy(); this.plot = null; this.root.remove(); }
+}

@@ -1,0 +1,322 @@
+"""Which runs there are, and everything that is known of one: columns, events, its state in a sentence.
+
+    find_runs(paths)   folders of runs, and runs inside the folders given
+    Run.look()         takes in what its ranks wrote since the last look
+
+Only files inside the folders that were given are read: a link that leads out of them is left out.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import psutil
+
+from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRecord, HostRecord, Record, RunRecord
+from paceline.units import format_seconds
+from paceline.untrusted import parse_json_object, read_regular
+from paceline.view.columns import Columns
+from paceline.view.reader import Batch, RecordFile, RewrittenError, record_files
+
+Status = Literal["starting", "running", "done", "failed", "stopped", "died"]
+
+_Kept = TypeVar("_Kept")
+
+QUIET_EVENTS = ("first_step", "histogram", "scalars", "buckets", "settings", "compiled")
+_MOST_KEPT = 20_000  # of events, evaluations and samples each; a run of days has fewer
+_SILENT_S = 30.0
+_MARKS = ("config.yaml", "records")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Where a run stands, and what to say about it first."""
+
+    status: Status
+    sentence: str
+    step: int
+    total: int
+    seconds: float
+    left_s: float | None = None
+    attempts: int = 1
+    message: str = ""
+
+
+class Run:
+    """One run, as far as it has been read. Not for several threads at once."""
+
+    def __init__(self, folder: Path, name: str = "") -> None:
+        self.folder = folder
+        self.name = name or folder.resolve().name
+        self.id = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+        self.version = 0  # rises with everything new
+        self._forget()
+
+    def _forget(self) -> None:
+        self.columns = Columns()
+        self.starts: dict[int, RunRecord] = {}  # the last attempt of each rank
+        self.attempts = 0
+        self.first_time = 0.0
+        self.ends: dict[int, EndRecord] = {}
+        self.evaluations: list[EvalRecord] = []
+        self.events: list[tuple[int, EventRecord]] = []  # with the rank
+        self.scalars: list[EventRecord] = []
+        self.hosts: list[HostRecord] = []
+        self.comm: list[CommRecord] = []
+        self._files: dict[Path, RecordFile] = {}
+        self._bytes = (0, 0)
+        self._is_cut = True  # ranks that an attempt does not have were cut already
+
+    def look(self, budget_s: float = float("inf")) -> bool:
+        """Reads what is new, for about ``budget_s``; returns whether there may be more to read at once."""
+        until = time.monotonic() + budget_s
+        for file in record_files(self.folder):
+            self._files.setdefault(file.path, file)
+        is_behind = False
+        for file in list(self._files.values()):
+            try:
+                while (batch := file.read()) is not None:
+                    self._take(file, batch)
+                    self.version += 1
+                    if time.monotonic() > until:
+                        is_behind = True
+                        break
+            except RewrittenError:
+                self._forget()
+                self.version += 1
+                return True
+            except OSError as error:
+                file.num_bad, file.first_bad = 1, error.strerror or str(error)
+            if is_behind:
+                break
+        read, size = sum(each.offset for each in self._files.values()), sum(each.size for each in self._files.values())
+        self._bytes = (read, size)
+        return is_behind
+
+    @property
+    def share_read(self) -> float:
+        """How much of the records has been read."""
+        read, size = self._bytes
+        return read / size if size else 1.0
+
+    @property
+    def lead(self) -> RunRecord | None:
+        """The last start of the lowest rank."""
+        return self.starts[min(self.starts)] if self.starts else None
+
+    @property
+    def world_size(self) -> int:
+        return 0 if self.lead is None else self.lead.world_size
+
+    def _take(self, file: RecordFile, batch: Batch) -> None:
+        if file.rank is None:
+            for _, record in batch.others:
+                if isinstance(record, HostRecord):
+                    _keep(self.hosts, record)
+            return
+        start = 0
+        for before, record in batch.others:
+            if isinstance(record, RunRecord):
+                self._take_steps(file, batch.rows[start:before])
+                start = before
+            self._take_record(file.rank, record)
+        self._take_steps(file, batch.rows[start:])
+
+    def _take_steps(self, file: RecordFile, rows: list[tuple[Any, ...]]) -> None:
+        if not rows or file.rank is None:
+            return
+        bad = self.columns.take(file.rank, rows)
+        if bad:
+            file.num_bad += bad
+            file.first_bad = file.first_bad or "a step has a value that is no number"
+        if file.rank == min(self.starts, default=0) and not self._is_cut:
+            self._is_cut = True
+            self.columns.cut(self.world_size, int(rows[0][0]))
+
+    def _take_record(self, rank: int, record: Record) -> None:
+        match record:
+            case RunRecord():
+                self.starts[rank] = record
+                self.ends.pop(rank, None)
+                if rank == min(self.starts):
+                    self.attempts += 1
+                    self._is_cut = False
+                    self.first_time = self.first_time or record.time
+                    if self.attempts > 1:
+                        again = EventRecord(name="attempt", step=0, detail={}, time=record.time)
+                        self.events.append((rank, again))
+            case EndRecord():
+                self.ends[rank] = record
+            case EvalRecord() if rank == min(self.starts, default=0):  # every rank writes the same
+                _keep(self.evaluations, record)
+            case EventRecord(name="scalars"):
+                _keep(self.scalars, record)
+            case EventRecord() if rank == min(self.starts, default=0) or record.name in ("straggler", "skipped"):
+                _keep(self.events, (rank, record))
+            case CommRecord() if rank == min(self.starts, default=0):
+                _keep(self.comm, record)
+
+    def state(self, now: float | None = None) -> State:
+        """Says where the run stands."""
+        now = time.time() if now is None else now
+        lead = self.lead
+        step = int(self.columns.steps[-1]) if len(self.columns.steps) else 0
+        if lead is None:
+            return State(status="starting", sentence="waiting for the first record", step=0, total=0, seconds=0.0)
+        times = self.columns.curves()["time"]
+        last = float(times[-1]) if len(times) else lead.time
+        current = [end for rank, end in self.ends.items() if rank < lead.world_size]
+        bad = next((end for end in current if end.status == "failed"), None)
+        is_over = bad is not None or len(current) >= min(lead.world_size, len(self.starts))
+        end = bad or next((each for each in current if each.status == "stopped"), current[0] if current else None)
+        total = lead.total_steps
+        common: dict[str, Any] = {"step": step, "total": total, "attempts": self.attempts}
+        if is_over and end is not None:
+            seconds = end.time - self.first_time
+            sentence = _ended(end, total, seconds)
+            return State(status=end.status, sentence=sentence, seconds=seconds, message=end.message, **common)
+        gone = _gone_ranks(run for rank, run in self.starts.items() if rank < lead.world_size and rank not in self.ends)
+        if gone:
+            who = f"rank {gone[0]}" if len(gone) == 1 else f"{len(gone)} ranks"
+            sentence = f"died after step {step:,}: the process of {who} is gone, and no end was recorded"
+            return State(status="died", sentence=sentence, seconds=last - self.first_time, **common)
+        left_s = self._left_s(step, total)
+        sentence = f"running, step {step:,} of {total:,}" if total else f"running, step {step:,}"
+        sentence += f", about {format_seconds(left_s)} left" if left_s is not None else ""
+        quiet_s = now - max(last, lead.time)
+        length = self.columns.curves()["step_s"]
+        if quiet_s > max(_SILENT_S, 10 * float(length[-1]) if len(length) else 0.0):
+            sentence += f"; no step for {format_seconds(quiet_s)}"
+        return State(status="running", sentence=sentence, seconds=now - self.first_time, left_s=left_s, **common)
+
+    def _left_s(self, step: int, total: int) -> float | None:
+        lengths = self.columns.curves()["step_s"][-50:]
+        known = [float(each) for each in lengths if each == each]
+        if not known or not total or step >= total:
+            return None
+        return sorted(known)[len(known) // 2] * (total - step)
+
+    def verdict(self) -> str:
+        """Returns the sentence of the judge of hangs, if there is one of this attempt."""
+        try:
+            path = self.folder / "verdict.json"
+            if self.lead is None or path.is_symlink() or path.stat().st_mtime < self.lead.time:
+                return ""
+            return str(parse_json_object(read_regular(path)).get("sentence", ""))
+        except (OSError, ValueError):
+            return ""
+
+    def problems(self) -> list[str]:
+        """Returns what could not be read, and ranks that left nothing."""
+        told = [problem for each in self._files.values() if (problem := each.problem)]
+        missing = [rank for rank in range(min(self.world_size, 4096)) if rank not in self.starts]
+        if missing and self.starts:
+            shown = ", ".join(map(str, missing[:8])) + (", ..." if len(missing) > 8 else "")
+            told.append(f"no records of rank {shown}: the figures are of the other ranks")
+        return told
+
+
+def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Returns the folders of runs, the newest first, and what is wrong with the others.
+
+    A path is a run's folder, or a folder with runs in it.
+    """
+    runs: dict[Path, Path] = {}
+    problems = []
+    for path in paths:
+        if is_run(path):
+            runs.setdefault(path.resolve(), path)
+            continue
+        inner = list(_runs_in(path))
+        if not inner:
+            what = "has no run in it" if path.is_dir() else "is a file" if path.exists() else "does not exist"
+            problems.append(f"{path} {what}; a run's folder has records/rank-<r>.jsonl")
+        for each in inner:
+            runs.setdefault(each.resolve(), each)
+    return sorted(runs.values(), key=_started, reverse=True), problems
+
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Reads the records of runs, as far as they are there."""
+    runs = [Run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    for run in runs:
+        while run.look():
+            pass
+    return runs
+
+
+def is_run(path: Path) -> bool:
+    return any((path / mark).exists() for mark in _MARKS)
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Returns what to call runs: the folder's name, with as much of the path as tells two of one name apart."""
+    parts = [folder.resolve().parts for folder in folders]
+    names = []
+    for own in parts:
+        others = [each for each in parts if each is not own]
+        length = next(
+            (length for length in range(1, len(own)) if not any(each[-length:] == own[-length:] for each in others)),
+            len(own),
+        )
+        names.append("/".join(own[-length:]))
+    return names
+
+
+def _runs_in(path: Path) -> Iterator[Path]:
+    """Yields the runs that lie directly in a folder; a link that leads out of it is none of them."""
+    if not path.is_dir():
+        return
+    home = path.resolve()
+    for entry in os.scandir(path):
+        inner = path / entry.name
+        if entry.is_dir() and not entry.name.startswith(".") and is_run(inner) and inner.resolve().is_relative_to(home):
+            yield inner
+
+
+def _started(folder: Path) -> float:
+    for name in ("config.yaml", "records"):
+        try:
+            return (folder / name).stat().st_mtime
+        except OSError:
+            continue
+    return 0.0
+
+
+def _keep(kept: list[_Kept], item: _Kept) -> None:
+    """Appends an item; of too many, every second goes."""
+    kept.append(item)
+    if len(kept) > _MOST_KEPT:
+        del kept[1::2]
+
+
+def _gone_ranks(starts: Iterable[RunRecord]) -> list[int]:
+    """Returns the ranks of this host whose process is gone; another host's processes cannot be seen."""
+    here = socket.gethostname()
+    return [run.rank for run in starts if run.host == here and not _is_alive(run.pid, run.time)]
+
+
+def _is_alive(pid: int, since: float) -> bool:
+    try:
+        process = psutil.Process(pid)
+        return process.create_time() <= since + 1 and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
+    except psutil.Error:
+        return True
+
+
+def _ended(end: EndRecord, total: int, seconds: float) -> str:
+    took = format_seconds(max(0.0, seconds))
+    if end.status == "done":
+        return f"done after {end.step:,} steps in {took}"
+    why = end.message.partition("\n")[0]
+    verb = "failed" if end.status == "failed" else "stopped"
+    return f"{verb} at step {end.step:,} of {total:,} after {took}" + (f": {why}" if why else "")

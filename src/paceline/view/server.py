@@ -1,0 +1,274 @@
+"""Serves the live page: one HTML file, its data as JSON, and a stream of events that says when there is more.
+
+    GET /             the page                      GET /api/events    server-sent events: the states of all runs
+    GET /api/runs     curves of chosen runs         GET /api/heat, /api/timeline, /api/words   of one run
+    GET /metrics      for Prometheus                GET /api/differences
+
+[Note: who gets in] On a loopback address requests must name a loopback host, so that no page of the web can have its
+own name resolve to here. On any other address a token is needed: once in the address, then in a cookie that scripts
+cannot read, or as ``Authorization: Bearer``. Runs are named by ids of the list; no request has a path in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import math
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from http.cookies import SimpleCookie
+from ipaddress import ip_address
+from typing import Any
+from urllib.parse import parse_qs
+
+import uvicorn
+from pydantic_core import to_json
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from paceline.errors import UsageError
+from paceline.view.document import Window, describe, heat, timeline
+from paceline.view.follow import Follower
+from paceline.view.html import differences_of, live_page
+from paceline.view.runs import Run
+
+_COOKIE = "paceline_token"
+_MOST_POINTS = 4000
+_HEADERS = {
+    "cache-control": "no-store",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+def is_loopback(host: str) -> bool:
+    """Says whether only this machine can reach an address."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Returns a socket that listens at an address; without a port at 6070 or the next that is free.
+
+    Raises UsageError for a port that is in use and for an address that this machine does not have.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for candidate in [port] if port is not None else [*range(6070, 6090), 0]:
+        found = socket.socket(family, socket.SOCK_STREAM)
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            found.bind((host, candidate))
+            found.listen(64)
+            return found
+        except OSError as error:
+            found.close()
+            if port is not None or candidate == 0:
+                raise UsageError(
+                    f"cannot listen on {host}:{candidate}: {error.strerror or error}\n"
+                    "  the page needs a port that no other program has, at an address of this machine\n"
+                    "  leave --port out to take a free one, or name another"
+                ) from error
+    raise AssertionError("unreachable")
+
+
+def make_app(follower: Follower, *, token: str = "") -> Starlette:
+    """Returns the application; with a ``token``, only who has it gets in."""
+    api = _Api(follower)
+
+    @asynccontextmanager
+    async def follow(_: Starlette) -> AsyncIterator[None]:
+        follower.start()
+        try:
+            yield
+        finally:
+            follower.stop()
+
+    routes = [
+        Route("/", api.page),
+        Route("/api/runs", api.runs),
+        Route("/api/events", api.events),
+        Route("/api/heat", api.heat),
+        Route("/api/timeline", api.timeline),
+        Route("/api/words", api.words),
+        Route("/api/differences", api.differences),
+        Route("/metrics", api.metrics),
+    ]
+    app = Starlette(routes=routes, lifespan=follow)
+    app.state.follower = follower
+    app.add_middleware(_Gate, token=token)
+    return app
+
+
+class _Api:
+    """The answers. What reads the columns runs in a thread that holds the follower's lock."""
+
+    def __init__(self, follower: Follower) -> None:
+        self._follower = follower
+
+    async def page(self, _: Request) -> Response:
+        text, policy = live_page()
+        return Response(text, media_type="text/html", headers=_HEADERS | {"content-security-policy": policy})
+
+    async def runs(self, request: Request) -> Response:
+        """Answers the list of all runs, and the curves of those that ``ids`` names."""
+        window = _window(request)
+        wanted = set(request.query_params.get("ids", "").split(","))
+
+        def work() -> dict[str, Any]:
+            known = self._follower.runs
+            for run in known:
+                if run.id in wanted:
+                    self._follower.want(run)
+            return {
+                "list": self._follower.states(),
+                "runs": [describe(run, window) for run in known if run.id in wanted],
+            }
+
+        return await self._answer(work)
+
+    async def heat(self, request: Request) -> Response:
+        name, window = request.query_params.get("name", ""), _window(request)
+        return await self._of_run(request, lambda run: heat(run, name, window))
+
+    async def timeline(self, request: Request) -> Response:
+        window = _window(request)
+        return await self._of_run(request, lambda run: timeline(run, window.first, window.last))
+
+    async def words(self, request: Request) -> Response:
+        run = self._follower.find_run(request.query_params.get("id", ""))
+        if run is None:
+            return _not_found()
+        return _json(await self._follower.words_of(run))
+
+    async def differences(self, request: Request) -> Response:
+        wanted = request.query_params.get("ids", "").split(",")
+
+        def work() -> list[tuple[str, list[str]]]:
+            runs = [run for each in wanted if (run := self._follower.find_run(each)) is not None]
+            return differences_of(runs)
+
+        return await self._answer(work)
+
+    async def events(self, request: Request) -> Response:
+        """Streams the states of all runs, at once and whenever one changes."""
+
+        async def stream() -> AsyncIterator[bytes]:
+            seen = b""
+            with self._follower.watched():
+                while (news := self._follower.news) is not None and not self._follower.is_stopped:
+                    told = await asyncio.to_thread(self._states)
+                    yield b"data: " + told + b"\n\n" if told != seen else b": still here\n\n"
+                    seen = told
+                    await self._follower.changed(news, 10.0)
+                    if await request.is_disconnected():
+                        return
+
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=_HEADERS)
+
+    def _states(self) -> bytes:
+        with self._follower.lock:
+            return to_json(self._follower.states(), inf_nan_mode="null")
+
+    async def metrics(self, _: Request) -> Response:
+        try:
+            from paceline.records.prometheus import metrics_text  # type: ignore[import-not-found,unused-ignore]
+        except ImportError:
+            return PlainTextResponse("this version of Paceline has no metrics for Prometheus\n", status_code=501)
+        folders = [run.folder for run in self._follower.runs]
+        text: str = await asyncio.to_thread(metrics_text, folders)
+        return PlainTextResponse(text, headers=_HEADERS)
+
+    async def _of_run(self, request: Request, work: Callable[[Run], Any]) -> Response:
+        run = self._follower.find_run(request.query_params.get("id", ""))
+        if run is None:
+            return _not_found()
+        try:
+            return await self._answer(lambda: work(run))
+        except KeyError:
+            return _not_found()
+
+    async def _answer(self, work: Callable[[], Any]) -> Response:
+        def locked() -> bytes:
+            with self._follower.lock:
+                found = work()
+            return to_json(found, inf_nan_mode="null")
+
+        return Response(await asyncio.to_thread(locked), media_type="application/json", headers=_HEADERS)
+
+
+class _Gate:
+    """Lets requests in as [Note: who gets in] says."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        refusal = self._refuse(scope)
+        await (self._app if refusal is None else refusal)(scope, receive, send)
+
+    def _refuse(self, scope: Scope) -> Callable[[Scope, Receive, Send], Awaitable[None]] | None:
+        headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if not self._token:
+            host = headers.get("host", "").rpartition(":")[0] if ":" in headers.get("host", "") else headers.get("host")
+            if not is_loopback((host or "").strip("[]")):
+                return PlainTextResponse("this page answers to names of this machine alone\n", status_code=403)
+            return None
+        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if scope["path"] == "/" and self._is_right(given):
+            answer = RedirectResponse("/", status_code=303, headers=_HEADERS)
+            answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
+            return answer
+        cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
+        bearer = headers.get("authorization", "").removeprefix("Bearer ")
+        if self._is_right(bearer) or (cookie is not None and self._is_right(cookie.value)):
+            return None
+        words = "a token is needed: open the address that paceline watch has printed\n"
+        return PlainTextResponse(words, status_code=401, headers=_HEADERS | {"www-authenticate": "Bearer"})
+
+    def _is_right(self, given: str) -> bool:
+        return hmac.compare_digest(given.encode(), self._token.encode())
+
+
+def _window(request: Request) -> Window:
+    def number(name: str, otherwise: float) -> float:
+        try:
+            value = float(request.query_params.get(name, otherwise))
+        except ValueError:
+            return otherwise
+        return otherwise if math.isnan(value) else value
+
+    points = int(min(max(number("points", 1000), 1), _MOST_POINTS))
+    return Window(first=number("first", -math.inf), last=number("last", math.inf), points=points)
+
+
+def _json(value: Any) -> Response:
+    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json", headers=_HEADERS)
+
+
+def _not_found() -> Response:
+    return JSONResponse({"error": "there is no such run or field"}, status_code=404, headers=_HEADERS)
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams of events first: a browser keeps them open, and a server waits for all it has open."""
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.config.app.state.follower.stop()  # type: ignore[union-attr]
+        await super().shutdown(sockets)
+
+
+def make_server(app: Starlette) -> uvicorn.Server:
+    """Returns a server that answers until it is asked to exit; ``run(sockets=[...])`` starts it."""
+    options: dict[str, Any] = {"ws": "none", "access_log": False, "log_level": "warning", "server_header": False}
+    return _Server(uvicorn.Config(app, timeout_graceful_shutdown=1, **options))

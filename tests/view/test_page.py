@@ -1,0 +1,122 @@
+"""The page in a real browser: charts have the data, it follows a run, runs are compared, and it asks nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from made_records import END, RUN
+from view_runs import steps_of, write_run
+
+from paceline.records.records import to_line
+from paceline.view.html import write_report
+
+if TYPE_CHECKING:
+    from browser import Browser, Page
+
+Serve = Callable[..., str]
+DRAWN = "document.body.dataset.drawn && page.timeline.found && page.heat.found && page.words.get(page.focus)?.told"
+LAST_LOSS = "page.charts.get('loss').plot.data[1].filter((each) => each != null).at(-1)"
+
+
+def assert_no_overflow(page: Page) -> None:
+    """Nothing is wider than the window, and no two charts lie over one another."""
+    assert page.ask("document.documentElement.scrollWidth <= innerWidth")
+    boxes = page.ask("[...document.querySelectorAll('.chart')].map((each) => each.getBoundingClientRect().toJSON())")
+    for place, one in enumerate(boxes):
+        for other in boxes[place + 1 :]:
+            is_beside = one["right"] <= other["left"] + 1 or other["right"] <= one["left"] + 1
+            assert is_beside or one["bottom"] <= other["top"] + 1 or other["bottom"] <= one["top"] + 1
+
+
+def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
+    """Charts, the map, the timeline, zoom, keys and the dark theme of a report, without a server."""
+    folder = write_run(tmp_path / "<b>run<img src=x>", ranks=4, steps=200, slow=1.9)
+    write_report([folder], tmp_path / "report.html")
+    with browser.page((tmp_path / "report.html").as_uri()) as page:
+        page.wait(DRAWN)
+        assert page.ask("document.querySelector('h1').textContent") == "<b>run<img src=x>"  # shown, and not run
+        assert page.ask("page.charts.get('loss').plot.data[1].length") == 200
+        assert page.ask(LAST_LOSS) == pytest.approx(1 / 200)
+        told = page.ask("document.querySelector('#verdict').textContent")
+        assert "done after 200 steps" in told
+        assert "rank 1 is the last" in told
+        assert {"phases", "step_s", "lr", "memory_bytes"} <= set(page.ask("[...page.charts.keys()]"))
+        # The slow rank's row of the map is brighter where it computes, and the pointer says which it is.
+        page.ask("page.heat.picker.value = 'late_s', page.heat.picker.dispatchEvent(new Event('change'))")
+        page.wait("page.heat.found.name === 'late_s'")
+        box = page.box("[data-chart=heat] canvas:not(.tools canvas)")
+        page.move(box["left"] + 200, box["top"] + 6 + 1.5 * page.ask("page.heat.box.tall"))
+        page.wait("!document.getElementById('tip').hidden")
+        assert page.ask("document.getElementById('tip').textContent").startswith("rank 1, step ")
+        assert page.ask("page.heat.values[page.heat.found.steps.length]") == pytest.approx(0.018, abs=1e-6)
+        assert page.ask("page.timeline.spans.length") >= 4 * 8 * 5
+        # Dragging over one chart zooms all of them.
+        box = page.box("[data-chart=loss] .u-over")
+        middle = box["top"] + box["height"] / 2
+        page.press(box["left"] + 0.25 * box["width"], middle, (box["left"] + 0.5 * box["width"], middle))
+        page.wait("page.view.zoom")
+        scales = page.ask("[...page.charts.values()].map((each) => each.plot.scales.x.min)")
+        assert max(scales) == pytest.approx(min(scales))
+        assert scales[0] == pytest.approx(51, abs=3)
+        for key in "0lxds":
+            page.key(key)
+        page.wait(
+            "!page.view.zoom && page.view.isLog && page.view.x === 'time' && isDark() && page.view.smooth === 0.6"
+        )
+        page.wait("page.charts.get('loss').plot.scales.y.distr === 3")
+        assert_no_overflow(page)
+        assert page.errors == []
+        assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
+
+
+def append(folder: Path, first: int, last: int) -> None:
+    for rank in (0, 1):
+        with (folder / "records" / f"rank-{rank}.jsonl").open("a") as file:
+            file.write("".join(map(to_line, steps_of(rank, first, last))))
+
+
+def test_the_page_follows_a_run_and_compares_it(browser: Browser, serve: Serve, tmp_path: Path) -> None:
+    """New steps, a failure, a restart and a second run show without a reload."""
+    folder = write_run(tmp_path / "runs" / "one", steps=10, is_done=False)
+    url = serve(tmp_path / "runs")
+    with browser.page(f"{url}/") as page:
+        page.wait(DRAWN)
+        assert page.ask("document.querySelector('.pill').textContent") == "running"
+        append(folder, 11, 25)
+        page.wait("page.charts.get('loss').plot.data[0].length === 25")
+        assert page.ask(LAST_LOSS) == pytest.approx(1 / 25)
+        page.wait("page.timeline.found.steps.at(-1) === 25")
+        with (folder / "records" / "rank-0.jsonl").open("a") as file:
+            file.write(to_line(replace(END, status="failed", step=25, message="rank 1 was killed by SIGKILL")))
+        page.wait("document.querySelector('.pill').textContent === 'failed'")
+        assert "rank 1 was killed by SIGKILL" in page.ask("document.querySelector('.sentence').textContent")
+        for rank in (0, 1):
+            again = replace(RUN, rank=rank, total_steps=40, host="elsewhere", time=RUN.time + 9)
+            with (folder / "records" / f"rank-{rank}.jsonl").open("a") as file:
+                file.write(to_line(again))
+        append(folder, 21, 22)
+        page.wait("document.querySelector('.pill').textContent === 'running'")
+        page.wait("document.querySelector('[data-block=events]').textContent.includes('attempt')")
+        write_run(tmp_path / "runs" / "two", steps=30)
+        page.wait("document.querySelectorAll('.run').length === 2")
+        page.ask("[...document.querySelectorAll('.run input')].find((each) => !each.checked).click()")
+        page.wait("document.querySelector('[data-block=differences]')?.textContent.includes('train.steps')")
+        page.wait("page.charts.get('loss').lines.length === 4")  # training and evaluation of both
+        assert "\u2013" not in page.ask("document.querySelector('[data-chart=loss] .legend').textContent")
+        assert page.errors == []
+        assert {request.startswith(url) for request in page.requests} == {True}
+
+
+def test_a_page_without_runs_shows_the_first_one(browser: Browser, serve: Serve, tmp_path: Path) -> None:
+    url = serve(tmp_path)
+    with browser.page(f"{url}/", width=390, height=800, dark=True) as page:
+        page.wait("document.querySelector('.empty') !== null")
+        write_run(tmp_path / "first", steps=10)
+        page.wait(DRAWN)
+        assert page.ask("document.querySelector('h1').textContent") == "first"
+        assert_no_overflow(page)
+        assert page.errors == []

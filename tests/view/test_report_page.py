@@ -1,0 +1,93 @@
+"""The report as one file: what is in it, how large it is, and that nothing in the data can leave its place."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_runs import call as call
+from made_records import RUN, write_records
+from view_runs import steps_of, write_run
+
+from paceline.view.export import write_figure
+from paceline.view.html import as_json, live_page, report_page
+from paceline.view.runs import read_runs
+from paceline.view.words import summary_of
+
+HOSTILE = "</script><script>alert(1)</script><!--\u2028"
+
+
+def data_of(page: str) -> Any:
+    return json.loads(re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[0])
+
+
+def test_a_report_is_one_file_of_modest_size(tmp_path: Path) -> None:
+    page = report_page([write_run(tmp_path / "one", steps=400), write_run(tmp_path / "other", steps=400)])
+    assert len(live_page()[0]) < 300_000
+    assert len(page) < 600_000
+    assert not re.search(r'(src|href)="', page)
+    found = data_of(page)
+    assert [run["name"] for run in found["runs"]] == ["one", "other"]
+    assert found["runs"][0]["words"]["facts"]
+    assert found["differences"] == [["name", ["one", "other"]]]
+    assert found["runs"][0]["timeline"]["steps"] == list(range(393, 401))
+
+
+def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
+    folder = tmp_path / "run<img src=x onerror=alert(1)>"
+    run = replace(RUN, world_size=1, strategy=HOSTILE, device="@SCRIPT@", host=HOSTILE)
+    write_records(folder, 0, run, *steps_of(0, 1, 8))
+    page = report_page([folder])
+    assert page.count("<script") == live_page()[0].count("<script") == 2
+    assert "alert(1)</script>" not in page
+    assert data_of(page)["runs"][0]["facts"]["strategy"] == HOSTILE
+    assert json.loads(as_json({"x": [float("nan"), float("inf"), 1.5], "y": HOSTILE})) == {
+        "x": [None, None, 1.5],
+        "y": HOSTILE,
+    }
+
+
+def test_words_of_a_run_whose_records_cannot_be_summed_up(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=5)
+    path = folder / "records" / "rank-0.jsonl"
+    path.write_text(path.read_text().replace('"step":3', '"step":', 1))
+    assert "a record cannot be read" in summary_of(folder)["problem"]
+    told = data_of(report_page([folder]))["runs"][0]
+    assert told["curves"]["loss"]["mean"][0] == 1.0  # all else is shown
+    assert len(told["problems"]) == 1
+
+
+def test_the_command_writes_a_page_and_a_table(call: Callable[..., Any], tmp_path: Path) -> None:
+    one, other = write_run(tmp_path / "=one", steps=30), write_run(tmp_path / "$other", steps=20, slow=1.5)
+    files = [tmp_path / "out" / f"report.{kind}" for kind in ("html", "csv")]
+    options = [word for path in files for word in (f"--{path.suffix[1:]}", str(path))]
+    called = call("report", str(one), str(other), "--compare", *options)
+    assert (called.code, called.err) == (0, "")
+    assert "train.steps" in called.out
+    assert re.search(r"training loss +0\.03\d\d +0\.05\d\d \(\+5\d %\)", called.out)
+    assert all(f"wrote {path}" in called.out.replace("\n", "") for path in files)
+    rows = list(csv.DictReader(files[1].read_text().splitlines()))
+    assert [row["run"] for row in rows] == ["'=one"] * 30 + ["$other"] * 20
+    assert float(rows[9]["loss"]) == pytest.approx(0.1)
+    many = json.loads(call("report", str(one), str(other), "--json").out)
+    assert [run["name"] for run in many] == ["=one", "$other"]
+    assert call("report", str(one), "--compare").code == 2
+    assert "no run to report on" in call("report", str(tmp_path / "out")).err
+    full = call("report", str(one), "--html", "/proc/none/report.html")
+    assert (full.code, "cannot write the report" in full.err) == (2, True)
+
+
+@pytest.mark.exhaustive
+def test_charts_are_drawn_as_pictures(tmp_path: Path) -> None:
+    runs = read_runs([write_run(tmp_path / "_one", steps=30), write_run(tmp_path / "$other$", steps=20)])
+    runs += read_runs([write_run(tmp_path / "empty", steps=0)])
+    for kind, begin in (("svg", b"<?xml"), ("png", b"\x89PNG")):
+        write_figure(runs, tmp_path / f"out.{kind}", kind)
+        assert (tmp_path / f"out.{kind}").read_bytes().startswith(begin)
+    write_figure(runs[2:], tmp_path / "empty.png", "png")

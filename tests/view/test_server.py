@@ -1,0 +1,142 @@
+"""The server of the live page: what it answers, who gets in, and that it reads nothing but the runs it was given."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from view_runs import write_run
+
+from paceline.errors import UsageError
+from paceline.view.server import is_loopback, listen
+
+Serve = Callable[..., str]
+
+
+def get(url: str, path: str, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Asks as a program would, without help that cleans paths."""
+    connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.request("GET", path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    answer = connection.getresponse()
+    found = answer.status, {name.lower(): value for name, value in answer.getheaders()}, answer.read()
+    connection.close()
+    return found
+
+
+def ask(url: str, path: str) -> Any:
+    status, _, body = get(url, path)
+    assert status == 200, body
+    return json.loads(body)
+
+
+def test_what_is_answered_of_runs(serve: Serve, tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one", steps=30)
+    url = serve(tmp_path / "runs")
+    listed = ask(url, "/api/runs")["list"]
+    assert [(run["name"], run["status"], run["step"]) for run in listed] == [("one", "done", 30)]  # at a glance
+    run = listed[0]["id"]
+    found = ask(url, f"/api/runs?ids={run},unknown&points=10&first=11")["runs"]
+    assert [len(each["x"]["step"]) for each in found] == [10]
+    assert found[0]["state"]["sentence"] == "done after 30 steps in 5.0 s"
+    assert ask(url, f"/api/heat?id={run}&name=step_s")["ranks"] == [0, 1]
+    assert ask(url, f"/api/timeline?id={run}&first=29&last=30")["steps"] == [29, 30]
+    assert ask(url, f"/api/words?id={run}")["tables"][0]["title"] == "What each rank did"
+    assert [get(url, f"/api/heat?id={run}&name=x")[0], get(url, "/api/words?id=x")[0]] == [404, 404]
+    for wrong in ("points=many", "first=nan", "points=-5", "points=1e300"):
+        assert ask(url, f"/api/runs?ids={run}&{wrong}")["runs"][0]["name"] == "one"
+
+
+def test_events_tell_of_changes(serve: Serve, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "runs" / "one", steps=5, is_done=False)
+    url = serve(tmp_path / "runs")
+    run = ask(url, "/api/runs")["list"][0]["id"]
+    ask(url, f"/api/runs?ids={run}")
+    stream = http.client.HTTPConnection(urlsplit(url).netloc, timeout=60)
+    stream.request("GET", "/api/events")
+    answer = stream.getresponse()
+    assert answer.getheader("content-type", "").startswith("text/event-stream")
+
+    def next_state() -> dict[str, Any]:
+        while not (line := answer.readline()).startswith(b"data: "):
+            assert line
+        state: dict[str, Any] = json.loads(line.removeprefix(b"data: "))[0]
+        return state
+
+    assert (next_state()["status"], next_step := 5) == ("running", 5)
+    whole = write_run(tmp_path / "other", steps=9)
+    for rank in (0, 1):
+        grown = (whole / "records" / f"rank-{rank}.jsonl").read_bytes()
+        path = folder / "records" / f"rank-{rank}.jsonl"
+        path.write_bytes(path.read_bytes() + grown[grown.index(b'"step":6,') - len('{"type":"step","schema":1,') :])
+    while (state := next_state())["status"] == "running":
+        assert state["step"] >= next_step
+    assert (state["status"], state["step"]) == ("done", 9)
+    stream.close()
+
+
+def test_no_path_leads_to_files_and_no_foreign_name_gets_in(serve: Serve, tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    url = serve(write_run(tmp_path / "runs" / "one", steps=3))
+    for path in ("/../secret.txt", "/%2e%2e/secret.txt", "/api/../../secret.txt", "/static/secret.txt", "/page.js"):
+        status, _, body = get(url, path)
+        assert (status, b"secret" in body) == (404, False)
+    assert get(url, "/api/words?id=../../secret.txt")[0] == 404
+    assert get(url, "/", Host="attacker.example")[0] == 403
+    assert get(url, "/api/runs", Host="attacker.example:6070")[0] == 403
+    assert get(url, "/", Host="localhost:6070")[0] == 200
+    assert get(url, "/metrics")[0] in (200, 501)
+    policy = get(url, "/")[1]["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_a_token_is_needed_and_given_once(serve: Serve, tmp_path: Path) -> None:
+    url = serve(write_run(tmp_path / "one", steps=3), token="right")
+    for path, headers in (("/", {}), ("/api/runs", {}), ("/?token=wrong", {}), ("/api/runs?token=right", {})):
+        assert get(url, path, **headers)[0] == 401
+    assert get(url, "/api/runs", Authorization="Bearer wrong")[0] == 401
+    assert get(url, "/api/runs", Authorization="Bearer right")[0] == 200
+    status, headers, _ = get(url, "/?token=right")
+    assert (status, headers["location"]) == (303, "/")  # the token leaves the address
+    assert "HttpOnly" in headers["set-cookie"]
+    assert "SameSite=strict" in headers["set-cookie"]
+    assert get(url, "/", Cookie=headers["set-cookie"].partition(";")[0])[0] == 200
+
+
+def test_a_port_in_use_is_told_or_the_next_is_taken() -> None:
+    with listen("127.0.0.1", None) as first, listen("127.0.0.1", None) as second:
+        port = first.getsockname()[1]
+        assert second.getsockname()[1] != port
+        with pytest.raises(
+            UsageError, match=rf"cannot listen on 127.0.0.1:{port}: Address already in use(.|\n)*--port"
+        ):
+            listen("127.0.0.1", port)
+    with pytest.raises(UsageError, match=r"cannot listen on 192\.0\.2\.1"):
+        listen("192.0.2.1", 6070)
+    assert [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "127.x.com")] == [
+        *(True, True, True, False, False, False)
+    ]
+
+
+@pytest.mark.exhaustive
+def test_the_command_serves_a_page_and_prints_its_token(tmp_path: Path) -> None:
+    write_run(tmp_path / "runs" / "one", steps=3)
+    command = [sys.executable, "-m", "paceline", "watch", "--no-open", "--host", "0.0.0.0"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as served:
+        assert served.stdout is not None
+        line = served.stdout.readline()
+        address, _, token = line.removeprefix("the page is at ").strip().partition("/?token=")
+        assert len(token) >= 32
+        port = urlsplit(address).port
+        assert port is not None
+        url = f"http://{socket.gethostbyname('localhost')}:{port}"
+        assert [get(url, "/")[0], get(url, "/api/runs", Authorization=f"Bearer {token}")[0]] == [401, 200]
+        served.terminate()
