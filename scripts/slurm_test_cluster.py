@@ -31,7 +31,7 @@ SlurmctldHost=localhost(127.0.0.1)
 SlurmUser=root
 SlurmctldPort={controller}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/munge.socket
+AuthInfo=socket={folder}/munge/munge.socket,cred_expire=5
 CryptoType=crypto/munge
 StateSaveLocation={folder}/state
 SlurmctldPidFile={folder}/slurmctld.pid

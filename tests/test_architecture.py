@@ -38,7 +38,7 @@ LEVELS = (
     ("train",),
     ("rehearse", "chaos"),
     ("run",),
-    ("calibrate", "verify", "doctor"),
+    ("calibrate", "verify", "doctor", "launch"),
     ("bench",),
     ("classic",),
     ("cli",),
