@@ -1,10 +1,10 @@
 """A Slurm of four nodes on this one machine, for tests: installed if it is missing, started, and stopped again.
 
     python scripts/slurm_test_cluster.py -- COMMAND ...     runs COMMAND with the cluster, and stops it
-    python scripts/slurm_test_cluster.py --nodes 4 --tasks 2 -- sinfo
+    python scripts/slurm_test_cluster.py --nodes 4 --cpus 2 -- sinfo
 
-munge, slurmctld and one slurmd for each node keep all of their files in a new folder and listen on ports of this machine
-alone; nothing of an installed Slurm is touched. COMMAND finds the cluster by SLURM_CONF. It needs root: slurmd
+munge, slurmctld and one slurmd for each node keep all of their files in a new folder, and take free ports of this
+machine; nothing of an installed Slurm is touched. COMMAND finds the cluster by SLURM_CONF. It needs root: slurmd
 starts processes as the users of jobs, and apt installs what is missing (slurmctld, slurmd, slurm-client, munge).
 """
 

@@ -321,7 +321,7 @@ def engines(tree: Tree, file: SourceFile) -> Iterator[Violation]:
 
 
 def environment(_: Tree, file: SourceFile) -> Iterator[Violation]:
-    if is_below(file.name, ("run", "cli", "comm.torch_dist", "comm.meeting")):
+    if is_below(file.name, ("run", "cli", "launch.remote", "comm.torch_dist", "comm.meeting")):
         return
     for use in file.uses:
         if use.target in ENVIRONMENT:

@@ -40,7 +40,7 @@ app = typer.Typer(
 def start(
     config: ConfigPath,
     overrides: Overrides = None,
-    on: str = typer.Option("local", help="Where: local, slurm, ssh, ray or kubernetes."),
+    on: str = typer.Option("local", help="Where: local, slurm or ssh."),
     nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough."),
     gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
     time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),
@@ -60,18 +60,13 @@ def start(
 ) -> None:
     """Start a run on other machines, and follow it; leaves with the run's exit code.
 
-    Ctrl-C stops following: the run goes on. A run that is started again by the target continues from its newest
-    checkpoint.
+    Ctrl-C stops following: the run goes on. A job that is started again continues from its newest checkpoint.
 
     Examples:
 
-      paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --time 1:00:00
-
-      paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --set qos=high --dry-run
+      paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --time 1:00:00 --set qos=high
 
       paceline launch configs/gpt_pydoc.yaml --on ssh --hosts host1,host2
-
-      paceline launch status
     """
     from paceline.launch.start import LaunchRequest, prepare
     from paceline.launch.start import start as submit

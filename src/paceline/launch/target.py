@@ -12,12 +12,7 @@ from typing import Protocol, cast
 from paceline.errors import UsageError
 from paceline.launch.job import JobState, LaunchJob
 
-TARGETS = {
-    "local": "paceline.launch.local",
-    "slurm": "paceline.launch.slurm",
-    "ssh": "paceline.launch.ssh",
-    "ray": "paceline.launch.ray",
-}
+TARGETS = {"local": "paceline.launch.local", "slurm": "paceline.launch.slurm", "ssh": "paceline.launch.ssh"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
