@@ -29,10 +29,7 @@ class _ConfigFirst(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_ConfigFirst,
-    help="Start a run on other machines: paceline launch CONFIG --on slurm --nodes 2.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    cls=_ConfigFirst, help="Start a run on other machines, and follow it.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -58,7 +55,7 @@ def start(
     detach: bool = typer.Option(False, "--detach", help="Submit, and do not follow."),
     no_memory_check: bool = typer.Option(False, "--no-memory-check", help="Also submit what is estimated not to fit."),
 ) -> None:
-    """Start a run on other machines, and follow it; leaves with the run's exit code.
+    """Start a run, and follow it; leaves with its exit code.
 
     Ctrl-C stops following: the run goes on. A job that is started again continues from its newest checkpoint.
 
