@@ -38,7 +38,7 @@ LEVELS = (
     ("train",),
     ("rehearse", "chaos"),
     ("run",),
-    ("calibrate", "verify", "doctor", "profile"),
+    ("calibrate", "verify", "doctor", "profile", "launch"),
     ("bench",),
     ("classic",),
     ("view",),
@@ -323,7 +323,7 @@ def engines(tree: Tree, file: SourceFile) -> Iterator[Violation]:
 
 
 def environment(_: Tree, file: SourceFile) -> Iterator[Violation]:
-    if is_below(file.name, ("run", "cli", "comm.torch_dist", "comm.meeting")):
+    if is_below(file.name, ("run", "cli", "launch.remote", "comm.torch_dist", "comm.meeting")):
         return
     for use in file.uses:
         if use.target in ENVIRONMENT:

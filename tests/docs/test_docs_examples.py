@@ -97,6 +97,8 @@ def parameters_of(words: list[str]) -> dict[str, Any]:
     """Parses a command without running it. Raises what the command line raises for a call that it cannot read."""
     command: Any = whole_command()
     while hasattr(command, "commands"):
+        if words[0] not in command.commands and "start" in command.commands:  # paceline launch CONFIG
+            words = ["start", *words]
         name, *words = words
         command = command.commands[name]
     parameters: dict[str, Any] = command.make_context(command.name, words).params if words else {}  # a verb's name

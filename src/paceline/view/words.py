@@ -45,9 +45,9 @@ def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
         yield "warning", str(summary.straggler)
     else:
         yield from (("warning", line) for line in summary.late)
-    yield from (("warning", str(limit)) for limit in summary.limits)
-    if summary.steps and not summary.limits and summary.straggler is None:
-        yield "good", "limited by compute: no wait for data, for other ranks or for the host stands out"
+    if summary.limits.found:
+        kinds = ("good" if summary.limits.what == "compute" else "warning", "note")
+        yield from ((kinds[place > 0], line.strip()) for place, line in enumerate(summary.limits.lines()))
     if summary.prediction is not None:
         yield from (("note", line) for line in summary.prediction.lines())
 

@@ -1,0 +1,162 @@
+"""What is launched, without the machines: scripts, states, plans for a target, refusals; a run in the background."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from launched_runs import environment, make_project, paceline, steps
+
+from paceline.config import load_config
+from paceline.errors import ConfigError, UsageError
+from paceline.launch import remote, slurm, ssh
+from paceline.launch.job import LaunchJob, all_launches, find_launch, reserve
+from paceline.launch.settle import settle
+from paceline.launch.start import LaunchRequest, prepare
+from paceline.launch.target import TargetMachines, find_target
+
+GIB = 2**30
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> LaunchJob:
+    folder = reserve(tmp_path / "runs", "tiny")
+    assert folder is not None
+    where = {"config": "/w/my config.yaml", "workdir": "/w", "folder": str(folder), "python": "/usr/bin/python3"}
+    return LaunchJob(name="tiny", target="slurm", run="tiny", nodes=2, least=2, **where)
+
+
+def test_the_script_of_slurm_saves_before_the_limit_and_is_a_shell_script(job: LaunchJob) -> None:
+    text = slurm.render(replace(job, time="1:00:00", queue="main", gpus=8, settings={"qos": "high"}, max_requeues=3))
+    for line in ("nodes=2", "ntasks-per-node=1", "gpus-per-node=8", "signal=B:USR1@90", "open-mode=append", "requeue"):
+        assert f"#SBATCH --{line}\n" in text
+    assert "#SBATCH --time=1:00:00\n#SBATCH --partition=main\n" in text
+    assert "#SBATCH --qos=high\n" in text
+    assert "train '/w/my config.yaml' name=tiny --resume auto &" in text
+    assert '[ "${SLURM_RESTART_COUNT:-0}" -lt 3 ]' in text
+    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    ranks = slurm.render(replace(job, gpus=8, settings={"task": "gpu"}))
+    assert "#SBATCH --ntasks-per-node=8\n" in ranks
+    tasks = slurm.render(replace(job, tasks="0-3", overrides=("train.seed={task}",)))
+    assert 'train.seed="${SLURM_ARRAY_TASK_ID}" name=tiny-"${SLURM_ARRAY_TASK_ID}" ' in tasks
+    for wrong in ({"save_s": "soon"}, {"task": "core"}, {"qos": "a\nb"}, {"--wrap": "x"}):
+        with pytest.raises(UsageError, match="--set"):
+            slurm.render(replace(job, settings=wrong))
+
+
+@pytest.mark.parametrize(
+    ("told", "kind", "code"),
+    [
+        ("JobId=1 JobState=PENDING Reason=Resources Restarts=1 ExitCode=0:0", "waiting", None),
+        ("JobId=1 JobState=RUNNING Reason=None NodeList=n[1-2] ExitCode=0:0", "running", None),
+        ("JobId=1 JobState=COMPLETED Reason=None ExitCode=0:0", "ended", 0),
+        ("JobId=1 JobState=FAILED Reason=NonZeroExitCode ExitCode=77:0", "ended", 77),
+        ("JobId=1 JobState=CANCELLED Reason=None ExitCode=0:15", "ended", 143),
+        ("JobId=1 JobState=TIMEOUT Reason=TimeLimit ExitCode=0:0", "ended", 1),
+        ("", "ended", None),
+    ],
+)
+def test_what_slurm_says_of_a_job(told: str, kind: str, code: int | None) -> None:
+    state = slurm._read_state(told, None)
+    assert (state.kind, state.code) == (kind, code)
+    assert state.words
+
+
+def test_gpus_by_what_a_site_calls_them() -> None:
+    assert slurm._gpus("gpu:h100:8(S:0-1),gpu:a100:2") == 10
+    assert slurm._gpus("(null)") == 0
+    memory = slurm._gpu_memory("gpu:h100-sxm:8")
+    assert memory is not None
+    assert 70 * GIB < memory < 82 * GIB
+    assert slurm._gpu_memory("gpu:ours:8") is None
+
+
+def test_launches_are_kept_and_names_are_taken_once(job: LaunchJob, tmp_path: Path) -> None:
+    assert reserve(tmp_path / "runs", "tiny") is None
+    replace(job, id="7", hosts=("a", "b")).write()
+    (tmp_path / "runs" / ".launches" / "broken").mkdir()
+    (tmp_path / "runs" / ".launches" / "broken" / "job.json").write_text("{}")
+    (found,) = all_launches(tmp_path / "runs")
+    assert found == replace(job, id="7", hosts=("a", "b")) == find_launch(tmp_path / "runs", "7")
+    assert found.exit_code() is None
+    found.exit_file.write_text("75\n")
+    assert found.exit_code() == 75
+    with pytest.raises(UsageError, match="no launch named other"):
+        find_launch(tmp_path / "runs", "other")
+    with pytest.raises(UsageError, match="--on moon is not a target"):
+        find_target("moon")
+
+
+def test_the_plan_is_made_for_the_machines_of_the_target(tmp_path: Path) -> None:
+    config = load_config(make_project(tmp_path) / "tiny.yaml", ["parallel.node_ranks=null"])
+    node = TargetMachines(where="a node of queue main", host_bytes=4 * GIB, device_bytes=80 * GIB)
+    settled = settle(config, node, least=2, nodes=2, gpus=0)
+    assert settled.overrides == ("parallel.device=cpu", "parallel.ranks=4")
+    assert "4 ranks on CPUs, 2 on each of 2 nodes: ddp, microbatch 3" in settled.lines
+    with pytest.raises(UsageError, match="out of memory: 2 ranks need"):
+        settle(config, replace(node, host_bytes=0.1 * GIB), least=2, nodes=2, gpus=0)
+    for overrides, gpus, told in [
+        ([], 8, "parallel.device = cpu, and --gpus-per-node is 8"),
+        (["parallel.ranks=3"], 0, "parallel.ranks = 3 on 2 nodes"),
+        (["train.global_batch=10"], 0, "train.global_batch = 10 is not a multiple of"),
+    ]:
+        asked = load_config(tmp_path / "tiny.yaml", ["parallel.node_ranks=null", *overrides])
+        with pytest.raises(ConfigError) as refused:
+            settle(asked, node, least=2, nodes=2, gpus=gpus)
+        assert told in str(refused.value)
+
+
+def test_hosts_are_compared_and_named(job: LaunchJob) -> None:
+    from paceline import __version__
+
+    job = replace(job, hosts=("a", "b"), gpus=2)
+    good = {"paceline": __version__, "torch": "2.13", "gpus": 2, "config": "x", "sees": True, "port": 29400}
+    assert not list(ssh.compare(job, {"a": good, "b": good}, "x"))
+    bad = {"paceline": "9", "torch": "2.6", "gpus": 1, "config": "y", "sees": False, "port": 0}
+    told = "\n".join(map(str, ssh.compare(job, {"a": {**good, "port": "a:22: in use"}, "b": bad}, "x")))
+    for text in ("host b has Paceline 9", "host b has torch 2.6, and host a has 2.13", "host b has 1 GPUs", "a:22"):
+        assert text in told
+    assert "host b has another /w/my config.yaml" in told
+    assert "host b does not see" in told
+    silent = {"a": good, "b": "does not answer: no route"}
+    assert "host b does not answer" in str(next(ssh.compare(job, silent, "x")))
+    assert not list(ssh.compare(replace(job, least=1), silent, "x"))
+
+
+def test_a_host_says_what_it_has(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text("x")
+    order = {"config": str(tmp_path / "tiny.yaml"), "folder": str(tmp_path / "runs"), "mark": "m", "port": 0}
+    first = remote.look({**order, "is_first": True, "address": "127.0.0.1"})
+    assert (first["config"], first["sees"], first["port"] > 0) == ("x", True, True)
+    other = remote.look({**order, "is_first": False, "address": ""})
+    assert (other["sees"], other["port"]) == (True, 0)
+    remote.forget_mark(tmp_path / "runs")
+    assert remote.look({**order, "is_first": False, "address": "203.0.113.9"})["sees"] is False
+
+
+def test_a_name_that_a_launch_will_use_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(make_project(tmp_path))
+    asked = LaunchRequest(target="local")
+    _, job, _ = prepare(Path("tiny.yaml"), [], asked)
+    assert (job.run, job.ranks) == ("tiny", 1)
+    assert reserve(tmp_path / "runs", "tiny") is not None
+    _, job, _ = prepare(Path("tiny.yaml"), [], asked)
+    assert job.run == "tiny-2"
+    with pytest.raises(UsageError, match="--resume, and there is no run"):
+        prepare(Path("tiny.yaml"), [], replace(asked, resume=True))
+    with pytest.raises(UsageError, match="without --array"):
+        prepare(Path("tiny.yaml"), ["train.seed={task}"], asked)
+
+
+@pytest.mark.exhaustive
+def test_a_run_in_the_background_is_followed_to_its_code(tmp_path: Path) -> None:
+    make_project(tmp_path)
+    done = paceline(tmp_path, "launch", "tiny.yaml", "train.steps=5", "--on", "local")
+    assert done.returncode == 0, done.stderr
+    assert steps(tmp_path)[-1] == 5
+    assert "exit code 0" in paceline(tmp_path, "launch", "status", "tiny").stdout
+    failed = paceline(tmp_path, "launch", "tiny.yaml", "train.loss=slow_loss:none", "--on", "local")
+    assert failed.returncode == 2, failed.stdout
+    assert "RANK" not in environment()
