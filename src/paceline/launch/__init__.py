@@ -1,0 +1,1 @@
+"""Starts runs on other machines: schedulers, clusters, lists of hosts."""

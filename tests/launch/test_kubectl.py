@@ -1,0 +1,129 @@
+"""A run on a cluster through kubectl. No API server can be had here: a program in its place answers what one would."""
+
+from __future__ import annotations
+
+import json
+import stat
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config import config_from_dict
+from paceline.errors import LaunchError, UsageError
+from paceline.health.exit_codes import DONE, FAILED, REFUSED
+from paceline.launch.kubectl import Kubectl, PodState, exit_code_of
+from paceline.launch.kubernetes import render
+from paceline.launch.kubernetes_options import KubernetesOptions
+
+OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1", nodes=2, namespace="here")
+CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 10}})
+
+# Writes down how it was called, and answers with the next of the files that fit the call.
+PROGRAM = r"""#!/bin/sh
+folder=$(dirname "$0")
+shift 2  # --namespace here
+echo "$@" >> "$folder/calls"
+case "$1" in apply|create) cat > "$folder/$1.json" ;; esac
+for file in "$folder/$1-$2".*; do
+  [ -e "$file" ] || continue
+  cat "$file"
+  [ -e "$folder/$1-$2.last" ] && [ "$file" = "$folder/$1-$2.last" ] || rm "$file"
+  exit 0
+done
+[ "$1" = get ] && [ "$2" = secret ] && exit 0
+[ "$1" = get ] && { echo "no such thing" >&2; exit 1; }
+exit 0
+"""
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "kubectl"
+    path.write_text(PROGRAM)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return path
+
+
+def a_pod(name: str, phase: str, **state: Any) -> dict[str, Any]:
+    return {"metadata": {"name": name}, "status": {"phase": phase, "containerStatuses": [{"state": state}]}}
+
+
+def test_the_secret_goes_to_standard_input_alone(program: Path) -> None:
+    Kubectl(OPTIONS, str(program)).apply(render(OPTIONS, CONFIG))
+    made = json.loads((program.parent / "create.json").read_text())
+    secret = made["stringData"]["secret"]
+    assert made["metadata"]["name"] == "digits-secret"
+    assert len(secret) >= 32
+    applied = (program.parent / "apply.json").read_text()
+    assert {each["kind"] for each in json.loads(applied)["items"]} >= {"Job", "Service", "ConfigMap"}
+    assert secret not in applied
+    assert secret not in (program.parent / "calls").read_text()
+
+
+def test_a_secret_of_the_user_must_be_there(program: Path) -> None:
+    with pytest.raises(UsageError, match="there is no Secret mine in the cluster"):
+        Kubectl(replace(OPTIONS, secret="mine"), str(program)).apply(render(OPTIONS, CONFIG))
+
+
+def test_a_secret_that_is_there_is_kept(program: Path) -> None:
+    (program.parent / "get-secret.last").write_text("secret/digits-secret\n")
+    Kubectl(OPTIONS, str(program)).apply(render(OPTIONS, CONFIG))
+    assert not (program.parent / "create.json").exists()
+
+
+def test_a_run_is_followed_through_a_preemption_to_its_end(program: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = program.parent
+    waiting = a_pod("digits-0-aaa", "Pending", waiting={"reason": "ImagePullBackOff"})
+    first = a_pod("digits-0-aaa", "Failed", terminated={"exitCode": 75})
+    second = a_pod("digits-0-bbb", "Succeeded", terminated={"exitCode": 0})
+    for number, pods in enumerate([[], [waiting], [first], [first]]):
+        (folder / f"get-pods.{number}").write_text(json.dumps({"items": pods}))
+    (folder / "get-pods.last").write_text(json.dumps({"items": [second]}))
+    done = {"status": {"conditions": [{"type": "Complete", "status": "True"}]}}
+    for number in range(4):
+        (folder / f"get-job.batch.{number}").write_text(json.dumps({"status": {}}))
+    (folder / "get-job.batch.last").write_text(json.dumps(done))
+    (folder / "logs---follow.0").write_text("preempted\n")
+    (folder / "logs---follow.1").write_text("trained\n")
+    told: list[str] = []
+    assert Kubectl(OPTIONS, str(program)).follow(told.append, look_s=0) == DONE
+    assert capfd.readouterr().out == "preempted\ntrained\n"
+    assert told[:2] == ["paceline: digits: no pods yet", "paceline: digits: digits-0-aaa: ImagePullBackOff"]
+
+
+@pytest.mark.parametrize(
+    ("condition", "codes", "expected"),
+    [
+        ("Complete", [0, 0], DONE),
+        ("Completed", [0, 75], DONE),
+        ("Failed", [75, 1, 2], REFUSED),
+        ("Failed", [1, 1], FAILED),
+        ("Failed", [], FAILED),
+        ("Suspended", [75], None),
+    ],
+)
+def test_the_exit_code_of_a_run_is_that_of_the_pod_that_says_most(
+    condition: str, codes: list[int], expected: int | None
+) -> None:
+    pods = [PodState(name=f"p-{code}", phase="Failed", exit_code=code) for code in codes]
+    workload = {"status": {"conditions": [{"type": condition, "status": "True"}]}}
+    assert exit_code_of(workload, pods) == expected
+
+
+def test_what_kubectl_says_is_told(program: Path) -> None:
+    with pytest.raises(LaunchError, match="kubectl get failed with exit code 1\n  no such thing"):
+        Kubectl(OPTIONS, str(program)).look()
+
+
+def test_cancel_leaves_the_volume_and_the_secret(program: Path) -> None:
+    Kubectl(OPTIONS, str(program)).cancel()
+    (call,) = (program.parent / "calls").read_text().splitlines()
+    assert call.startswith("delete job.batch,configmap,service,networkpolicy,deployment --selector ")
+    assert "app.kubernetes.io/instance=digits" in call
+
+
+def test_without_kubectl_the_way_out_is_told() -> None:
+    with pytest.raises(UsageError, match="not installed here"):
+        Kubectl(OPTIONS, "kubectl-that-is-not-there")
