@@ -16,9 +16,8 @@ from typing import Any
 
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED
-from paceline.launch.kubernetes import Manifest
 from paceline.launch.kubernetes_options import KubernetesOptions
-from paceline.launch.manifests import SECRET_KEY, labels_of, metadata
+from paceline.launch.manifests import SECRET_KEY, Manifest, labels_of, metadata
 from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 

@@ -49,7 +49,7 @@ def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
 
 
 def _job(options: KubernetesOptions, config: Config) -> list[Manifest]:
-    rules = [
+    rules: list[Manifest] = [
         {"action": "Ignore", "onExitCodes": _codes(PREEMPTED)},
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {"action": "FailJob", "onExitCodes": _codes(REFUSED, NO_PROGRESS)},
@@ -126,7 +126,7 @@ def _job_set_spec(options: KubernetesOptions, workers: str, pod: Manifest) -> Ma
     the JobSet tells the rules apart by their messages.
     """
     disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    rules = [
+    rules: list[Manifest] = [
         {"action": "FailJob", "onExitCodes": _codes(PREEMPTED)},
         disrupted,
         {"action": "FailJob", "onExitCodes": _codes(REFUSED, NO_PROGRESS)},

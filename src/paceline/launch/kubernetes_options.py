@@ -17,7 +17,7 @@ Kind = Literal["job", "statefulset", "jobset", "trainjob"]
 Gang = Literal["none", "kueue", "volcano"]
 AccessMode = Literal["ReadWriteMany", "ReadWriteOnce"]
 
-PAGE_PORT, TENSORBOARD_PORT = 8080, 6006
+PAGE_PORT, TENSORBOARD_PORT = 6070, 6006
 _MOST_NAME = 40  # Kubernetes takes 63, and appends indices to the names of pods and services
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
