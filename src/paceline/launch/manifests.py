@@ -121,8 +121,9 @@ def worker_pod(
 
 def _environment(options: KubernetesOptions) -> list[Manifest]:
     # The root of the file system is read-only: what libraries cache goes to /tmp.
-    writable = {"HOME": "/tmp", "USER": "paceline", "MPLCONFIGDIR": "/tmp/matplotlib"}  # nosec B108
-    found: list[Manifest] = [{"name": name, "value": value} for name, value in writable.items()]
+    values = {"HOME": "/tmp", "USER": "paceline", "MPLCONFIGDIR": "/tmp/matplotlib"}  # nosec B108
+    values["PACELINE_LAUNCHER"] = "none"  # the arguments say all that variables of a Job or a TrainJob would
+    found: list[Manifest] = [{"name": name, "value": value} for name, value in values.items()]
     if options.nodes > 1:
         reference = {"secretKeyRef": {"name": options.secret_name, "key": SECRET_KEY}}
         found.append({"name": SECRET, "valueFrom": reference})
