@@ -33,6 +33,7 @@ for file in "$folder/$1-$2".*; do
   exit 0
 done
 [ "$1" = get ] && [ "$2" = secret ] && exit 0
+[ "$1" = config ] && echo test-cluster
 [ "$1" = get ] && { echo "no such thing" >&2; exit 1; }
 exit 0
 """
@@ -125,5 +126,13 @@ def test_cancel_leaves_the_volume_and_the_secret(program: Path) -> None:
 
 
 def test_without_kubectl_the_way_out_is_told() -> None:
-    with pytest.raises(UsageError, match="not installed here"):
+    with pytest.raises(LaunchError, match="not installed here"):
         Kubectl(OPTIONS, "kubectl-that-is-not-there")
+
+
+def test_a_cluster_is_asked_whether_it_takes_the_run(program: Path) -> None:
+    (program.parent / "auth-can-i.0").write_text("yes\n")
+    (program.parent / "auth-can-i.1").write_text("no\n")
+    assert Kubectl(OPTIONS, str(program)).check() == "test-cluster"
+    with pytest.raises(LaunchError, match=r"test-cluster lets you create no job\.batch: no"):
+        Kubectl(OPTIONS, str(program)).check()

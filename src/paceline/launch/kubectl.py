@@ -55,13 +55,26 @@ class Kubectl:
     def __init__(self, options: KubernetesOptions, program: str = "kubectl") -> None:
         found = shutil.which(program)
         if found is None:
-            raise UsageError(
+            raise LaunchError(
                 f"{program} is not installed here\n  it applies the manifests and follows the run\n"
                 "  install it, or print the manifests with --dry-run and apply them elsewhere"
             )
         self._options = options
         place = [] if options.namespace is None else ["--namespace", options.namespace]
         self._command = [found, *place]
+
+    def check(self) -> str:
+        """Returns the name of the cluster. Raises LaunchError where it does not answer, or takes no such run."""
+        context = self._call(["config", "current-context"]).strip()
+        kind = _RESOURCES[self._options.kind]
+        done = self._run(["auth", "can-i", "create", kind])
+        if done.stdout.strip() != "yes":
+            said = (done.stderr or done.stdout).strip()
+            raise LaunchError(
+                f"the cluster {context} lets you create no {kind}: {said}\n  a run is such an object\n"
+                "  ask for the right, use another namespace or --set kind, or install what serves that kind"
+            )
+        return context
 
     def apply(self, manifests: Sequence[Manifest]) -> None:
         """Makes all objects, and before them the job's secret where several nodes need one and there is none."""
@@ -132,10 +145,13 @@ class Kubectl:
         return parse_json_object(self._call(["get", *words, "--output", "json"]))
 
     def _call(self, words: Sequence[str], given: str | None = None) -> str:
-        done = subprocess.run([*self._command, *words], input=given, capture_output=True, text=True, check=False)
+        done = self._run(words, given)
         if done.returncode:
             raise LaunchError(f"kubectl {words[0]} failed with exit code {done.returncode}\n  {done.stderr.strip()}")
         return done.stdout
+
+    def _run(self, words: Sequence[str], given: str | None = None) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*self._command, *words], input=given, capture_output=True, text=True, check=False)
 
 
 def exit_code_of(workload: dict[str, Any], pods: Sequence[PodState]) -> int | None:
