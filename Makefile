@@ -7,7 +7,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all soak fuzz check format bench container clean
+.PHONY: help run test test-all soak fuzz slurm hosts check format bench container clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -25,13 +25,19 @@ test: $(VENV)/ready  ## run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "" --hypothesis-profile=all
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slurm and not hosts" --hypothesis-profile=all
 
 soak: $(VENV)/ready  ## inject faults into real processes, all of them, and write the record; SHARE=20: a 20th
 	$(BIN)/python scripts/soak.py --share $(SHARE)
 
 fuzz: $(VENV)/ready  ## damaged and hostile input for everything that reads files, 10,000 of them (minutes)
 	$(BIN)/python scripts/fuzz.py
+
+slurm: $(VENV)/ready  ## install and start a Slurm of four nodes on this machine, and run its tests (root; minutes)
+	$(BIN)/python scripts/slurm_test_cluster.py -- $(BIN)/python -m pytest -q -m slurm tests/launch
+
+hosts: $(VENV)/ready  ## four hosts in network namespaces with a real sshd, and their tests (root; minutes)
+	$(BIN)/python -m pytest -q -m hosts tests/launch
 
 check: $(VENV)/ready  ## ruff, mypy --strict, bandit
 	$(BIN)/ruff format --check src tests bench scripts

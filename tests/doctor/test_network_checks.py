@@ -15,6 +15,7 @@ from paceline.doctor.network import (
     Resolution,
     find_interfaces,
     gloo_interface,
+    launcher,
     name_finding,
     nccl_interfaces,
     resolve_host,
@@ -173,3 +174,11 @@ def test_ranks_that_do_not_answer_in_time_are_a_problem_and_not_a_hang() -> None
     assert found.status == "problem"
     assert "did not finish within 0.01 s" in found.found
     assert found.fix
+
+
+def test_the_launcher_of_this_process_is_told() -> None:
+    hosts = {"NODE_RANK": "1", "NNODES": "2", "MASTER_ADDR": "host1"}
+    (found,) = launcher(DoctorInputs(environment=hosts))
+    assert (found.status, "host 1 of 2, meeting at host1:29500" in found.found) == ("ok", True)
+    (found,) = launcher(DoctorInputs(environment={"NODE_RANK": "1"}))
+    assert (found.status, "neither NNODES nor WORLD_SIZE" in found.found) == ("problem", True)

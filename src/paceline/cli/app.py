@@ -18,6 +18,7 @@ from paceline.cli.cluster import app as cluster_app
 from paceline.cli.config import app as config_app
 from paceline.cli.data import app as data_app
 from paceline.cli.doctor import doctor
+from paceline.cli.launch import app as launch_app
 from paceline.cli.plan import plan
 from paceline.cli.predict import predict
 from paceline.cli.report import report
@@ -45,6 +46,7 @@ app = typer.Typer(
 app.command(context_settings={"ignore_unknown_options": True})(train)  # it answers those of other launchers
 for _verb in (verify, validate, plan, predict, report, sample, simulate, chaos, schedule, doctor, calibrate):
     app.command()(_verb)
+app.add_typer(launch_app, name="launch")
 app.add_typer(config_app, name="config")
 app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoint_app, name="checkpoint")

@@ -92,7 +92,8 @@ def _checks() -> list[MachineCheck]:
         *(machine.python, devices.torch_build, devices.driver, devices.gpus, machine.processors, machine.memory),
         machine.half_precision,
         *(machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory, machine.disk),
-        *(machine.packages, network.interfaces, network.host_name, network.chosen_interfaces, network.ports),
+        *(machine.packages, network.launcher, network.interfaces, network.host_name, network.chosen_interfaces),
+        network.ports,
         *(network.listening, settings.variables, settings.nccl_files, settings.run, handshake.handshake),
     ]
 

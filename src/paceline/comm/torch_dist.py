@@ -59,6 +59,11 @@ def connect(
     return comm
 
 
+def is_connected() -> bool:
+    """Says whether this process is in a process group already: ours, or one that somebody else made."""
+    return dist.is_initialized()
+
+
 def launched_rank() -> int:
     """Returns the number of this process among those that a launcher started, connected or not; 0 where none did."""
     return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))

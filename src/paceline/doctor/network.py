@@ -19,6 +19,8 @@ from paceline.comm.control.wire import SECRET, SECRET_FILE
 from paceline.config import config_settings, exported_settings
 from paceline.config.settings import GLOO_INTERFACE, NCCL_INTERFACE, BackendSetting, matching
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
+from paceline.errors import ConfigError
+from paceline.run.whereami import recognise
 from paceline.units import format_seconds
 
 _PATIENCE_S = 5.0
@@ -113,6 +115,16 @@ def interfaces(_: DoctorInputs) -> Iterator[MachineFinding]:
         "ranks of one host talk over the loopback, ranks of several over one of the others",
         problem="" if has_loopback else "bring the loopback up: ip link set lo up",
     )
+
+
+def launcher(inputs: DoctorInputs) -> Iterator[MachineFinding]:
+    """Reports by which launcher this process was started, and which host or rank it is."""
+    meaning = "paceline train and paceline.connect() join the ranks of the launcher that they find"
+    try:
+        yield finding("launcher", str(recognise(inputs.environment)), meaning)
+    except ConfigError as error:
+        what = "; ".join(problem.what for problem in error.problems)
+        yield finding("launcher", what, error.problems[0].rule, problem=error.problems[0].fix)
 
 
 def host_name(_: DoctorInputs) -> Iterator[MachineFinding]:

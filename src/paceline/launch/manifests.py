@@ -32,6 +32,13 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_Dumper.add_representer(str, _write_text)  # a file inside a manifest keeps its lines
+
+
 def to_text(manifests: Sequence[Manifest]) -> str:
     """Returns manifests as YAML, one document for each."""
     return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)

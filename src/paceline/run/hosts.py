@@ -53,18 +53,18 @@ def train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResul
         folder = location.folder
         if running is None:
             try:
-                return _run_as_first(config, location, nodes, warm, options)
+                return _run_as_first(config, location, nodes, warm, options, asked)
             except RunFolderError:
                 if not is_in_use(folder):
                     raise  # else another host's launcher came first, in between
         config = location.settle(config)
         say(f"joining the run in {folder} with {_ranks_here(config, nodes)} ranks")
-        _run(config, folder, nodes, warm)
+        _run(config, folder, nodes, warm, asked)
         return None
 
 
 def _run_as_first(
-    config: Config, location: RunLocation, nodes: Nodes, warm: WarmRanks | None, options: RunOptions
+    config: Config, location: RunLocation, nodes: Nodes, warm: WarmRanks | None, options: RunOptions, asked: Config
 ) -> RunResult:
     from paceline.run.watch import forget_health
 
@@ -77,17 +77,18 @@ def _run_as_first(
         forget(folder, HANGS)
         forget_health(folder, range(_ranks_here(config, nodes) * nodes.most))
         with explain_end(claimed), live_progress(folder, is_shown=config.monitor.console and not options.is_quiet):
-            _run(config, folder, nodes, warm)
+            _run(config, folder, nodes, warm, asked)
         return read_result(folder, config)
 
 
-def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> None:
+def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, asked: Config) -> None:
+    from paceline.run.agreement import HostFacts
     from paceline.run.local import LocalRanks, launch_local
     from paceline.run.rank_process import uses_nccl
 
     ranks = _ranks_here(config, nodes)
     with telling_restarts(folder, config.recovery, say):
-        asked = LocalRanks(
+        local = LocalRanks(
             ranks=ranks,
             num_records=ranks * nodes.most,
             threads=config.parallel.threads,
@@ -97,10 +98,11 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None) -> 
             },
             warm=warm,
             nodes=nodes,
+            facts=HostFacts.here(asked, folder, ranks),
             run_id=config.name,
             restarts=config.recovery,
         )
-        launch_local([*rank_command(folder, "auto"), "--self-watch"], folder, asked)
+        launch_local([*rank_command(folder, "auto"), "--self-watch"], folder, local)
 
 
 def _given_secret() -> bool:

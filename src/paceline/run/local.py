@@ -32,6 +32,7 @@ from paceline.health.diagnosis import first_cause
 from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
+from paceline.run.agreement import HostFacts
 from paceline.run.failure import RunPreemptedError, RunStoppedError, explain_failures
 from paceline.run.nodes import Nodes, address_towards, interface_of
 from paceline.run.notes import (
@@ -67,7 +68,7 @@ class LocalRanks:
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
     never. With ``nodes`` these are the ranks of one host of several, which watch themselves, and the agent starts them
-    again by itself, as often as ``restarts`` says.
+    again by itself, as often as ``restarts`` says; ``facts`` are what hosts must agree on.
     """
 
     ranks: int
@@ -77,6 +78,7 @@ class LocalRanks:
     warm: WarmRanks | None = None
     watch: WatchPolicy | None = None
     nodes: Nodes | None = None
+    facts: HostFacts | None = None
     run_id: str = field(default_factory=lambda: f"paceline-{os.getpid()}")
     restarts: RecoveryConfig = field(default_factory=lambda: RecoveryConfig(max_restarts=0))
 
@@ -99,7 +101,7 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
             with (
                 scratch_folder() as scratch,
                 watched,
-                rendezvous(scratch, asked.run_id, asked.nodes) as (met, told),
+                rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as (met, told),
                 _environment(told),
             ):
                 attempt.run(arguments, _agent_config(asked, scratch, met), scratch, signals)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
     from paceline.config import Config
 
-_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID", VARIABLE)
+_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID", "PACELINE_LAUNCH", VARIABLE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

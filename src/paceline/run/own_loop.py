@@ -34,7 +34,7 @@ from paceline.comm.ledger.file import NUM_UPDATES, WORLD_GROUP, LedgerReader, le
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.errors import CollectiveMismatchError, CommunicationError
+from paceline.errors import CollectiveMismatchError, CommunicationError, ConfigError
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangVerdict, Limits, judge
@@ -43,6 +43,7 @@ from paceline.run.process_state import look_at_process
 from paceline.run.self_watch import SelfWatch, start_watch
 from paceline.run.stacks import dump_stacks_into, stack_path
 from paceline.run.watch import WatchPolicy
+from paceline.run.whereami import recognise
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -73,6 +74,7 @@ def connect(
     Several ranks watch themselves (docs/verdicts.md), unless ``is_watched`` is False: where ranks wait for another one
     for nearly ``timeout_s``, a verdict says which, at which line and why, and ends them.
     """
+    _join_launcher()
     comm = torch_dist.connect(backend, device=device, timeout_s=timeout_s)
     if comm.size == 1 or not is_watched:
         return comm
@@ -91,6 +93,22 @@ def connect(
             _say(f"the ranks are not watched: {problems[0]}")
         return comm
     return _follow(kept, folder, _verdict_folder(), WatchPolicy(limits=limits), is_temporary=True)
+
+
+def _join_launcher() -> None:
+    """Sets torch's variables by those of the launcher. Raises CommunicationError where some are missing."""
+    if torch_dist.is_connected():
+        return
+    try:
+        around = recognise(os.environ)
+    except ConfigError as error:
+        raise CommunicationError(str(error)) from error
+    if around.kind == "host" and (around.host_ranks or 1) > 1:
+        raise CommunicationError(
+            f"{around} has {around.host_ranks} ranks on each host, and this process is one\n"
+            "  a loop of your own is one rank\n  start it by torchrun on each host, or one process for each rank"
+        )
+    os.environ.update(around.rank_variables())
 
 
 def watch(

@@ -31,7 +31,8 @@ from paceline.comm.control.hosts import Hosts
 from paceline.comm.control.server import ControlServer, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
-from paceline.errors import CommunicationError
+from paceline.errors import CommunicationError, UsageError
+from paceline.run.agreement import HostFacts, agree, refusal_of
 from paceline.run.nodes import LAST_CALL_S, Nodes
 
 BACKEND = "paceline"
@@ -43,10 +44,13 @@ _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 @contextlib.contextmanager
-def rendezvous(folder: Path, run_id: str, nodes: Nodes | None) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
+def rendezvous(
+    folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts | None = None
+) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
     """Has the launchers meet, in ``folder`` where there is but one; yields what the ranks are told, too.
 
-    Raises RendezvousConnectionError where the server cannot be reached.
+    Raises RendezvousConnectionError where the server cannot be reached, UsageError where this host's ``facts`` are not
+    those of the first one.
     """
     with contextlib.ExitStack() as stack:
         if nodes is None:
@@ -64,6 +68,8 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None) -> Iterator[tuple
             hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
             stack.enter_context(ControlServer(listener, secret, hosts, own))
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
+        if facts is not None:
+            made.agree(facts, may_go_without=nodes.least < nodes.most)
         yield made, {}
 
 
@@ -104,10 +110,22 @@ class Rendezvous(RendezvousHandler):
         self._beats.close()  # by which the server knows that this launcher has left
         self._client.close()
 
+    def agree(self, facts: HostFacts, *, may_go_without: bool) -> None:
+        """Compares this host with the first one. Raises UsageError where it may not take part; see ``agreement.py``."""
+        store = ControlStore(self._client)
+        self._stores.append(store)
+        try:
+            _explained(agree, store, facts, may_go_without=may_go_without)
+        except UsageError:
+            if not may_go_without:
+                self.set_closed()
+            raise
+
     def next_rendezvous(self) -> RendezvousInfo:
         found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
         if not found:
-            raise RendezvousClosedError("the run has ended on another host")
+            refused = refusal_of(self._stores[0]) if self._stores else ""
+            raise RendezvousClosedError(refused or "the run has ended on another host")
         self._round, rank, size = found
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(str(self._client.address), self._round))

@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster.detect import ask_ahead
 from paceline.config import Config, load_config_with_sources
+from paceline.errors import UsageError
 from paceline.run.console import live_progress, say
 from paceline.run.location import RunLocation, claim_run, locate_run
 from paceline.run.result import RunOptions, RunResult, explain_end, read_result
 from paceline.run.warm import WarmRanks, warm_ranks_of
+from paceline.run.whereami import Surroundings, recognise
 
 if TYPE_CHECKING:
     from paceline.run.decide import Decision
+    from paceline.run.nodes import Nodes
 
 
 def train(
@@ -36,6 +40,9 @@ def train(
     another one's run. Raises ConfigError, UsageError, RunFolderError or CheckpointError for what cannot be started, and
     LaunchError for a run that failed.
     """
+    chosen, around = options or RunOptions(), recognise(os.environ)
+    if around.kind == "rank":
+        os.environ.update(around.rank_variables())  # as torch's own launcher does
     if isinstance(config, Config):
         asked = config
     else:
@@ -43,15 +50,20 @@ def train(
         asked = loaded.config
         for note in loaded.notes if os.environ.get("RANK", "0") == "0" else ():
             say(note)
-    chosen = options or RunOptions()
-    if "RANK" in os.environ:
+    if around.kind == "rank":
         from paceline.run.under_launcher import run_under_launcher
 
+        if chosen.hosts is not None:
+            raise UsageError(
+                f"--nnodes in a rank of another launcher ({around})\n  --nnodes starts ranks, and this process is one"
+                "\n  leave --nnodes and --rdzv out, or start one process on each host"
+            )
         return run_under_launcher(asked, chosen)
-    if chosen.hosts is not None:
+    hosts = chosen.hosts or (_hosts_around(asked, around) if around.kind == "host" else None)
+    if hosts is not None:
         from paceline.run.hosts import train_on_hosts
 
-        return train_on_hosts(asked, chosen, chosen.hosts)
+        return train_on_hosts(asked, chosen, hosts)
     location = locate_run(asked, force=chosen.force, resume=chosen.resume)  # before torch, which takes seconds
     if asked.model.kind == "gpt" and asked.parallel.device != "cpu":
         ask_ahead()  # for the prediction
@@ -59,6 +71,21 @@ def train(
         from paceline.run.decide import decide_run
 
         return run_decided(decide_run(asked, checks_memory=chosen.checks_memory), location, chosen, warm)
+
+
+def _hosts_around(asked: Config, around: Surroundings) -> Nodes:
+    """Returns the hosts of a launcher that starts one process on each; their ranks are those of the config."""
+    nodes, ranks = around.nodes(), asked.parallel.ranks
+    own = nodes.ranks or asked.parallel.node_ranks
+    if isinstance(ranks, int) and (ranks % nodes.most or own not in (None, ranks // nodes.most)):
+        each = f"{nodes.most} hosts" + (f" with {own} ranks each" if own else "")
+        raise UsageError(
+            f"parallel.ranks = {ranks} on {each} ({around})\n  every host has as many ranks as the others\n"
+            f"  set parallel.ranks = auto, or {(own or max(1, ranks // nodes.most)) * nodes.most}"
+        )
+    if around.number == 0:
+        say(str(around))
+    return replace(nodes, ranks=own or (ranks // nodes.most if isinstance(ranks, int) else None))
 
 
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:

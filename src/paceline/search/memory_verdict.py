@@ -82,14 +82,16 @@ class MemoryVerdict:
         )
 
 
-def needed(config: Config) -> MemoryNeed | None:
+def needed(config: Config, *, node_ranks: int | None = None) -> MemoryNeed | None:
     """Returns what the ranks of one host need of the memory that they share; None where that is not known.
 
-    A GPU is not shared: of several, the one that needs most counts.
+    A GPU is not shared: of several, the one that needs most counts. ``node_ranks`` of the ranks are on a host; None:
+    all of them.
     """
     if config.comm.backend == "virtual":
         return None
-    stages, ranks = rank_estimates(config), config.parallel.decided_ranks
+    ranks = node_ranks or config.parallel.decided_ranks
+    stages = rank_estimates(config, config.parallel.decided_ranks // ranks)
     if not stages:
         return None
     if config.parallel.device == "cuda":
@@ -114,7 +116,7 @@ def _who(ranks: int, name: str) -> str:
 def _of_all(stages: Sequence[MemoryEstimate], ranks: int) -> dict[str, int]:
     """Returns what all ranks hold by category, as many of each stage; the framework is there once."""
     names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
-    parts = {name: ranks // len(stages) * sum(getattr(each, name) for each in stages) for name in names}
+    parts = {name: ranks * sum(getattr(each, name) for each in stages) // len(stages) for name in names}
     return parts | {"framework": stages[0].framework}
 
 

@@ -1,0 +1,190 @@
+"""``paceline launch``: a run on other machines, submitted, followed, looked at and ended from here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from typer.core import TyperGroup
+
+from paceline.cli.options import ConfigPath, Overrides
+from paceline.terminal import echo
+
+if TYPE_CHECKING:
+    from paceline.launch.job import LaunchJob
+    from paceline.launch.target import Target
+
+_RUNS = typer.Option(Path("runs"), help="The folder of the runs: monitor.folder of their config.")
+
+
+class _ConfigFirst(TyperGroup):
+    """Lets a config stand where a verb does: ``paceline launch CONFIG`` is ``paceline launch start CONFIG``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["start", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=_ConfigFirst,
+    help="Start a run on other machines: paceline launch CONFIG --on slurm --nodes 2.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+
+@app.command()
+def start(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    on: str = typer.Option("local", help="Where: local, slurm, ssh, ray or kubernetes."),
+    nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough."),
+    gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
+    time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),
+    queue: str = typer.Option(None, help="The queue or partition; else the target's default."),
+    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines."),
+    hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line."),
+    port: int = typer.Option(None, min=1, max=65535, help="ssh: the port at which the machines meet."),
+    array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it."),
+    max_requeues: int = typer.Option(10, min=0, help="slurm: how often a job that was preempted is queued again."),
+    settings: list[str] = typer.Option(None, "--set", metavar="KEY=VALUE", help="An option of the target's own."),
+    setup: list[str] = typer.Option(None, help="A line of shell before the run, such as 'module load cuda'."),
+    python: str = typer.Option(sys.executable, help="The Python of the machines."),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the newest run of this name."),
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be submitted."),
+    detach: bool = typer.Option(False, "--detach", help="Submit, and do not follow."),
+    no_memory_check: bool = typer.Option(False, "--no-memory-check", help="Also submit what is estimated not to fit."),
+) -> None:
+    """Start a run on other machines, and follow it; leaves with the run's exit code.
+
+    Ctrl-C stops following: the run goes on. A run that is started again by the target continues from its newest
+    checkpoint.
+
+    Examples:
+
+      paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --time 1:00:00
+
+      paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --set qos=high --dry-run
+
+      paceline launch configs/gpt_pydoc.yaml --on ssh --hosts host1,host2
+
+      paceline launch status
+    """
+    from paceline.launch.start import LaunchRequest, prepare
+    from paceline.launch.start import start as submit
+
+    named = _hosts(hosts, hostfile)
+    least, most = _counts(nodes or str(len(named) or 1))
+    if named and most != len(named):
+        raise typer.BadParameter(f"--nodes {nodes} with {len(named)} hosts: name as many, or leave --nodes out")
+    asked = LaunchRequest(
+        target=on,
+        nodes=most,
+        least=least,
+        gpus=gpus_per_node,
+        time=time,
+        queue=queue,
+        hosts=named,
+        tasks=array,
+        max_requeues=max_requeues,
+        python=python,
+        port=port,
+        settings=_settings(settings or []),
+        setup=tuple(setup or ()),
+        resume=resume,
+        checks_memory=not no_memory_check,
+        is_dry=dry_run,
+    )
+    target, job, settled = prepare(config, overrides or [], asked)
+    for line in settled.lines:
+        echo(line, err=True)
+    if dry_run:
+        echo(target.render(job), nl=False)
+        return
+    job = submit(target, job)
+    echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
+    if detach or array is not None:
+        echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
+        return
+    raise typer.Exit(_follow(target, job))
+
+
+@app.command()
+def status(name: str = typer.Argument(None, help="A launch; else all of them."), runs: Path = _RUNS) -> None:
+    """Show where launches stand."""
+    from paceline.launch.job import all_launches, find_launch
+    from paceline.launch.target import find_target
+
+    found = [find_launch(runs, name)] if name else all_launches(runs)
+    for job in found:
+        state = find_target(job.target).state(job)
+        code = "" if state.code is None else f", exit code {state.code}"
+        echo(f"{job.name:<24} {job.target:<10} {job.id:<16} {state.words}{code}")
+    if not found:
+        echo(f"no launches in {runs}")
+
+
+@app.command()
+def logs(
+    name: str = typer.Argument(None, help="A launch; else the last one."),
+    follow: bool = typer.Option(False, "--follow", "-f", help="Wait for more; leaves with the run's exit code."),
+    runs: Path = _RUNS,
+) -> None:
+    """Show what a launched run has printed."""
+    from paceline.launch.job import find_launch
+    from paceline.launch.target import find_target
+
+    job = find_launch(runs, name)
+    if follow:
+        raise typer.Exit(_follow(find_target(job.target), job))
+    for path in sorted(job.log.parent.glob("log*")):
+        echo(path.read_text(encoding="utf-8", errors="replace"), nl=False)
+
+
+@app.command()
+def cancel(name: str = typer.Argument(help="A launch, or its job's id."), runs: Path = _RUNS) -> None:
+    """End a launched run, which saves first if it can."""
+    from paceline.launch.job import find_launch
+    from paceline.launch.target import find_target
+
+    job = find_launch(runs, name)
+    find_target(job.target).cancel(job)
+    echo(f"asked {job.name} (job {job.id} on {job.target}) to end")
+
+
+def _follow(target: Target, job: LaunchJob) -> int:
+    from paceline.launch.follow import follow
+
+    try:
+        return follow(target, job, lambda text: echo(text, nl=False), lambda text: echo(text, err=True))
+    except BaseException:
+        echo(f"{job.name} goes on without being followed; to end it: paceline launch cancel {job.name}", err=True)
+        raise
+
+
+def _counts(text: str) -> tuple[int, int]:
+    least, _, most = text.partition(":")
+    if not least.isdecimal() or not (most or least).isdecimal() or not 1 <= int(least) <= int(most or least):
+        raise typer.BadParameter(f"--nodes {text}: it is a number of machines, or the fewest and the most: 2:4")
+    return int(least), int(most or least)
+
+
+def _hosts(named: str | None, file: Path | None) -> tuple[str, ...]:
+    words = (named or "").split(",")
+    if file is not None:
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise typer.BadParameter(f"--hostfile {file}: {error.strerror}") from error
+        words += [line.partition("#")[0].split()[0] for line in lines if line.partition("#")[0].strip()]
+    return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
+
+
+def _settings(words: list[str]) -> dict[str, str]:
+    wrong = [word for word in words if "=" not in word]
+    if wrong:
+        raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
+    return dict(word.split("=", 1) for word in words)

@@ -1,0 +1,90 @@
+"""A process that outlives the command that started it: runs a command, keeps its output, and leaves its exit code.
+
+    python -m paceline.launch.background FOLDER -- COMMAND ...
+
+Signals that ask a run to save and leave go on to the command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import FrameType
+
+import psutil
+
+from paceline.errors import LaunchError
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob
+
+_SEPARATOR = ":"
+
+
+def start(job: LaunchJob, command: list[str]) -> str:
+    """Starts a command in a session of its own; returns an id by which its process is known also to others."""
+    words = [sys.executable, "-m", "paceline.launch.background", job.folder, "--", *command]
+    with job.log.open("ab") as log:
+        process = subprocess.Popen(
+            ["/usr/bin/env", f"{LAUNCHED}={job.name}", *words],
+            cwd=job.workdir,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    return f"{process.pid}{_SEPARATOR}{psutil.Process(process.pid).create_time():.2f}"
+
+
+def state(job: LaunchJob) -> JobState:
+    """Says whether the process lives."""
+    process = _process(job)
+    if process is not None:
+        return JobState(kind="running", words=f"running as process {process.pid} of this machine")
+    code = job.exit_code()
+    return JobState(kind="ended", words="ended" if code is not None else "gone, without an exit code", code=code)
+
+
+def cancel(job: LaunchJob) -> None:
+    """Asks the command to save and leave."""
+    process = _process(job)
+    if process is None:
+        raise LaunchError(f"{job.name} does not run any more\n  paceline launch status {job.name}")
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGTERM)
+
+
+def _process(job: LaunchJob) -> psutil.Process | None:
+    number, _, created = job.id.partition(_SEPARATOR)
+    try:
+        process = psutil.Process(int(number))
+        is_ours = f"{process.create_time():.2f}" == created and process.status() != psutil.STATUS_ZOMBIE
+    except (psutil.NoSuchProcess, ValueError):
+        return None
+    return process if is_ours else None
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the command, and leaves its exit code in the launch's folder."""
+    folder, command = Path(arguments[0]), arguments[2:]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, hand_on)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    code = process.wait()
+    code = 128 - code if code < 0 else code
+    partial = folder / f".exit-{os.getpid()}"
+    partial.write_text(f"{code}\n", encoding="ascii")
+    partial.replace(folder / "exit")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,153 @@
+"""A run that is to be started elsewhere, and where its launch is kept.
+
+    runs/.launches/NAME/    job.json   what was asked for, and the job's id at the target
+                            script     what was submitted
+                            log        what the run prints, of all attempts
+                            exit       its exit code, when it has ended
+
+Making the folder reserves the name: of two launches of one config at the same moment, one takes the next number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Self
+
+from paceline.errors import UsageError
+from paceline.untrusted import parse_json_object, plain_name, read_regular
+
+LAUNCHED = "PACELINE_LAUNCH"  # in the environment of a launched run: its launch's name
+_FOLDER = ".launches"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchJob:
+    """What is to be started: ``nodes`` machines, each with ``ranks`` ranks on ``gpus`` GPUs, or on CPUs without.
+
+    ``least`` of the machines are enough.
+    ``config`` and ``workdir`` are absolute paths that the machines of the target see, too. ``settings`` are options of
+    the target's own. ``tasks`` are the numbers of an array of runs, as Slurm writes them.
+    """
+
+    name: str
+    target: str
+    run: str
+    config: str
+    overrides: tuple[str, ...] = ()
+    workdir: str
+    folder: str
+    python: str
+    nodes: int = 1
+    least: int = 1
+    gpus: int = 0
+    ranks: int = 1
+    time: str | None = None
+    queue: str | None = None
+    hosts: tuple[str, ...] = ()
+    tasks: str | None = None
+    max_requeues: int = 10
+    port: int | None = None
+    settings: Mapping[str, str] = field(default_factory=dict)
+    setup: tuple[str, ...] = ()
+    id: str = ""
+
+    @property
+    def log(self) -> Path:
+        return Path(self.folder) / "log"
+
+    @property
+    def exit_file(self) -> Path:
+        return Path(self.folder) / "exit"
+
+    def command(self, *options: str, run: str | None = None) -> list[str]:
+        """Returns what each host runs. The run goes on with its newest checkpoint whenever it is started again."""
+        words = [self.python, "-m", "paceline", "train", self.config, *self.overrides, f"name={run or self.run}"]
+        return [*words, "--resume", "auto", *options]
+
+    def exit_code(self) -> int | None:
+        """Returns the exit code that the run has left; None: it has not ended, or could not leave one."""
+        try:
+            text = read_regular(self.exit_file, 64).decode("ascii", "replace").strip()
+        except OSError:
+            return None
+        return int(text) if re.fullmatch(r"\d{1,3}", text) else None
+
+    def write(self) -> None:
+        """Writes the launch down, for those who ask for it later."""
+        text = json.dumps(dataclasses.asdict(self), indent=1)
+        (Path(self.folder) / "job.json").write_text(f"{text}\n", encoding="utf-8")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads a launch. Raises ValueError for what is none, OSError for what cannot be read."""
+        found = parse_json_object(read_regular(folder / "job.json", 2**20))
+        unknown = found.keys() - {each.name for each in dataclasses.fields(cls)}
+        if unknown or not all(isinstance(found.get(name), str) for name in ("name", "target", "run", "config", "id")):
+            raise ValueError("it is not a launch")
+        for name in ("overrides", "hosts", "setup"):
+            found[name] = tuple(map(str, found.get(name, ())))
+        found["folder"] = str(folder)
+        return cls(**found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """Where a job stands; ``words`` say it as the target does. ``code``: with which it ended, where that is known."""
+
+    kind: Literal["waiting", "running", "ended"]
+    words: str
+    code: int | None = None
+
+
+def launches_folder(runs: Path) -> Path:
+    """Returns the folder of all launches whose runs are in ``runs``."""
+    return runs / _FOLDER
+
+
+def reserve(runs: Path, name: str) -> Path | None:
+    """Makes the folder of a launch; None: there is one of that name."""
+    folder = launches_folder(runs) / name
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return None
+    return folder
+
+
+def find_launch(runs: Path, name: str | None) -> LaunchJob:
+    """Returns a launch by its name; None: the last one. Raises UsageError where there is none."""
+    known = all_launches(runs)
+    if name is None and known:
+        return known[0]
+    for job in known:
+        if job.name == name or job.id == name:
+            return job
+    shown = ", ".join(job.name for job in known[:8]) or "none"
+    raise UsageError(
+        f"no launch named {name or ''} in {launches_folder(runs)}\n  the launches there are {shown}\n"
+        "  paceline launch status lists them; --runs names another folder of runs"
+    )
+
+
+def all_launches(runs: Path) -> list[LaunchJob]:
+    """Returns all launches, the newest first."""
+    found: list[tuple[int, LaunchJob]] = []
+    for path in launches_folder(runs).glob("*/job.json"):
+        try:
+            plain_name(path.parent.name)
+            found.append((path.stat().st_mtime_ns, LaunchJob.read(path.parent)))
+        except (OSError, ValueError, TypeError):
+            continue
+    return [job for _, job in sorted(found, key=lambda item: (-item[0], item[1].name))]
+
+
+def shell(words: list[str]) -> str:
+    """Returns a command for a shell."""
+    return shlex.join(words)

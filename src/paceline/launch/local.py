@@ -1,0 +1,42 @@
+"""``--on local``: this machine, in the background; the run outlives the terminal."""
+
+from __future__ import annotations
+
+from paceline.cluster.detect import detect_machine
+from paceline.errors import UsageError
+from paceline.launch import background
+from paceline.launch.job import JobState, LaunchJob, shell
+from paceline.launch.target import TargetMachines
+
+
+def machines(job: LaunchJob) -> TargetMachines:
+    """Returns what this machine has. Raises UsageError for several nodes, or more GPUs than there are."""
+    if job.nodes != 1:
+        raise UsageError(f"--nodes {job.nodes} with --on local\n  it is one machine\n  use --on ssh --hosts a,b")
+    here = detect_machine(with_gpus=job.gpus > 0)
+    if job.gpus > len(here.gpus):
+        raise UsageError(
+            f"--gpus-per-node {job.gpus}, and this machine has {len(here.gpus)}\n  every rank needs a GPU of its own"
+        )
+    memory = min(here.gpu_memory_bytes, default=None)
+    return TargetMachines(where="this machine", device_bytes=memory, host_bytes=here.memory_bytes)
+
+
+def render(job: LaunchJob) -> str:
+    """Returns the command."""
+    return f"{shell(job.command())}\n"
+
+
+def submit(job: LaunchJob) -> str:
+    """Starts it in the background."""
+    return background.start(job, job.command())
+
+
+def state(job: LaunchJob) -> JobState:
+    """Says whether it runs."""
+    return background.state(job)
+
+
+def cancel(job: LaunchJob) -> None:
+    """Asks it to save and leave."""
+    background.cancel(job)

@@ -1,0 +1,131 @@
+"""What ``--on ssh`` runs on each host: it takes orders from standard input, one JSON object on a line.
+
+    python -m paceline.launch.remote
+
+    {"do": "look", "folder": "/shared/runs", "mark": "..."}     answers what this host has, in one line of JSON
+    {"do": "run", "command": [...], "environment": {...}}       runs a command until it ends, and leaves with its code
+    {"do": "signal", "number": 15}                              goes on to the command
+
+The environment has the job's secret, which so is on no command line. When the input ends, whoever started the run is
+gone: the command is asked to save and to leave.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from importlib.metadata import version
+from pathlib import Path
+from typing import IO, Any
+
+from paceline import __version__
+from paceline.cluster.detect import detect_machine
+from paceline.untrusted import parse_json_object, read_regular
+
+_MARK = ".launch-mark"
+_MOST_BYTES = 2**20
+
+
+def main(orders: IO[bytes], answers: IO[str]) -> int:
+    """Carries out orders until the input ends, or a command that it ran has ended."""
+    for line in orders:
+        order = parse_json_object(line, _MOST_BYTES)
+        if order["do"] == "look":
+            answers.write(json.dumps(look(order)) + "\n")
+            answers.flush()
+        elif order["do"] == "run":
+            return _run(order, orders)
+    return 0
+
+
+def look(order: dict[str, Any]) -> dict[str, Any]:
+    """Returns what this host has, and whether it sees the folder in which the first host has left a mark."""
+    machine = detect_machine()
+    found: dict[str, Any] = {
+        "host": socket.gethostname(),
+        "paceline": __version__,
+        "torch": version("torch"),
+        "gpus": len(machine.gpus),
+        "gpu_bytes": min(machine.gpu_memory_bytes, default=0.0),
+        "memory_bytes": machine.memory_bytes,
+        "config": _content(order["config"]),
+        "port": _free_port(order["address"], order["port"]),
+    }
+    folder, mark = Path(order["folder"]), str(order["mark"])
+    try:
+        if order["is_first"]:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _MARK).write_text(mark, encoding="ascii")
+            found["sees"] = True
+        else:
+            found["sees"] = read_regular(folder / _MARK, 128).decode("ascii", "replace") == mark
+    except OSError:
+        found["sees"] = False
+    return found
+
+
+def forget_mark(folder: Path) -> None:
+    """Removes the mark by which hosts have found that they share a folder."""
+    with contextlib.suppress(OSError):
+        (folder / _MARK).unlink()
+
+
+def _content(path: str) -> str:
+    """Returns what a config has in it; empty where it cannot be read."""
+    try:
+        return read_regular(Path(path), _MOST_BYTES).decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _free_port(address: str, asked: int) -> int | str:
+    """Returns a port on which this host can listen at an address; else why it cannot."""
+    if not address:
+        return 0
+    try:
+        family, _, _, _, place = socket.getaddrinfo(address, asked, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(place)
+            probe.listen()
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        return f"{address}:{asked}: {error.strerror or error}"
+
+
+def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
+    environment = {**os.environ, **order["environment"]}
+    process = subprocess.Popen(
+        order["command"], cwd=order["workdir"], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+
+    def listen() -> None:
+        for line in orders:
+            with contextlib.suppress(ValueError, KeyError):
+                _send(process, int(parse_json_object(line, _MOST_BYTES)["number"]))
+        _send(process, signal.SIGTERM)
+
+    threading.Thread(target=listen, name="orders", daemon=True).start()
+    for number in (signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, lambda *_: _send(process, signal.SIGTERM))
+    code = process.wait()
+    return 128 - code if code < 0 else code
+
+
+def _send(process: subprocess.Popen[bytes], number: int) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(number)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        ended = main(sys.stdin.buffer, sys.stdout)
+        sys.stdout.flush()
+        os._exit(ended)  # a thread may still wait for orders

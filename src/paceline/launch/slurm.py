@@ -1,0 +1,256 @@
+"""``--on slurm``: a batch script that trains on all nodes of a job, saves before the time limit, and is queued again.
+
+One task is started on each node, which starts the ranks there (``task=gpu``: one task for each GPU, which is a rank).
+They meet at the first node of the job. 90 seconds before the time limit Slurm sends USR1 to the script, which hands it
+on: the run saves and leaves with code 75, and the script puts the job back into the queue, at most ``--max-requeues``
+times. Slurm itself queues a job again whose node goes down. Each start continues from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+from paceline.cluster.devices import load_cluster
+from paceline.errors import LaunchError, UsageError
+from paceline.health.exit_codes import FAILED, PREEMPTED
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob
+from paceline.launch.target import TargetMachines
+
+_ASK_S = 60.0
+_OWN = ("task", "save_s")  # settings that are not options of sbatch
+_OPTION = re.compile(r"[a-z][a-z0-9-]*")
+_ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "PREEMPTED",
+)
+_CANCELLED = 143  # as ended by SIGTERM
+_TASK = "{task}"  # in an override: the number of the array's task
+
+
+def machines(job: LaunchJob) -> TargetMachines:
+    """Asks Slurm for the nodes of the queue. Raises UsageError for a queue that there is not, or that is too small."""
+    asked = _slurm("sinfo", "--noheader", "--format=%R|%D|%m|%G")
+    rows = [line.strip().split("|") for line in asked.splitlines() if line.count("|") == 3]
+    known = sorted({row[0] for row in rows})
+    queue = job.queue or _slurm("scontrol", "show", "partition", "--oneliner", is_needed=False)
+    if job.queue is None:
+        default = re.search(r"PartitionName=(\S+)(?=.* Default=YES)", queue)
+        queue = default[1] if default else ""
+    if queue not in known:
+        near = difflib.get_close_matches(queue, known, n=1)
+        what = f"Slurm has no queue named {queue}" if job.queue else "Slurm has no default queue"
+        fix = f"did you mean --queue {near[0]}?" if near else "give one of them: --queue NAME"
+        raise UsageError(f"{what}\n  its queues (partitions) are {', '.join(known)}\n  {fix}")
+    own = [(int(row[1]), int(re.sub(r"\D", "", row[2]) or 0), row[3]) for row in rows if row[0] == queue]
+    able = [each for each in own if _gpus(each[2]) >= job.gpus]
+    number = sum(count for count, _, _ in able)
+    if number < job.nodes:
+        gpus = f" with {job.gpus} GPUs" if job.gpus else ""
+        most = max((_gpus(gres) for _, _, gres in own), default=0)
+        raise UsageError(
+            f"--nodes {job.nodes}{gpus}, and queue {queue} has {number} such nodes\n"
+            f"  it has {sum(count for count, _, _ in own)} nodes, with up to {most} GPUs each\n"
+            "  ask for less, or another --queue"
+        )
+    memory = min(megabytes for _, megabytes, _ in able)
+    return TargetMachines(
+        where=f"a node of queue {queue}",
+        device_bytes=min((_gpu_memory(gres) or 0.0 for _, _, gres in able), default=0.0) or None,
+        host_bytes=memory * 2**20 if memory > 1 else None,  # 1: Slurm was not told
+    )
+
+
+def render(job: LaunchJob) -> str:
+    """Returns the batch script."""
+    save_s, tasks = job.settings.get("save_s", "90"), max(1, job.gpus) if job.settings.get("task") == "gpu" else 1
+    if not save_s.isdecimal() or job.settings.get("task", "node") not in ("node", "gpu"):
+        raise UsageError("--set save_s=SECONDS and --set task=node|gpu are what Slurm's script knows besides sbatch")
+    lines = [f"#SBATCH --{name}" for name in _options(job, tasks, save_s)]
+    suffix = "-${SLURM_ARRAY_TASK_ID}" if job.tasks else ""
+    command = " ".join(_quoted(word) for word in job.command(run=f"{job.run}-{_TASK}" if job.tasks else None))
+    return _SCRIPT.format(
+        options="\n".join(lines),
+        launch=f"{LAUNCHED}={shlex.quote(job.name)}",
+        workdir=shlex.quote(job.workdir),
+        setup="".join(f"{line}\n" for line in job.setup),
+        command=command,
+        preempted=PREEMPTED,
+        by_signal=128 + signal.SIGUSR1,
+        most=job.max_requeues,
+        exit=f"{shlex.quote(str(job.exit_file))}{suffix}",
+    )
+
+
+def submit(job: LaunchJob) -> str:
+    """Submits the script. Raises LaunchError with what sbatch says."""
+    script = Path(job.folder) / "script"
+    script.write_text(render(job), encoding="utf-8")
+    script.chmod(0o755)
+    found = _slurm("sbatch", "--parsable", str(script)).strip().split(";")[0]
+    if not found.isdecimal():
+        raise LaunchError(f"sbatch returned no job: {found}")
+    return found
+
+
+def state(job: LaunchJob) -> JobState:
+    """Says where the job stands, by scontrol; a job that Slurm has forgotten has ended."""
+    found = _slurm("scontrol", "show", "job", "--oneliner", job.id, is_needed=False)
+    if job.tasks:
+        return _array_state(found)
+    return _read_state(found, job.exit_code())
+
+
+def cancel(job: LaunchJob) -> None:
+    """Cancels the job: Slurm asks the run to leave, which saves, and ends it after its KillWait."""
+    _slurm("scancel", job.id)
+
+
+def _read_state(found: str, code: int | None) -> JobState:
+    kind, reason = (re.search(rf"\b{name}=(\S+)", found) for name in ("JobState", "Reason"))
+    if kind is None:
+        return JobState(kind="ended", words="ended; Slurm does not know it any more", code=code)
+    name, why = kind[1], "" if reason is None or reason[1] == "None" else f" ({reason[1]})"
+    nodes = re.search(r"\bNodeList=(\S+)", found)
+    if name in _ENDED:
+        own = re.search(r"\bExitCode=(\d+):(\d+)", found)
+        if code is None:
+            told = int(own[1]) if own else FAILED
+            code = _CANCELLED if name == "CANCELLED" else told if told or name == "COMPLETED" else FAILED
+        return JobState(kind="ended", words=f"{name.lower()}{why}", code=code)
+    where = f" on {nodes[1]}" if nodes and nodes[1] != "(null)" else ""
+    restarts = re.search(r"\bRestarts=([1-9]\d*)", found)
+    again = f", started again {restarts[1]} times" if restarts else ""
+    if name == "PENDING":
+        return JobState(kind="waiting", words=f"waiting in the queue{why}{again}")
+    return JobState(kind="running", words=f"{name.lower()}{where}{again}")
+
+
+def _array_state(found: str) -> JobState:
+    """Says where the tasks of an array stand: it runs while one of them does, and ends with the largest code."""
+    tasks = [_read_state(line, None) for line in found.splitlines() if "JobState=" in line]
+    codes = [task.code or 0 for task in tasks if task.kind == "ended"]
+    counts = {kind: sum(task.kind == kind for task in tasks) for kind in ("waiting", "running", "ended")}
+    words = ", ".join(f"{count} {kind}" for kind, count in counts.items() if count) or "ended"
+    if counts["running"] or counts["waiting"]:
+        return JobState(kind="running" if counts["running"] else "waiting", words=words)
+    return JobState(kind="ended", words=words, code=max(codes, default=None))
+
+
+def _options(job: LaunchJob, tasks: int, save_s: str) -> list[str]:
+    nodes = str(job.nodes) if job.least == job.nodes else f"{job.least}-{job.nodes}"
+    log = f"{job.log}-%a" if job.tasks else str(job.log)
+    options = {
+        "job-name": job.run,
+        "nodes": nodes,
+        "ntasks-per-node": str(tasks),
+        "gpus-per-node": str(job.gpus) if job.gpus else None,
+        "time": job.time,
+        "partition": job.queue,
+        "array": job.tasks,
+        "output": log,
+        "open-mode": "append",
+        "signal": f"B:USR1@{save_s}",
+    }
+    own = {name: value for name, value in job.settings.items() if name not in _OWN}
+    wrong = [name for name in own if _OPTION.fullmatch(name) is None]
+    if wrong or any(re.search(r"[\r\n]", value or "") for value in (*options.values(), *own.values())):
+        raise UsageError(
+            f"--set {', '.join(wrong) or 'with a line break'}\n  settings are long options of sbatch: --set qos=high"
+        )
+    words = [name if value == "" else f"{name}={value}" for name, value in (options | own).items() if value is not None]
+    return [*words, "requeue"]
+
+
+def _quoted(word: str) -> str:
+    """Quotes a word for the shell, but for the number of the array's task, which the script knows."""
+    return '"${SLURM_ARRAY_TASK_ID}"'.join(shlex.quote(part) if part else "" for part in word.split(_TASK)) or "''"
+
+
+def _gpus(gres: str) -> int:
+    """Returns how many GPUs a node has: ``gpu:h100:8(S:0-1),gpu:a100:2`` is 10."""
+    return sum(int(count) for count in re.findall(r"gpu(?::[^:(,]+)?:(\d+)", gres))
+
+
+def _gpu_memory(gres: str) -> float | None:
+    """Returns the memory of a node's GPU, if the catalog knows the name that the site has given it."""
+    found = re.search(r"gpu:([^:(,]+):\d+", gres)
+    try:
+        return None if found is None else float(load_cluster(f"1x {found[1]}").device.memory_bytes)
+    except UsageError:
+        return None
+
+
+def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
+    """Runs one of Slurm's commands and returns what it prints. Raises LaunchError with its own words."""
+    path = shutil.which(program)
+    if path is None:
+        raise LaunchError(
+            f"{program} is not installed here\n  --on slurm submits with Slurm's own commands\n"
+            "  run it on a login node of the cluster, or print the script with --dry-run"
+        )
+    try:
+        done = subprocess.run([path, *words], capture_output=True, text=True, check=False, timeout=_ASK_S)
+    except subprocess.TimeoutExpired as error:
+        raise LaunchError(f"{program} did not answer within {_ASK_S:g} s\n  is slurmctld running?") from error
+    if done.returncode and is_needed:
+        raise LaunchError(f"{program}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
+
+
+_SCRIPT = """#!/bin/bash
+{options}
+# Written by paceline launch. Submit it again as it is: it goes on with the newest checkpoint.
+set -u
+export {launch}
+cd {workdir} || exit 1
+{setup}head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+MASTER_ADDR=$(scontrol show node "$head" --oneliner | sed -n 's/.* NodeAddr=\\([^ ]*\\).*/\\1/p')
+export MASTER_ADDR="${{MASTER_ADDR:-$head}}"
+export MASTER_PORT="${{MASTER_PORT:-$((20000 + SLURM_JOB_ID % 10000))}}"
+
+asked=0
+ask_to_save() {{
+  asked=1
+  echo "paceline: the time limit is near: the run saves and leaves"
+  kill -USR1 "$step"  # srun hands it on to all tasks
+}}
+trap ask_to_save USR1
+
+srun --kill-on-bad-exit=0 --wait=60 --gpu-bind=none {command} &
+step=$!
+wait "$step"
+code=$?
+while kill -0 "$step" 2>/dev/null; do  # a signal to this script has ended the wait
+  wait "$step"
+  code=$?
+done
+wait "$step"
+again=$?
+[ "$again" -eq 127 ] || code=$again  # 127: it was waited for already
+
+# The signal may come before there are ranks: then there is nothing to save, and the code is that of USR1.
+[ "$asked" -eq 1 ] && [ "$code" -eq {by_signal} ] && code={preempted}
+# A job that somebody has cancelled does not run any more, and is not queued again.
+if [ "$code" -eq {preempted} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
+  if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {most} ]; then
+    echo "paceline: saved; back into the queue (start $((${{SLURM_RESTART_COUNT:-0}} + 2)) of at most $(({most} + 1)))"
+    scontrol requeue "$SLURM_JOB_ID" && exit {preempted}
+  fi
+  echo "paceline: saved, and not queued again: it was started $((${{SLURM_RESTART_COUNT:-0}} + 1)) times"
+fi
+echo "$code" > {exit}.part && mv {exit}.part {exit}
+exit "$code"
+"""

@@ -1,0 +1,191 @@
+"""``--on ssh --hosts A,B``: one launcher on each of the listed hosts, through the user's own ssh.
+
+Every host is asked first, all at once: whether it answers, its versions, GPUs and memory, whether its config is the
+same and it sees the folder of the runs. The first host of the list has the server at which the others meet. A process
+in the background (``ssh_hosts.py``) holds the connections.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from paceline import __version__
+from paceline.errors import ConfigError, LaunchError, Problem, UsageError
+from paceline.launch import background
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, shell
+from paceline.launch.remote import forget_mark
+from paceline.launch.target import TargetMachines
+from paceline.untrusted import parse_json_object
+
+ANSWER_S = 10
+_LOOK_S = 90.0
+_OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
+
+
+def ssh_command(job: LaunchJob, host: str) -> list[str]:
+    """Returns the command that takes orders on a host; ``--set ssh="ssh -F FILE"`` is another ssh."""
+    path = job.settings.get("pythonpath", "")
+    start = [*(["env", f"PYTHONPATH={path}"] if path else []), job.python, "-m", "paceline.launch.remote"]
+    remote = f"cd {shlex.quote(job.workdir)} && {' && '.join([*job.setup, 'exec ' + shlex.join(start)])}"
+    return [*shlex.split(job.settings.get("ssh", "ssh")), *_OPTIONS, host, remote]
+
+
+def train_command(job: LaunchJob, address: str, port: int) -> list[str]:
+    """Returns what each host runs."""
+    hosts = str(job.nodes) if job.least == job.nodes else f"{job.least}:{job.nodes}"
+    return job.command("--nnodes", hosts, "--rdzv", f"{address}:{port}", "--node-ranks", str(job.ranks))
+
+
+def machines(job: LaunchJob) -> TargetMachines:
+    """Asks all hosts at once. Raises UsageError without hosts, and ConfigError with all that is wrong with them."""
+    wrong = [host for host in job.hosts if host.startswith("-") or not host.isprintable() or " " in host]
+    if len(job.hosts) < 1 or wrong:
+        raise UsageError(
+            f"--on ssh with {'hosts ' + ', '.join(wrong) if wrong else 'no hosts'}\n"
+            "  it starts ranks on the machines of a list\n  give --hosts host1,host2 or --hostfile FILE"
+        )
+    address, found = ask_hosts(job)
+    problems = list(compare(job, found, Path(job.config).read_text(encoding="utf-8")))
+    if problems:
+        raise ConfigError(problems, source="the hosts")
+    answers = [each for each in found.values() if isinstance(each, dict)]
+    silent = [f"{host} {why}: it joins when it answers" for host, why in found.items() if isinstance(why, str)]
+    gpus = [float(each["gpu_bytes"]) for each in answers if each["gpus"]]
+    return TargetMachines(
+        where="the smallest host",
+        device_bytes=min(gpus, default=None),
+        host_bytes=min(float(each["memory_bytes"]) for each in answers),
+        notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent),
+    )
+
+
+def ask_hosts(job: LaunchJob) -> tuple[str, dict[str, dict[str, Any] | str]]:
+    """Returns the first host's address, and what each host answers; a text: why there is no answer."""
+    address, mark, runs = _address(job, job.hosts[0]), secrets.token_hex(8), Path(job.folder).parent.parent
+
+    def look(host: str) -> dict[str, Any] | str:
+        is_first = host == job.hosts[0]
+        order = {"do": "look", "config": job.config, "folder": str(runs), "mark": mark, "is_first": is_first}
+        return _ask(job, host, order | {"address": address if is_first else "", "port": job.port or 0})
+
+    try:
+        first = look(job.hosts[0])
+        with ThreadPoolExecutor(16) as pool:
+            others = list(pool.map(look, job.hosts[1:]))
+    finally:
+        forget_mark(runs)
+    return address, dict(zip(job.hosts, [first, *others], strict=True))
+
+
+def compare(job: LaunchJob, found: dict[str, dict[str, Any] | str], config: str) -> Iterator[Problem]:
+    """Yields why these hosts cannot train together, with the name of each."""
+    first, silent = job.hosts[0], [host for host, each in found.items() if isinstance(each, str)]
+    if first in silent or job.nodes - len(silent) < job.least:
+        for host in silent:
+            rule = "the first host of the list has the server" if host == first else f"{job.least} hosts are needed"
+            yield Problem(what=f"host {host} {found[host]}", rule=rule, fix=f"try: ssh {host} true")
+    for host, each in found.items():
+        if isinstance(each, str):
+            continue
+        if each["paceline"] != __version__:
+            yield _differs(host, "Paceline", each["paceline"], "this machine", __version__)
+        reference = found[first]
+        if isinstance(reference, dict) and each["torch"] != reference["torch"]:
+            yield _differs(host, "torch", each["torch"], f"host {first}", reference["torch"])
+        if each["gpus"] < job.gpus:
+            what = f"host {host} has {each['gpus']} GPUs, and --gpus-per-node is {job.gpus}"
+            yield Problem(
+                what=what, rule="every rank needs a GPU of its own", fix="leave the host out, or ask for fewer"
+            )
+        if each["config"] != config:
+            state = "does not have" if not each["config"] else "has another"
+            fix = "keep the config and the runs in a folder that all hosts share"
+            yield Problem(what=f"host {host} {state} {job.config}", rule="all hosts start the same run", fix=fix)
+        if not each["sees"]:
+            runs = Path(job.folder).parent.parent
+            yield Problem(
+                what=f"host {host} does not see {runs} of host {first}",
+                rule="all hosts write to one folder: each would save a part of every checkpoint",
+                fix="mount the same file system there, or set monitor.folder to one that all hosts have",
+            )
+        if host == first and isinstance(each["port"], str):
+            fix = "name a free port with --port, and an address of that host"
+            yield Problem(what=f"host {host} cannot listen on {each['port']}", rule="the hosts meet there", fix=fix)
+
+
+def _differs(host: str, what: str, found: str, other: str, reference: str) -> Problem:
+    return Problem(
+        what=f"host {host} has {what} {found}, and {other} has {reference}",
+        rule="all hosts of a run have the same versions",
+        fix=f"install {what} {reference} on {host}",
+    )
+
+
+def _ask(job: LaunchJob, host: str, order: dict[str, Any]) -> dict[str, Any] | str:
+    """Gives one order to a host; returns its answer, or why there is none."""
+    try:
+        done = subprocess.run(
+            ssh_command(job, host),
+            input=json.dumps(order) + "\n",
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=_LOOK_S,
+        )
+    except subprocess.TimeoutExpired:
+        return f"did not answer within {_LOOK_S:g} s"
+    except FileNotFoundError as error:
+        raise LaunchError(f"{error.filename} is not installed here\n  --on ssh uses it") from error
+    answer = done.stdout.strip().splitlines()[-1:]
+    try:
+        return parse_json_object(answer[0])
+    except (IndexError, ValueError):
+        said = done.stderr.strip().splitlines()
+        return f"does not answer: {said[-1] if said else f'exit code {done.returncode}'}"
+
+
+def _address(job: LaunchJob, host: str) -> str:
+    """Returns the name by which ssh reaches a host, which may be another in the user's settings."""
+    words = [*shlex.split(job.settings.get("ssh", "ssh")), "-G", host]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ANSWER_S)
+        names = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("hostname ")]
+    except (OSError, subprocess.TimeoutExpired, IndexError):
+        names = []
+    return names[0] if names else host.rpartition("@")[2]
+
+
+def render(job: LaunchJob) -> str:
+    """Returns the command of every host."""
+    address, port = _address(job, job.hosts[0]), job.port or 29400
+    command = shell(train_command(job, address, port))
+    return "".join(f"{host}: cd {shlex.quote(job.workdir)} && {LAUNCHED}={job.name} {command}\n" for host in job.hosts)
+
+
+def submit(job: LaunchJob) -> str:
+    """Starts the process that holds the connections."""
+    job.write()
+    return background.start(job, supervisor_command(job, "paceline.launch.ssh_hosts"))
+
+
+def supervisor_command(job: LaunchJob, module: str) -> list[str]:
+    """Returns the command of a process on this machine that runs a launch elsewhere."""
+    return [sys.executable, "-m", module, job.folder]
+
+
+def state(job: LaunchJob) -> JobState:
+    """Says whether that process lives."""
+    return background.state(job)
+
+
+def cancel(job: LaunchJob) -> None:
+    """Asks it to end the run."""
+    background.cancel(job)
