@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from dataclasses import replace
 from pathlib import Path
@@ -13,9 +14,11 @@ import pytest
 from paceline.config import config_from_dict
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, REFUSED
+from paceline.launch.follow import follow
 from paceline.launch.kubectl import Kubectl, PodState, exit_code_of
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
+from paceline.launch.start import LaunchRequest, prepare, start
 
 OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1", nodes=2, namespace="here")
 CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 10}})
@@ -136,3 +139,51 @@ def test_a_cluster_is_asked_whether_it_takes_the_run(program: Path) -> None:
     assert Kubectl(OPTIONS, str(program)).check() == "test-cluster"
     with pytest.raises(LaunchError, match=r"test-cluster lets you create no job\.batch: no"):
         Kubectl(OPTIONS, str(program)).check()
+
+
+# As a target of `paceline launch`.
+
+
+ROOT = Path(__file__).parents[2]
+REQUEST = LaunchRequest(target="kubernetes", nodes=2, settings={"image": "paceline:0.1", "namespace": "here"})
+
+
+@pytest.fixture
+def cluster(program: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Puts the program in the place of kubectl, and this process into a folder of its own."""
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    (program.parent / "auth-can-i.last").write_text("yes\n")
+    (program.parent / "work").mkdir()
+    monkeypatch.chdir(program.parent / "work")
+    return program.parent
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the follower outlives its object
+def test_a_launch_is_submitted_and_followed_to_its_exit_code(cluster: Path) -> None:
+    ended = a_pod("digits-0-aaa", "Failed", terminated={"exitCode": 77})
+    failed = {"status": {"conditions": [{"type": "Failed", "status": "True"}]}}
+    (cluster / "get-pods.last").write_text(json.dumps({"items": [ended]}))
+    (cluster / "get-job.batch.last").write_text(json.dumps(failed))
+    (cluster / "logs---follow.last").write_text("it made no progress\n")
+    target, job, settled = prepare(ROOT / "configs" / "digits.yaml", [], REQUEST)
+    assert settled.lines[-1] == "the cluster is test-cluster"
+    job = start(target, job)
+    written: list[str] = []
+    assert follow(target, job, written.append, written.append) == 77
+    assert "it made no progress\n" in "".join(written)
+    applied = json.loads((cluster / "apply.json").read_text())["items"]
+    (made,) = [each for each in applied if each["kind"] == "Job"]
+    assert made["spec"]["completions"] == 2
+    assert "--node-ranks" in made["spec"]["template"]["spec"]["containers"][0]["args"]
+    target.cancel(job)
+    assert (cluster / "calls").read_text().splitlines()[-1].startswith("delete job.batch,")
+
+
+def test_a_cluster_that_does_not_answer_refuses_a_launch_and_not_a_dry_run(cluster: Path) -> None:
+    (cluster / "auth-can-i.last").write_text("no\n")
+    with pytest.raises(LaunchError, match="lets you create no"):
+        prepare(ROOT / "configs" / "digits.yaml", [], REQUEST)
+    target, job, settled = prepare(ROOT / "configs" / "digits.yaml", [], replace(REQUEST, is_dry=True))
+    assert "not asked for its machines" in settled.lines[-1]
+    assert "kind: Job\n" in target.render(job)
+    assert not (cluster / "apply.json").exists()

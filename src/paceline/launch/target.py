@@ -17,6 +17,7 @@ TARGETS = {
     "slurm": "paceline.launch.slurm",
     "ssh": "paceline.launch.ssh",
     "ray": "paceline.launch.ray",
+    "kubernetes": "paceline.launch.kubernetes_target",
 }
 
 
