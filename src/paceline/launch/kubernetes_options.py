@@ -193,13 +193,13 @@ def _memory(options: KubernetesOptions) -> Iterator[Problem]:
     least = _SHM_BASE_GIB + _SHM_RANK_GIB * resources.num_ranks
     if resources.shm_gib < least:
         yield Problem(
-            what=f"/dev/shm has {resources.shm_gib:g} GiB for {resources.num_ranks} ranks",
+            what=f"/dev/shm has {resources.shm_gib:g} GiB for {resources.num_ranks} ranks",  # nosec B108  # no file
             rule=f"ranks and loader workers share memory there: {least:g} GiB is the least",
             fix=f"set shm_gib = {max(2, round(2 * least))}",
         )
     if resources.shm_gib >= resources.memory_gib:
         yield Problem(
-            what=f"/dev/shm has {resources.shm_gib:g} GiB of a pod with {resources.memory_gib} GiB",
+            what=f"/dev/shm has {resources.shm_gib:g} GiB of a pod with {resources.memory_gib} GiB",  # nosec B108
             rule="Kubernetes counts /dev/shm as memory of the pod: it must leave room for the ranks",
             fix=f"set memory_gib = {round(4 * resources.shm_gib)}, or a smaller shm_gib",
         )
