@@ -7,7 +7,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all browser soak fuzz slurm hosts check format bench clean
+.PHONY: help run test test-all browser soak fuzz slurm hosts check format bench container clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -54,6 +54,9 @@ format: $(VENV)/ready  ## format and mend what can be mended
 
 bench: $(VENV)/ready  ## time the engines beside their peers (minutes)
 	$(BIN)/paceline bench engines
+
+container:       ## build the image with docker, podman or buildah, and do `make run` in it; BASE=debootstrap without a registry
+	scripts/build_container.sh
 
 clean:           ## remove the virtual environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

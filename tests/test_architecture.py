@@ -59,6 +59,8 @@ TORCH_FREE = (
     "errors",
     "health",
     "imports",
+    "launch.kubectl",
+    "launch.pod",
     "mesh",
     "notebook",
     "plan",

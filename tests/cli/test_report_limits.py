@@ -60,7 +60,8 @@ def verdict(call: Call, folder: str) -> dict[str, Any]:
 LAUNCH_BOUND = ("train.steps=12", "train.global_batch=8", "model.hidden_dim=16", "parallel.device=cpu")
 
 
-def test_a_simulated_gpu_that_waits_for_launches(limited: Path, call: Call) -> None:
+@pytest.mark.usefixtures("limited")
+def test_a_simulated_gpu_that_waits_for_launches(call: Call) -> None:
     run = ("--ranks", "1", "--cluster", "1x h100-sxm", "--compute", "modelled", "--json")
     assert call("simulate", "limited.yaml", *LAUNCH_BOUND, *run).code == 0
     found = verdict(call, "runs/limited-simulated")
@@ -68,7 +69,8 @@ def test_a_simulated_gpu_that_waits_for_launches(limited: Path, call: Call) -> N
     assert "compile" in found["changes"][0]["text"] or "microbatch" in found["changes"][0]["text"]
 
 
-def test_a_simulated_slow_link_and_a_simulated_slow_rank(limited: Path, call: Call) -> None:
+@pytest.mark.usefixtures("limited")
+def test_a_simulated_slow_link_and_a_simulated_slow_rank(call: Call) -> None:
     small = ("train.steps=12", "train.global_batch=64", "--compute", "modelled", "--json", "--ranks", "4")
     assert call("simulate", "limited.yaml", *small, "--slow", "link=2:30x").code == 0
     assert verdict(call, "runs/limited-simulated")["what"] == "link"
@@ -92,7 +94,8 @@ CHAOS = {
 @pytest.mark.exhaustive
 @LATE_FILES
 @pytest.mark.parametrize("what", list(CHAOS))
-def test_real_runs_with_faults(what: str, limited: Path, call: Call) -> None:
+@pytest.mark.usefixtures("limited")
+def test_real_runs_with_faults(what: str, call: Call) -> None:
     faults, *overrides = CHAOS[what]
     called = call("chaos", "limited.yaml", *overrides, "--faults", faults, "--json")
     assert called.code == 0, called

@@ -109,9 +109,9 @@ class Injector:
 
         def slow_end_wait(start: Any) -> None:
             fault = self._slow_link
-            if start is not None and fault is not None and self._trainer is not None and fault.step is not None:
-                if self._trainer.step < fault.step + fault.length:
-                    time.sleep((fault.factor - 1.0) * _MESSAGE_S)
+            is_slowed = start is not None and fault is not None and fault.step is not None
+            if is_slowed and self._trainer is not None and self._trainer.step < fault.step + fault.length:
+                time.sleep((fault.factor - 1.0) * _MESSAGE_S)
             end_wait(start)
 
         return slow_end_wait

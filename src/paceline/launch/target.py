@@ -12,7 +12,12 @@ from typing import Protocol, cast
 from paceline.errors import UsageError
 from paceline.launch.job import JobState, LaunchJob
 
-TARGETS = {"local": "paceline.launch.local", "slurm": "paceline.launch.slurm", "ssh": "paceline.launch.ssh"}
+TARGETS = {
+    "local": "paceline.launch.local",
+    "slurm": "paceline.launch.slurm",
+    "ssh": "paceline.launch.ssh",
+    "kubernetes": "paceline.launch.kubernetes_target",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

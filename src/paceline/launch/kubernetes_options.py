@@ -1,0 +1,234 @@
+"""What a run on Kubernetes is asked to be, and every problem of it at once. No torch in here.
+
+A *node* here is a pod with one launcher and its ranks; Kubernetes puts it on a machine.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from paceline.config import Config, check_ranks
+from paceline.errors import ConfigError, Problem
+
+Kind = Literal["job", "statefulset", "jobset", "trainjob"]
+Gang = Literal["none", "kueue", "volcano"]
+AccessMode = Literal["ReadWriteMany", "ReadWriteOnce"]
+
+PAGE_PORT, TENSORBOARD_PORT = 6070, 6006
+_MOST_NAME = 40  # Kubernetes takes 63, and appends indices to the names of pods and services
+_NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
+_OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
+_RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
+_LABEL_KEY = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
+_LABEL_VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
+_IMAGE = re.compile(r"[\w./:@-]+")
+
+# Segments of ranks that share memory take 40 MiB and NCCL some 10 MiB for each pair; loader workers need the rest.
+_SHM_BASE_GIB, _SHM_RANK_GIB = 0.25, 0.125
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodResources:
+    """What each pod gets. ``ranks``: of a pod without GPUs; with GPUs one rank has one of them.
+
+    ``network`` are resources of fast networks and how many of each a pod takes: ``{"rdma/hca": 8}`` for InfiniBand,
+    ``{"vpc.amazonaws.com/efa": 32}`` for EFA.
+    """
+
+    gpus: int = 0
+    ranks: int = 1
+    cpus: int = 4
+    memory_gib: int = 16
+    shm_gib: float = 2.0
+    gpu_resource: str = "nvidia.com/gpu"
+    network: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def num_ranks(self) -> int:
+        """Returns the ranks of one pod."""
+        return self.gpus or self.ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PodPlacement:
+    """Which machines take the pods, and who schedules them together. ``queue``: of Kueue or Volcano."""
+
+    node_selector: Mapping[str, str] = field(default_factory=dict)
+    gang: Gang = "none"
+    queue: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunsVolume:
+    """The volume with the run folders, which all pods share.
+
+    ``claim`` is a PersistentVolumeClaim that exists; None: one of ``size_gib`` and ``storage_class`` is made.
+    """
+
+    claim: str | None = None
+    size_gib: int = 100
+    storage_class: str | None = None
+    access_mode: AccessMode = "ReadWriteMany"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KubernetesOptions:
+    """A run on Kubernetes. ``min_nodes``: the run starts with so many pods, and others join; None: with all."""
+
+    name: str
+    image: str
+    kind: Kind = "job"
+    nodes: int = 1
+    min_nodes: int | None = None
+    namespace: str | None = None
+    resources: PodResources = field(default_factory=PodResources)
+    placement: PodPlacement = field(default_factory=PodPlacement)
+    volume: RunsVolume = field(default_factory=RunsVolume)
+    secret: str | None = None
+    max_restarts: int = 3
+    time_limit_s: int | None = None
+    shows_page: bool = True
+
+    @property
+    def fewest(self) -> int:
+        """Returns the fewest pods that the run trains on."""
+        return self.nodes if self.min_nodes is None else self.min_nodes
+
+    @property
+    def claim(self) -> str:
+        """Returns the name of the claim of the volume with the run folders."""
+        return self.volume.claim or f"{self.name}-runs"
+
+    @property
+    def secret_name(self) -> str:
+        """Returns the name of the Secret object whose key ``secret`` has the job's secret."""
+        return self.secret or f"{self.name}-secret"
+
+
+def check_options(options: KubernetesOptions, config: Config) -> None:
+    """Raises ConfigError with all problems of the options, and of the config on so many ranks."""
+    problems = [*_names(options), *_counts(options), *_memory(options), *_placement(options)]
+    if not problems:
+        per_pod, most = options.resources.num_ranks, options.nodes
+        spread = config.with_values("parallel", ranks=per_pod * most)
+        found = [
+            each for pods in range(options.fewest, most + 1) for each in check_ranks(spread, per_pod * pods, per_pod)
+        ]
+        problems = list({each.what: each for each in found}.values())
+    if problems:
+        raise ConfigError(problems, source=f"{options.name or 'run'} on Kubernetes")
+
+
+def _names(options: KubernetesOptions) -> Iterator[Problem]:
+    if not _NAME.fullmatch(options.name) or len(options.name) > _MOST_NAME:
+        yield Problem(
+            what=f"the name {options.name!r} is no name of Kubernetes",
+            rule=f"a name has at most {_MOST_NAME} small letters, digits and dashes, and begins with a letter",
+            fix="give another name",
+        )
+    if not _IMAGE.fullmatch(options.image):
+        yield Problem(
+            what=f"the image {options.image!r} is no reference of an image",
+            rule="it is a registry, a name, and a tag or digest without spaces",
+            fix="try paceline:0.1",
+        )
+    named = {
+        "namespace": options.namespace,
+        "secret": options.secret,
+        "claim": options.volume.claim,
+        "storage class": options.volume.storage_class,
+        "queue": options.placement.queue,
+    }
+    for what, name in named.items():
+        if name is not None and (not _OBJECT_NAME.fullmatch(name) or len(name) > 63):
+            yield Problem(
+                what=f"the {what} {name!r} is no name of a Kubernetes object",
+                rule="such a name has at most 63 small letters, digits, dashes and dots",
+                fix="kubectl get lists the names that there are",
+            )
+
+
+def _counts(options: KubernetesOptions) -> Iterator[Problem]:
+    least, most = options.fewest, options.nodes
+    if not 1 <= least <= most:
+        yield Problem(
+            what=f"{least} to {most} nodes",
+            rule="a run has at least one node, and the fewest are not more than the most",
+            fix="try --nodes 2, or --nodes 2:4",
+        )
+    resources = options.resources
+    counts = {
+        "gpus": (resources.gpus, 0),
+        "ranks": (resources.ranks, 1),
+        "cpus": (resources.cpus, 1),
+        "memory_gib": (resources.memory_gib, 1),
+        "size_gib": (options.volume.size_gib, 1),
+        "max_restarts": (options.max_restarts, 0),
+        "time_limit_s": (options.time_limit_s or 1, 1),
+        **{f"network resource {name}": (count, 1) for name, count in resources.network.items()},
+    }
+    for what, (count, least_count) in counts.items():
+        if count < least_count:
+            yield Problem(what=f"{what} = {count}", rule=f"it is at least {least_count}")
+    for name in (resources.gpu_resource, *resources.network):
+        if not _RESOURCE.fullmatch(name):
+            yield Problem(
+                what=f"{name!r} is no name of a device resource",
+                rule="it is a domain, a slash and a name, such as nvidia.com/gpu or rdma/hca",
+                fix="kubectl describe node lists the resources of a machine",
+            )
+    if options.time_limit_s is not None and options.kind == "statefulset":
+        yield Problem(
+            what=f"a StatefulSet with a time limit of {options.time_limit_s} s",
+            rule="Kubernetes ends no StatefulSet by time",
+            fix="use --kind job",
+        )
+
+
+def _memory(options: KubernetesOptions) -> Iterator[Problem]:
+    resources = options.resources
+    least = _SHM_BASE_GIB + _SHM_RANK_GIB * resources.num_ranks
+    if resources.shm_gib < least:
+        yield Problem(
+            what=f"/dev/shm has {resources.shm_gib:g} GiB for {resources.num_ranks} ranks",  # nosec B108  # no file
+            rule=f"ranks and loader workers share memory there: {least:g} GiB is the least",
+            fix=f"set shm_gib = {max(2, round(2 * least))}",
+        )
+    if resources.shm_gib >= resources.memory_gib:
+        yield Problem(
+            what=f"/dev/shm has {resources.shm_gib:g} GiB of a pod with {resources.memory_gib} GiB",  # nosec B108
+            rule="Kubernetes counts /dev/shm as memory of the pod: it must leave room for the ranks",
+            fix=f"set memory_gib = {round(4 * resources.shm_gib)}, or a smaller shm_gib",
+        )
+    if options.nodes > 1 and options.volume.access_mode != "ReadWriteMany":
+        yield Problem(
+            what=f"{options.nodes} nodes with a volume of {options.volume.access_mode}",
+            rule="all nodes write to the run's folder: its volume must be ReadWriteMany",
+            fix="use a storage class of a shared file system, or one node",
+        )
+
+
+def _placement(options: KubernetesOptions) -> Iterator[Problem]:
+    placement = options.placement
+    if placement.gang == "none" and placement.queue is not None:
+        yield Problem(
+            what=f"queue {placement.queue} without a scheduler that has queues",
+            rule="queues are of Kueue or Volcano",
+            fix="set gang = kueue or gang = volcano",
+        )
+    if placement.gang == "kueue" and placement.queue is None:
+        yield Problem(
+            what="Kueue without a queue",
+            rule="Kueue takes a run by the name of a LocalQueue",
+            fix="kubectl get localqueues lists them",
+        )
+    for key, value in placement.node_selector.items():
+        if not _LABEL_KEY.fullmatch(key) or not _LABEL_VALUE.fullmatch(value):
+            yield Problem(
+                what=f"the node selector {key}={value} is no label",
+                rule="a label is a name, with a domain before it or not, and a value of at most 63 characters",
+                fix="kubectl get nodes --show-labels lists those that there are",
+            )

@@ -1,0 +1,152 @@
+"""Options of a run on Kubernetes from the words of a command line: ``--set image=paceline:0.1 --set kind=jobset``.
+
+SETTINGS says which words there are, and what each means. No torch in here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from paceline.errors import UsageError
+from paceline.launch.kubernetes_options import (
+    AccessMode,
+    Gang,
+    Kind,
+    KubernetesOptions,
+    PodPlacement,
+    PodResources,
+    RunsVolume,
+)
+
+_NAME_PARTS = re.compile(r"[^a-z0-9]+")
+_MOST_NAME = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AskedPods:
+    """What every launch asks for, whatever the target: see the options of ``paceline launch``."""
+
+    name: str
+    nodes: int
+    least: int
+    gpus: int
+    ranks: int
+    queue: str | None = None
+    time: str | None = None
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
+        raise ValueError("a number")
+    return float(text)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError("yes or no")
+    return text == "yes"
+
+
+def _one_of(kind: Any) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in get_args(kind):
+            raise ValueError(f"one of {', '.join(get_args(kind))}")
+        return text
+
+    return read
+
+
+def _counts(text: str) -> dict[str, int]:
+    return {name: _count(value) for name, value in _pairs(text).items()}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    words = [word.partition("=") for word in text.split(",")]
+    if not all(name and sign for name, sign, _ in words):
+        raise ValueError("NAME=VALUE, with commas between several")
+    return {name: value for name, _, value in words}
+
+
+# Each word: the record and the field that it sets, and how its value is read.
+SETTINGS: Mapping[str, tuple[str, str, Callable[[str], Any]]] = {
+    "image": ("options", "image", str),
+    "kind": ("options", "kind", _one_of(Kind)),
+    "namespace": ("options", "namespace", str),
+    "secret": ("options", "secret", str),
+    "max_restarts": ("options", "max_restarts", _count),
+    "page": ("options", "shows_page", _switch),
+    "cpus": ("resources", "cpus", _count),
+    "memory_gib": ("resources", "memory_gib", _count),
+    "shm_gib": ("resources", "shm_gib", _number),
+    "gpu_resource": ("resources", "gpu_resource", str),
+    "network": ("resources", "network", _counts),
+    "node_selector": ("placement", "node_selector", _pairs),
+    "gang": ("placement", "gang", _one_of(Gang)),
+    "claim": ("volume", "claim", str),
+    "size_gib": ("volume", "size_gib", _count),
+    "storage_class": ("volume", "storage_class", str),
+    "access_mode": ("volume", "access_mode", _one_of(AccessMode)),
+}
+
+
+def read_options(asked: AskedPods, settings: Mapping[str, str]) -> KubernetesOptions:
+    """Returns the options. Raises UsageError for a word that there is not, or a value that it does not take."""
+    found: dict[str, dict[str, Any]] = {"options": {}, "resources": {}, "placement": {}, "volume": {}}
+    for word, text in settings.items():
+        if word not in SETTINGS:
+            near = difflib.get_close_matches(word, SETTINGS, n=1)
+            fix = f"did you mean {near[0]}?" if near else "leave it out"
+            raise UsageError(f"--set {word} with --on kubernetes\n  the words are {', '.join(SETTINGS)}\n  {fix}")
+        record, name, read = SETTINGS[word]
+        try:
+            found[record][name] = read(text)
+        except ValueError as error:
+            raise UsageError(f"--set {word}={text}\n  it is {error}\n  give another value") from None
+    if "image" not in settings:
+        raise UsageError(
+            "--on kubernetes without an image\n  pods run a container image with Paceline in it\n"
+            "  build one (make container), push it, and give it: --set image=REGISTRY/paceline:0.1"
+        )
+    queue = {} if asked.queue is None else {"queue": asked.queue, "gang": "kueue"}
+    return KubernetesOptions(
+        name=object_name(asked.name),
+        nodes=asked.nodes,
+        min_nodes=None if asked.least == asked.nodes else asked.least,
+        time_limit_s=None if asked.time is None else read_time(asked.time),
+        resources=PodResources(gpus=asked.gpus, ranks=asked.ranks, **found["resources"]),
+        placement=PodPlacement(**{**queue, **found["placement"]}),
+        volume=RunsVolume(**found["volume"]),
+        **found["options"],
+    )
+
+
+def object_name(name: str) -> str:
+    """Returns the name of a run as Kubernetes takes it: small letters, digits and dashes."""
+    found = _NAME_PARTS.sub("-", name.lower()).strip("-")[:_MOST_NAME].strip("-")
+    return found if found[:1].isalpha() else f"run-{found}".strip("-")[:_MOST_NAME].strip("-")
+
+
+def read_time(text: str) -> int:
+    """Returns the seconds of ``1:30:00``, ``90:00`` (minutes), ``1-00:00:00`` (a day) or ``90`` (minutes), as Slurm."""
+    found = re.fullmatch(r"(?:(?P<days>\d{1,4})-)?(?P<rest>\d{1,6}(?::\d{1,2}){0,2})", text)
+    parts = [int(part) for part in found["rest"].split(":")] if found else []
+    if found and found["days"]:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    elif parts:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    total = 0 if not found else int(found["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+    if total <= 0:
+        raise UsageError(f"--time {text}\n  it is hours, minutes and seconds\n  try --time 1:30:00")
+    return total

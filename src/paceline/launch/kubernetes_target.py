@@ -1,0 +1,95 @@
+"""``--on kubernetes``: a run as objects of a cluster, through the user's own kubectl.
+
+``--set`` has the options of a cluster (``kubernetes_settings.py``). A process in the background follows the run: it
+keeps the log of the first pod and, in the end, the exit code.
+
+    python -m paceline.launch.kubernetes_target FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+from paceline.config import Config, load_config
+from paceline.errors import LaunchError, UsageError
+from paceline.launch import background
+from paceline.launch.job import JobState, LaunchJob
+from paceline.launch.kubectl import Kubectl
+from paceline.launch.kubernetes import render as render_manifests
+from paceline.launch.kubernetes_options import KubernetesOptions
+from paceline.launch.kubernetes_settings import AskedPods, read_options
+from paceline.launch.manifests import to_text
+from paceline.launch.target import TargetMachines
+
+_LOOK_S = 0.2
+_WRITTEN_S = 60.0  # until the launch has been written down
+
+
+def machines(job: LaunchJob) -> TargetMachines:
+    """Returns what a pod is given. Raises UsageError or ConfigError for what no cluster can run."""
+    options = options_of(job)
+    render_manifests(options, config_of(job))
+    context, gib = Kubectl(options).check(), options.resources.memory_gib
+    return TargetMachines(where=f"a pod with {gib} GiB", host_bytes=gib * 2.0**30, notes=(f"the cluster is {context}",))
+
+
+def render(job: LaunchJob) -> str:
+    """Returns the manifests."""
+    return to_text(render_manifests(options_of(job), config_of(job)))
+
+
+def submit(job: LaunchJob) -> str:
+    """Applies the manifests, and follows the run in the background. Returns the id of the process that does."""
+    options = options_of(job)
+    Kubectl(options).apply(render_manifests(options, config_of(job)))
+    (Path(job.folder) / "script").write_text(render(job), encoding="utf-8")
+    return background.start(job, [sys.executable, "-m", "paceline.launch.kubernetes_target", job.folder])
+
+
+def state(job: LaunchJob) -> JobState:
+    """Says what the cluster says of the pods."""
+    if (code := job.exit_code()) is not None:
+        return JobState(kind="ended", words="ended", code=code)
+    now = Kubectl(options_of(job)).look()
+    words = ", ".join(f"{pod.name} {pod.reason or pod.phase}" for pod in now.pods) or "no pods yet"
+    is_followed = background.state(job).kind == "running"  # it has yet to write the rest of the log
+    if now.exit_code is not None and not is_followed:
+        return JobState(kind="ended", words=words, code=now.exit_code)
+    is_running = any(pod.phase == "Running" for pod in now.pods)
+    return JobState(kind="running" if is_running else "waiting", words=words)
+
+
+def cancel(job: LaunchJob) -> None:
+    """Removes the objects: the pods are asked to save first. The volume with the runs stays."""
+    Kubectl(options_of(job)).cancel()
+
+
+def options_of(job: LaunchJob) -> KubernetesOptions:
+    """Returns the options of a launch. Raises UsageError for what is wrong with them."""
+    if job.tasks is not None or job.hosts:
+        raise UsageError("--array and --hosts with --on kubernetes\n  they are of Slurm and ssh\n  leave them out")
+    asked = AskedPods(
+        name=job.run, nodes=job.nodes, least=job.least, gpus=job.gpus, ranks=job.ranks, queue=job.queue, time=job.time
+    )
+    return read_options(asked, job.settings)
+
+
+def config_of(job: LaunchJob) -> Config:
+    """Returns the config that the pods get as a file."""
+    return load_config(Path(job.config), [*job.overrides, f"name={job.run}"])
+
+
+def main(folder: Path) -> int:
+    """Follows a launch until it has ended; returns its exit code."""
+    deadline = time.monotonic() + _WRITTEN_S
+    while not (folder / "job.json").is_file():
+        if time.monotonic() > deadline:
+            raise LaunchError(f"{folder} has no launch")
+        time.sleep(_LOOK_S)
+    return Kubectl(options_of(LaunchJob.read(folder))).follow()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

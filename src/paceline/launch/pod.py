@@ -1,0 +1,131 @@
+"""What runs in a pod or a container beside the training itself, without torch.
+
+    python -m paceline.launch.pod alive           exit code 0 unless a process of this container is stopped
+    python -m paceline.launch.pod wait HOST PORT  waits until the launcher of the first pod listens there
+    python -m paceline.launch.pod stay COMMAND    runs a command; where it must not be started again, stays behind it
+
+``alive`` judges no progress: a rank that hangs gets a verdict from Paceline itself, with its name and its line, and a
+probe that ends slow runs does more harm than good. A process that is stopped or dead beside a living container is what
+nobody else would notice.
+
+``stay`` is for a StatefulSet, which starts every container again that ends. A run that is done, that was refused or
+that gave up would then be started for ever.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from types import FrameType
+
+import psutil
+
+from paceline.errors import UsageError
+from paceline.health.exit_codes import DONE, FAILED, MEANINGS, NO_PROGRESS, REFUSED
+from paceline.run.nodes import address_towards
+from paceline.terminal import echo
+
+FINAL = (DONE, REFUSED, NO_PROGRESS)  # after these a start of the same command would change nothing
+_STOPPED = (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP, psutil.STATUS_DEAD)
+_LOOK_S = 1.0
+_WAIT_S = 1800.0  # a cluster may take that long to find a machine for the first pod
+
+
+def alive(first: int = 1) -> str:
+    """Returns what is wrong with process ``first`` and those that it started; an empty text: nothing."""
+    try:
+        process = psutil.Process(first)
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return f"process {first} has ended"
+        return _stopped([process, *process.children(recursive=True)])
+    except psutil.NoSuchProcess:
+        return f"there is no process {first}"
+
+
+def _stopped(processes: Iterable[psutil.Process]) -> str:
+    for process in processes:
+        try:
+            if process.status() in _STOPPED:
+                return f"process {process.pid} ({process.name()}) is stopped"
+        except psutil.NoSuchProcess:
+            continue  # it ended while we looked
+    return ""
+
+
+def wait_for_host(host: str, port: int, *, within_s: float = _WAIT_S) -> bool:
+    """Waits until somebody listens at ``host``, or until that turns out to be this pod; says whether it did.
+
+    Kubernetes publishes the name of a pod once it has an address, which may be minutes before its image is there.
+    """
+    deadline = time.monotonic() + within_s
+    while not _is_there(host, port):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(min(_LOOK_S, within_s))
+    return True
+
+
+def _is_there(host: str, port: int) -> bool:
+    try:
+        if address_towards(host, port) == socket.getaddrinfo(host, port)[0][4][0]:
+            return True
+        with socket.create_connection((host, port), timeout=_LOOK_S):
+            return True
+    except (OSError, UsageError):
+        return False
+
+
+def stay(command: Sequence[str]) -> int:
+    """Runs a command, hands signals on to it, and returns its exit code; after a final one only once SIGTERM comes."""
+    asked: list[int] = []
+    child: subprocess.Popen[bytes] | None = None
+
+    def hand_on(number: int, _: FrameType | None) -> None:
+        asked.append(number)
+        if child is not None:
+            child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, hand_on)
+    child = subprocess.Popen(command)
+    if asked:
+        child.send_signal(asked[0])  # it came while the process was starting
+    code = child.wait()
+    code = code if code >= 0 else 128 - code
+    if code in FINAL and not asked:
+        echo(f"paceline: exit code {code} ({MEANINGS[code]}): this pod stays until it is deleted", err=True)
+        while not asked:
+            time.sleep(_LOOK_S)
+    return code
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs one of the three verbs; returns the exit code."""
+    match list(words):
+        case ["alive"]:
+            problem = alive()
+            if problem:
+                echo(f"paceline: {problem}", err=True)
+            return FAILED if problem else DONE
+        case ["wait", host, port]:
+            if wait_for_host(host, int(port)):
+                return DONE
+            echo(
+                f"paceline: nobody listens at {host}:{port} after {_WAIT_S:.0f} s\n  all pods meet at the first one\n"
+                "  kubectl describe pod says why it was not started",
+                err=True,
+            )
+            return FAILED
+        case ["stay", *command] if command:
+            return stay(command)
+        case _:
+            echo("paceline: use alive, wait HOST PORT, or stay COMMAND", err=True)
+            return REFUSED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

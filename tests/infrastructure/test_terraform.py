@@ -1,0 +1,297 @@
+"""The Terraform of three clouds: it parses, every name refers to something, and cloud-init starts the nodes.
+
+Nothing here talks to a cloud. `start_node.sh` runs for real, each node in namespaces of its own, up to the launch.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paceline.health.exit_codes import NO_PROGRESS, PREEMPTED, REFUSED
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "infrastructure"
+CLOUDS = ("nebius", "aws", "gcp")
+TEMPLATE = FOLDER / "cloud-init.yaml.tftpl"
+SCRIPT = FOLDER / "start_node.sh"
+
+
+@cache
+def parsed(cloud: str) -> dict[str, Any]:
+    """Returns all blocks of a cloud's files by their kind, each as {type: {name: body}} or {name: body}."""
+    hcl2 = pytest.importorskip("hcl2", reason="python-hcl2 is part of the extra dev")
+    blocks: dict[str, Any] = {}
+    for path in sorted((FOLDER / cloud).glob("*.tf")):
+        with path.open(encoding="utf-8") as file:
+            for kind, found in hcl2.load(file).items():
+                if isinstance(found, list):
+                    blocks.setdefault(kind, []).extend(found)
+    return blocks
+
+
+def text_of(cloud: str) -> str:
+    """Returns the text of a cloud's files without comments and descriptions."""
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((FOLDER / cloud).glob("*.tf")))
+    return re.sub(r"(?m)^\s*(#|description\s*=).*$", "", text)
+
+
+def unquoted(name: str) -> str:
+    return name.strip('"')
+
+
+def named(cloud: str, kind: str) -> dict[str, Any]:
+    """Returns blocks with one name, such as variables and outputs."""
+    return {unquoted(name): body for block in parsed(cloud).get(kind, []) for name, body in block.items()}
+
+
+def typed(cloud: str, kind: str) -> set[str]:
+    """Returns the addresses of blocks with a type and a name, such as resources."""
+    return {
+        f"{unquoted(sort)}.{unquoted(name)}"
+        for block in parsed(cloud).get(kind, [])
+        for sort, bodies in block.items()
+        for name in bodies
+        if not name.startswith("__")
+    }
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_every_variable_is_declared_and_used(cloud: str) -> None:
+    used = set(re.findall(r"\bvar\.(\w+)", text_of(cloud)))
+    assert used == set(named(cloud, "variable"))
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_every_reference_has_its_resource(cloud: str) -> None:
+    text = text_of(cloud)
+    resources = typed(cloud, "resource")
+    provider = {"nebius": "nebius", "aws": "aws", "gcp": "google"}[cloud]
+    assert len(resources) >= 4
+    # Behind a block's head, every address of a resource is a reference.
+    body = re.sub(r'(?m)^(resource|data) "\w+" "\w+" \{$', "", text)
+    data = {f"{each}" for each in typed(cloud, "data")}
+    assert set(re.findall(rf"(?<!data\.)\b({provider}_\w+\.\w+)", body)) <= resources
+    assert set(re.findall(r"\bdata\.(\w+\.\w+)", body)) == data
+    local = {unquoted(name) for block in parsed(cloud).get("locals", []) for name in block if not name.startswith("__")}
+    assert set(re.findall(r"\blocal\.(\w+)", body)) == local
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize(("name", "default"), [("cluster_size", 1), ("training_epochs", 10), ("save_frequency", 5)])
+def test_the_sizes_have_their_defaults(cloud: str, name: str, default: int) -> None:
+    assert int(named(cloud, "variable")[name]["default"]) == default
+
+
+def test_what_all_clouds_have_is_the_same() -> None:
+    common = set.intersection(*(set(named(cloud, "variable")) for cloud in CLOUDS))
+    assert common >= {"name", "source_url", "config", "ssh_public_key", "node_price_per_hour"}
+    heads = [
+        (FOLDER / cloud / "variables.tf").read_text(encoding="utf-8").partition("\n# Variables of ")[0]
+        for cloud in CLOUDS
+    ]
+    assert heads[0] == heads[1] == heads[2]
+    for cloud in CLOUDS:
+        assert set(named(cloud, "output")) == {"nodes", "runs", "log", "cost_per_hour"}
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_no_file_has_credentials(cloud: str) -> None:
+    assert not re.search(r"(?i)\b(secret|password|token|private_key|access_key)\s*=\s*\"", text_of(cloud))
+
+
+# cloud-init.
+
+
+def names_in_template() -> set[str]:
+    return set(re.findall(r"\$\{(?:jsonencode\()?(\w+)\)?\}", TEMPLATE.read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize("cloud", CLOUDS)
+def test_every_name_of_the_template_is_given(cloud: str) -> None:
+    call = re.search(
+        r"templatefile\(\"\$\{path\.module\}/\.\./cloud-init\.yaml\.tftpl\", \{(.*?)\n\s*\}\)",
+        text_of(cloud),
+        re.DOTALL,
+    )
+    assert call is not None
+    assert set(re.findall(r"(?m)^\s*(\w+)\s+=", call[1])) == names_in_template()
+
+
+def rendered(**values: Any) -> dict[str, Any]:
+    """Fills the template as Terraform does, for what it uses of the language; returns what cloud-init reads."""
+    text = TEMPLATE.read_text(encoding="utf-8")
+    text = re.sub(r"(?m)^%\{ (if .*|endif) ~\}\n", "", text)
+    text = re.sub(r"\$\{jsonencode\((\w+)\)\}", lambda found: json.dumps(values[found[1]]), text)
+    text = re.sub(r"\$\{(\w+)\}", lambda found: str(values[found[1]]), text)
+    assert text.startswith("#cloud-config\n")
+    whole: dict[str, Any] = yaml.safe_load(text)
+    return whole
+
+
+def a_node(index: int, size: int) -> dict[str, Any]:
+    return rendered(
+        node_index=index,
+        cluster_size=size,
+        gpus_per_node=8,
+        training_epochs=10,
+        save_frequency=5,
+        config="configs/digits.yaml",
+        source_url="https://example.com/paceline.git",
+        source_ref="main",
+        ssh_public_key="ssh-ed25519 AAAA someone",
+        packages=["git"],
+        mount_options="--bind",
+        mount_source="shared",
+        start_node=base64.b64encode(SCRIPT.read_bytes()).decode(),
+    )
+
+
+def files_of(node: dict[str, Any]) -> dict[str, str]:
+    return {
+        each["path"]: base64.b64decode(each["content"]).decode() if each.get("encoding") == "b64" else each["content"]
+        for each in node["write_files"]
+    }
+
+
+def test_the_service_runs_the_script_and_knows_the_exit_codes() -> None:
+    files = files_of(a_node(0, 2))
+    service = files["/etc/systemd/system/paceline-node.service"]
+    lines = dict(line.partition("=")[::2] for line in service.splitlines() if "=" in line)
+    assert files[lines["ExecStart"]] == SCRIPT.read_text(encoding="utf-8")
+    assert lines["EnvironmentFile"] in files
+    assert lines["RestartForceExitStatus"] == str(PREEMPTED)
+    assert lines["RestartPreventExitStatus"] == f"{REFUSED} {NO_PROGRESS}"
+
+
+# Nodes, for real.
+
+
+class Nodes:
+    """Nodes that run `start_node.sh`, each with file systems, a host name and a network of its own."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = folder, size
+        (folder / "shared").mkdir()
+        venv = folder / "venv" / "bin"
+        venv.mkdir(parents=True)
+        (venv / "paceline").write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+        (venv / "paceline").chmod(0o755)
+
+    def start(self, index: int) -> subprocess.Popen[str]:
+        own = self.folder / f"node-{index}"
+        for name in ("root", "etc", "mount"):
+            (own / name).mkdir(parents=True, exist_ok=True)
+        if not (own / "key").exists():
+            subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(own / "key")], check=True)
+        variables = dict(
+            line.split("=", 1) for line in files_of(a_node(index, self.size))["/etc/paceline/node.env"].splitlines()
+        )
+        variables |= {
+            "MOUNT_SOURCE": str(self.folder / "shared"),
+            "SHARED": str(own / "mount"),
+            "STATE": str(own / "etc"),
+            "HOST_KEY": str(own / "key.pub"),
+            "TRAIN_USER": "root",
+            "VENV": str(self.folder / "venv"),
+            "WORKDIR": str(self.folder),
+            "LOOK_S": "1",
+            "WAIT_S": "60",
+        }
+        steps = (
+            f"mount --bind {own}/root /root && hostname node-{index} && ip link set lo up "
+            "&& ip link add eth0 type veth peer name eth1 && ip link set eth0 up "
+            f"&& ip address add 10.77.0.{index + 1}/24 dev eth0 "
+            f"&& exec sh {SCRIPT}"
+        )
+        return subprocess.Popen(
+            ["unshare", "--mount", "--uts", "--net", "sh", "-c", steps],
+            env={"PATH": os.environ["PATH"], **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as made:
+        yield made
+
+
+def can_unshare() -> bool:
+    command = [
+        "unshare",
+        "--mount",
+        "--uts",
+        "--net",
+        "ip",
+        "link",
+        "add",
+        "eth0",
+        "type",
+        "veth",
+        "peer",
+        "name",
+        "eth1",
+    ]
+    tools = all(map(shutil.which, ("unshare", "ip", "ssh-keygen", "mountpoint", "getent")))
+    return os.geteuid() == 0 and tools and not subprocess.run(command, capture_output=True, check=False).returncode
+
+
+needs_root = pytest.mark.skipif(not can_unshare(), reason="namespaces need root, unshare, ip and ssh-keygen")
+
+
+@needs_root
+def test_nodes_find_one_another_and_the_first_one_launches(tmp_path: Path, stack: ExitStack) -> None:
+    nodes = Nodes(tmp_path, 3)
+    started = []
+    for index in (2, 0, 1):  # in whatever order the cloud starts them
+        process = stack.enter_context(nodes.start(index))
+        stack.callback(process.kill)
+        started.append((index, process))
+    outputs = {index: process.communicate(timeout=100) for index, process in started}
+    assert {index: process.returncode for index, process in started} == {0: 0, 1: 0, 2: 0}, outputs
+    words = outputs[0][0].splitlines()
+    state = tmp_path / "node-0" / "etc"
+    assert words == [
+        *("launch", "configs/digits.yaml", "train.epochs=10", "checkpoint.every_epochs=5"),
+        *(f"monitor.folder={tmp_path}/node-0/mount/runs", "--gpus-per-node", "8"),
+        *("--on", "ssh", "--hostfile", f"{state}/hosts", "--python", f"{tmp_path}/venv/bin/python"),
+    ]
+    assert (state / "hosts").read_text().split() == ["10.77.0.1", "10.77.0.2", "10.77.0.3"]
+    assert outputs[1][0] == outputs[2][0] == ""
+    first = (tmp_path / "node-0/root/.ssh/id_ed25519.pub").read_text()
+    for index in (1, 2):
+        ssh = tmp_path / f"node-{index}" / "root" / ".ssh"
+        assert (ssh / "authorized_keys").read_text() == first
+        assert not (ssh / "id_ed25519").exists()
+        key = " ".join((tmp_path / f"node-{index}" / "key.pub").read_text().split()[:2])
+        assert f"10.77.0.{index + 1} {key}" in (tmp_path / "node-0/root/.ssh/known_hosts").read_text()
+    shared = [path.read_text() for path in (tmp_path / "shared" / ".nodes").iterdir()]
+    assert not any("PRIVATE" in text for text in shared)
+
+
+@needs_root
+def test_one_node_trains_alone_and_goes_on_after_a_restart(tmp_path: Path, stack: ExitStack) -> None:
+    nodes = Nodes(tmp_path, 1)
+    for expected in ([], ["--resume"]):
+        process = stack.enter_context(nodes.start(0))
+        output, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+        assert output.splitlines()[7:] == ["--on", "local", *expected]
+        (tmp_path / "shared/runs/digits").mkdir(exist_ok=True)
+        (tmp_path / "shared/runs/digits/config.yaml").write_text("name: digits\n")
+    assert (tmp_path / "node-0/root/.ssh/authorized_keys").read_text().count("\n") == 1
