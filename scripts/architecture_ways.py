@@ -17,12 +17,15 @@ BOX_HEIGHT, GUTTER = 56, 42  # of a row of boxes, and of the space below it wher
 ROWS = """
 56 1068 cli one file for each command: parse, call, print
 
-330 250 classic class names of earlier versions
+56 250 view the live page, the report
+350 250 classic class names of earlier versions
 640 220 bench timings beside those of peers
 
-56 250 verify proof: many ranks = one process
-640 220 calibrate measures this device
-904 220 doctor checks this machine
+56 184 verify many ranks = one process
+264 184 profile traces of real ranks
+472 184 launch runs on other machines
+680 184 calibrate measures this device
+888 236 doctor checks this machine
 
 350 260 run starts, watches, restarts ranks
 

@@ -109,8 +109,10 @@ class Injector:
 
         def slow_end_wait(start: Any) -> None:
             fault = self._slow_link
-            is_slowed = start is not None and fault is not None and fault.step is not None
-            if is_slowed and self._trainer is not None and self._trainer.step < fault.step + fault.length:
+            if fault is None or fault.step is None or start is None or self._trainer is None:
+                end_wait(start)
+                return
+            if self._trainer.step < fault.step + fault.length:
                 time.sleep((fault.factor - 1.0) * _MESSAGE_S)
             end_wait(start)
 
