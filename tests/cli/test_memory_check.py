@@ -78,7 +78,8 @@ def test_a_rank_on_a_gpu_has_the_memory_of_that(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_rank_of_another_launcher_is_refused_too(project: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "0")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("paceline.run.under_launcher.connect", lambda *_, **__: SoloCommunicator(torch.device("cpu")))
     monkeypatch.setattr("paceline.cluster.detect.host_memory", lambda: 2.0**20)

@@ -65,12 +65,15 @@ def test_words_of_a_run_whose_records_cannot_be_summed_up(tmp_path: Path) -> Non
 
 def test_the_command_writes_a_page_and_a_table(call: Callable[..., Any], tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "=one", steps=30), write_run(tmp_path / "$other", steps=20, slow=1.5)
+    for folder, steps in ((one, 30), (other, 20)):
+        text = f"model: {{kind: mlp}}\ndata: {{kind: digits}}\ntrain: {{steps: {steps}, global_batch: 8}}\n"
+        (folder / "config.yaml").write_text(text)
     files = [tmp_path / "out" / f"report.{kind}" for kind in ("html", "csv")]
     options = [word for path in files for word in (f"--{path.suffix[1:]}", str(path))]
     called = call("report", str(one), str(other), "--compare", *options)
     assert (called.code, called.err) == (0, "")
     assert "train.steps" in called.out
-    assert re.search(r"training loss +0\.03\d\d +0\.05\d\d \(\+5\d %\)", called.out)
+    assert re.search(r"final loss +0\.03\d+ +0\.05\d+ +\+5\d\.\d % +worse", called.out)
     assert all(f"wrote {path}" in called.out.replace("\n", "") for path in files)
     rows = list(csv.DictReader(files[1].read_text().splitlines()))
     assert [row["run"] for row in rows] == ["'=one"] * 30 + ["$other"] * 20
