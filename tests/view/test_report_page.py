@@ -79,7 +79,7 @@ def test_the_command_writes_a_page_and_a_table(call: Callable[..., Any], tmp_pat
     assert [row["run"] for row in rows] == ["'=one"] * 30 + ["$other"] * 20
     assert float(rows[9]["loss"]) == pytest.approx(0.1)
     many = json.loads(call("report", str(one), str(other), "--json").out)
-    assert [run["name"] for run in many] == ["=one", "$other"]
+    assert [run["name"] for run in many["runs"]] == ["=one", "$other"]
     assert call("report", str(one), "--compare").code == 2
     assert "no run to report on" in call("report", str(tmp_path / "out")).err
     full = call("report", str(one), "--html", "/proc/none/report.html")
