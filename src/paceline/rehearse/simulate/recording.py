@@ -117,12 +117,8 @@ class ClockMeter(StepMeter):
         for record in super().drain(wait=wait):
             now_s = ends.get(record.step, self._clock.now_s)
             host_s = self._host_s.pop(record.step, None)
-            expected = {
-                "memory_bytes": self._expected_bytes,
-                "peak_bytes": self._expected_bytes,
-                "allocated_bytes": None,
-            }
-            yield replace(record, **expected, time=now_s, host_s=host_s)
+            expected = replace(record, memory_bytes=self._expected_bytes, peak_bytes=self._expected_bytes)
+            yield replace(expected, allocated_bytes=None, time=now_s, host_s=host_s)
 
     def _issue_s(self) -> float | None:
         """Returns the host's time for the step that ends now if the device had less to do, 0 if it had more."""
