@@ -1,20 +1,20 @@
 # Paceline in a container, for CPUs or for NVIDIA GPUs:
 #
-#   docker build -t paceline:0.1 .
-#   docker build -t paceline:0.1-cuda --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu128 .
+#   docker build -t paceline:0.1-cuda .                                    # torch as pip finds it: with CUDA on x86_64
+#   docker build -t paceline:0.1 --build-arg TORCH_INDEX="$INDEX" .        # the index of torch's wheels for CPUs: small
 #   docker run --gpus all --ipc=host -it -v "$PWD/runs:/workspace/runs" paceline:0.1-cuda
 #
 # torch's wheels have the CUDA libraries in them: the host needs NVIDIA's driver and container toolkit alone.
 ARG BASE=python:3.12.12-slim-bookworm
 
 FROM ${BASE} AS build
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+ARG TORCH_INDEX=
 WORKDIR /source
 RUN python3 -m venv /opt/paceline
 # What changes seldom comes first: packages are installed anew only when these two files change.
 COPY requirements.txt constraints.txt ./
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --disable-pip-version-check \
-        --extra-index-url "${TORCH_INDEX}" -c constraints.txt -r requirements.txt
+        ${TORCH_INDEX:+--extra-index-url "${TORCH_INDEX}"} -c constraints.txt -r requirements.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN /opt/paceline/bin/python -m pip install --no-cache-dir --disable-pip-version-check -c constraints.txt --no-deps . \

@@ -5,7 +5,7 @@
 #
 # Variables:
 #   BASE         the image to begin with; "debootstrap": a Debian made here, where no registry can be reached (root)
-#   TORCH_INDEX  where torch comes from: https://download.pytorch.org/whl/cpu, or cu128 for GPUs
+#   TORCH_INDEX  an index of torch's wheels, such as the one for CPUs; else torch as pip finds it
 #   BUILD_ARGS   more arguments of the build, such as --volume /etc/pip.conf:/etc/pip.conf:ro
 set -eu
 cd "$(dirname "$0")/.."

@@ -214,7 +214,7 @@ class Page {
     run.hosts.forEach((each) => {
       const [base, device] = each.name.split("/", 2);
       if (!by.has(base)) by.set(base, []);
-      const label = [run.facts.num_hosts > 1 || device === undefined ? each.host : null, device === undefined ? null : `device ${device}`].filter(Boolean).join(" ");
+      const label = [run.facts.num_hosts > 1 || device === undefined ? each.host : null, device === undefined ? null : /^[0-9]+$/.test(device) ? `${base.startsWith("process.") ? "rank" : "device"} ${device}` : device].filter(Boolean).join(" ");
       by.get(base).push({ label, color: runColor(by.get(base).length), x: each.x[axis], y: each.mean, low: each.min, high: each.max });
     });
     const formats = [[/utilization|ratio/, percent], [/bytes|memory|\.io$|usage$/, bytes], [/./, short]];
