@@ -17,6 +17,7 @@ from paceline.launch.kubernetes_options import PAGE_PORT, TENSORBOARD_PORT, Kube
 
 Manifest = dict[str, Any]
 
+_TMP, _SHM = "/tmp", "/dev/shm"  # nosec B108  # mount points in a pod, no files of ours
 RUNS, CONFIG = "/runs", "/etc/paceline/config.yaml"
 PORT = 29400
 USER_ID = 10001  # of the image's user
@@ -95,8 +96,8 @@ def worker_pod(
         "volumeMounts": [
             {"name": "config", "mountPath": "/etc/paceline", "readOnly": True},
             {"name": "runs", "mountPath": RUNS},
-            {"name": "shm", "mountPath": "/dev/shm"},  # nosec B108  # a mount point in a pod, no file of ours
-            {"name": "tmp", "mountPath": "/tmp"},  # nosec B108  # likewise
+            {"name": "shm", "mountPath": _SHM},
+            {"name": "tmp", "mountPath": _TMP},
         ],
     }
     spec = {
@@ -128,7 +129,7 @@ def worker_pod(
 
 def _environment(options: KubernetesOptions) -> list[Manifest]:
     # The root of the file system is read-only: what libraries cache goes to /tmp.
-    values = {"HOME": "/tmp", "USER": "paceline", "MPLCONFIGDIR": "/tmp/matplotlib"}  # nosec B108
+    values = {"HOME": _TMP, "USER": "paceline", "MPLCONFIGDIR": f"{_TMP}/matplotlib"}
     values["PACELINE_LAUNCHER"] = "none"  # the arguments say all that variables of a Job or a TrainJob would
     found: list[Manifest] = [{"name": name, "value": value} for name, value in values.items()]
     if options.nodes > 1:
@@ -252,16 +253,13 @@ def view(options: KubernetesOptions) -> list[Manifest]:
             "name": name,
             "image": options.image,
             "command": command,
-            "env": [{"name": "HOME", "value": "/tmp"}, {"name": "USER", "value": "paceline"}],  # nosec B108
+            "env": [{"name": "HOME", "value": _TMP}, {"name": "USER", "value": "paceline"}],
             "ports": [{"name": name, "containerPort": port}],
             "readinessProbe": {"tcpSocket": {"port": port}, "periodSeconds": 10},
             "livenessProbe": {"tcpSocket": {"port": port}, "initialDelaySeconds": 30, "periodSeconds": 30},
             "resources": {"requests": {"cpu": "100m", "memory": "512Mi"}, "limits": {"memory": "2Gi"}},
             "securityContext": _container_security(),
-            "volumeMounts": [
-                {"name": "runs", "mountPath": RUNS, "readOnly": True},
-                {"name": "tmp", "mountPath": "/tmp"},  # nosec B108
-            ],
+            "volumeMounts": [{"name": "runs", "mountPath": RUNS, "readOnly": True}, {"name": "tmp", "mountPath": _TMP}],
         }
         for name, (command, port) in commands.items()
     ]
