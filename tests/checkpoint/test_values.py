@@ -30,6 +30,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
+@pytest.mark.exhaustive
 def test_values_come_back(value: Any) -> None:
     found = decode(json.loads(json.dumps(encode(value), allow_nan=False)))
     assert found == value

@@ -104,6 +104,7 @@ def test_scaling_is_drawn_as_predicted(call: Call, tmp_path: Path) -> None:
     assert not (tmp_path / "no.png").exists()
 
 
+@pytest.mark.exhaustive
 def test_costs(call: Call) -> None:
     words = ("plan", CONFIG, "train.global_batch=16", "--cluster", "dgx-h100", "--gpus", "4,8", "--by", "cost")
     shown = call(*words)

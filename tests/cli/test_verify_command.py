@@ -78,6 +78,7 @@ def test_split_models_of_fp8_are_within_one_rounding(call: Call, options: list[s
     assert 0.0 < found["errors"]["gradients"] < 2.0**-5
 
 
+@pytest.mark.exhaustive
 def test_built_in_models_can_be_checkpointed(call: Call) -> None:
     """Even the one that has no repeated blocks."""
     found = verified(call, "mlp", "--strategy", "fsdp", "--ranks", "2", "--checkpoint-activations", "--clip", "none")

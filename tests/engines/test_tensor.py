@@ -132,6 +132,7 @@ def test_every_gpt_trains_as_on_one_process(case: tuple[str, int], is_sequence: 
 
 
 @pytest.mark.parametrize(("name", "is_sequence", "ranks"), [("classic", True, 2), ("current", False, 2)])
+@pytest.mark.exhaustive
 def test_the_same_on_gloo_ranks(gloo_pool: GlooPool, name: str, is_sequence: bool, ranks: int) -> None:
     assert_same(gloo_pool.run(work, name, is_sequence, ranks=ranks, timeout_s=90.0), name)
 

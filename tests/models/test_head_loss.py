@@ -239,6 +239,7 @@ def test_a_gpt_computes_the_loss_of_its_logits(tied: bool) -> None:
 @DYNAMO_WARNS
 @pytest.mark.some(1)
 @pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.exhaustive
 def test_a_compiled_model_has_one_graph_for_ragged_batches(tied: bool) -> None:
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()

@@ -149,6 +149,7 @@ def test_a_context_that_nobody_says_is_asked_for() -> None:
         task_of(config_from_dict({"model": model, "data": data}), 8)
 
 
+@pytest.mark.exhaustive
 def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: Search, tmp_path: Path) -> None:
     kinds = {}
     for each in found.ranked:

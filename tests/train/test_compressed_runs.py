@@ -129,6 +129,7 @@ def test_other_ranks_owe_the_model_the_same(ranks: int, tmp_path: Path) -> None:
         assert owed.norm() > 0
 
 
+@pytest.mark.exhaustive
 def test_top_k_with_feedback_reaches_the_accuracy_of_the_plain_run() -> None:
     def work(comm: Communicator, compression: dict[str, Any]) -> float:
         trainer = build_trainer(make_config(compression, steps=150), comm)

@@ -111,6 +111,7 @@ def test_the_page_follows_a_run_and_compares_it(browser: Browser, serve: Serve, 
         assert {request.startswith(url) for request in page.requests} == {True}
 
 
+@pytest.mark.exhaustive
 def test_a_page_without_runs_shows_the_first_one(browser: Browser, serve: Serve, tmp_path: Path) -> None:
     url = serve(tmp_path)
     with browser.page(f"{url}/", width=390, height=800, dark=True) as page:

@@ -72,6 +72,7 @@ print(growth, peak() - before)
         pytest.param(384 * 2**20, 24, "dcp", marks=pytest.mark.exhaustive),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_checkpoint_larger_than_the_ceiling_goes_through(
     tmp_path: Path, model_bytes: int, num_tensors: int, way: str
 ) -> None:
