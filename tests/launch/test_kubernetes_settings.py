@@ -64,8 +64,9 @@ def test_all_words_together() -> None:
     )
 
 
-def test_a_queue_is_one_of_kueue_unless_another_scheduler_is_named() -> None:
-    assert read_options(ASKED, IMAGE).placement == PodPlacement(gang="kueue", queue="training")
+def test_a_queue_is_one_of_the_scheduler_that_is_named() -> None:
+    found = read_options(ASKED, {**IMAGE, "gang": "kueue"})
+    assert found.placement == PodPlacement(gang="kueue", queue="training")
     assert read_options(dataclasses.replace(ASKED, queue=None), IMAGE).placement == PodPlacement()
 
 

@@ -68,6 +68,7 @@ def test_the_command_writes_a_page_and_a_table(call: Callable[..., Any], tmp_pat
     for folder, steps in ((one, 30), (other, 20)):
         text = f"model: {{kind: mlp}}\ndata: {{kind: digits}}\ntrain: {{steps: {steps}, global_batch: 8}}\n"
         (folder / "config.yaml").write_text(text)
+    (tmp_path / "out").mkdir()
     files = [tmp_path / "out" / f"report.{kind}" for kind in ("html", "csv")]
     options = [word for path in files for word in (f"--{path.suffix[1:]}", str(path))]
     called = call("report", str(one), str(other), "--compare", *options)
@@ -82,8 +83,9 @@ def test_the_command_writes_a_page_and_a_table(call: Callable[..., Any], tmp_pat
     assert [run["name"] for run in many["runs"]] == ["=one", "$other"]
     assert call("report", str(one), "--compare").code == 2
     assert "no run to report on" in call("report", str(tmp_path / "out")).err
-    full = call("report", str(one), "--html", "/proc/none/report.html")
-    assert (full.code, "cannot write the report" in full.err) == (2, True)
+    for path, why in (("/proc/none/report.html", "there is no folder"), (str(one / "config.yaml"), "is no page")):
+        refused = call("report", str(one), "--html", path)
+        assert (refused.code, why in refused.err) == (2, True)
 
 
 @pytest.mark.exhaustive

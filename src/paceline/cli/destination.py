@@ -44,6 +44,22 @@ def check_picture(path: Path | None) -> Path | None:
     return check_file(path)
 
 
+def check_page(path: Path | None) -> Path | None:
+    """Returns the path of a page. Raises UsageError for another ending than .html, and as a file's path."""
+    return _check_ending(path, ".html", "page")
+
+
+def check_table(path: Path | None) -> Path | None:
+    """Returns the path of a table. Raises UsageError for another ending than .csv, and as a file's path."""
+    return _check_ending(path, ".csv", "table")
+
+
+def _check_ending(path: Path | None, ending: str, what: str) -> Path | None:
+    if path is not None and path.suffix.lower() != ending:
+        raise UsageError(f"{path} is no {what}\n  its name ends in {ending}\n  try {path.stem}{ending}")
+    return check_file(path)
+
+
 def check_scratch(folder: str | None) -> str | None:
     """Returns a folder for files that come and go. Raises UsageError where there is none, or nothing can be written."""
     from paceline.run.folder import find_write_error

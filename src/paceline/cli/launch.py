@@ -37,7 +37,7 @@ app = typer.Typer(
 def start(
     config: ConfigPath,
     overrides: Overrides = None,
-    on: str = typer.Option("local", help="Where: local, slurm or ssh."),
+    on: str = typer.Option("local", help="Where: local, slurm, ssh or kubernetes."),
     nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough."),
     gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
     time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import typer
 
+from paceline.cli.destination import check_page, check_picture, check_table
 from paceline.cli.options import print_json
 from paceline.terminal import echo
 
@@ -14,10 +15,14 @@ def report(
     folders: list[Path] = typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/digits."),
     compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
     as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
-    html: Path | None = typer.Option(None, "--html", metavar="FILE", help="Write the page of the runs, as one file."),
-    png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the charts."),
-    svg: Path | None = typer.Option(None, "--svg", metavar="FILE", help="Draw the charts."),
-    csv: Path | None = typer.Option(None, "--csv", metavar="FILE", help="Write a line for each step."),
+    html: Path | None = typer.Option(
+        None, "--html", metavar="FILE.html", callback=check_page, help="Write the page of the runs, as one file."
+    ),
+    png: Path | None = typer.Option(None, "--png", metavar="FILE", callback=check_picture, help="Draw the charts."),
+    svg: Path | None = typer.Option(None, "--svg", metavar="FILE", callback=check_picture, help="Draw the charts."),
+    csv: Path | None = typer.Option(
+        None, "--csv", metavar="FILE.csv", callback=check_table, help="Write a line for each step."
+    ),
 ) -> None:
     """Show what limited a run, and what it did.
 

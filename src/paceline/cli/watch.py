@@ -42,6 +42,8 @@ def watch(
         token = secrets.token_urlsafe(24)
     # With a parent, the folder of its first run may not be there yet.
     follower = Follower(folders, notice=lambda text: echo(f"paceline: {text}", err=True) if parent is None else None)
+    if runs and parent is None and not follower.runs:
+        raise typer.BadParameter("none of these is a run, nor a folder with runs in it", param_hint="RUNS")
     found = listen(host, port)
     address = f"[{host}]" if ":" in host else host
     url = f"http://{address}:{found.getsockname()[1]}/"

@@ -117,7 +117,7 @@ def read_options(asked: AskedPods, settings: Mapping[str, str]) -> KubernetesOpt
             "--on kubernetes without an image\n  pods run a container image with Paceline in it\n"
             "  build one (make container), push it, and give it: --set image=REGISTRY/paceline:0.1"
         )
-    queue = {} if asked.queue is None else {"queue": asked.queue, "gang": "kueue"}
+    queue = {} if asked.queue is None else {"queue": asked.queue}
     return KubernetesOptions(
         name=object_name(asked.name),
         nodes=asked.nodes,

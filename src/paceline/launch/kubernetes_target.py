@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import Config, load_config
@@ -31,8 +32,13 @@ def machines(job: LaunchJob) -> TargetMachines:
     """Returns what a pod is given. Raises UsageError or ConfigError for what no cluster can run."""
     options = options_of(job)
     render_manifests(options, config_of(job))
-    context, gib = Kubectl(options).check(), options.resources.memory_gib
-    return TargetMachines(where=f"a pod with {gib} GiB", host_bytes=gib * 2.0**30, notes=(f"the cluster is {context}",))
+    return replace(given(job), notes=(f"the cluster is {Kubectl(options).check()}",))
+
+
+def given(job: LaunchJob) -> TargetMachines:
+    """Returns what the manifests ask for, which is known without a cluster."""
+    gib = options_of(job).resources.memory_gib
+    return TargetMachines(where=f"a pod with {gib} GiB", host_bytes=gib * 2.0**30)
 
 
 def render(job: LaunchJob) -> str:
@@ -68,8 +74,9 @@ def cancel(job: LaunchJob) -> None:
 
 def options_of(job: LaunchJob) -> KubernetesOptions:
     """Returns the options of a launch. Raises UsageError for what is wrong with them."""
-    if job.tasks is not None or job.hosts:
-        raise UsageError("--array and --hosts with --on kubernetes\n  they are of Slurm and ssh\n  leave them out")
+    for option, is_given, whose in (("--array", job.tasks is not None, "Slurm"), ("--hosts", bool(job.hosts), "ssh")):
+        if is_given:
+            raise UsageError(f"{option} with --on kubernetes\n  it is an option of {whose}\n  leave it out")
     asked = AskedPods(
         name=job.run, nodes=job.nodes, least=job.least, gpus=job.gpus, ranks=job.ranks, queue=job.queue, time=job.time
     )

@@ -42,6 +42,8 @@ _TASK = "{task}"  # in an override: the number of the array's task
 
 def machines(job: LaunchJob) -> TargetMachines:
     """Asks Slurm for the nodes of the queue. Raises UsageError for a queue that there is not, or that is too small."""
+    if job.hosts:
+        raise UsageError("--hosts with --on slurm\n  Slurm chooses the machines\n  give --nodes N, or --on ssh")
     asked = _slurm("sinfo", "--noheader", "--format=%R|%D|%m|%G")
     rows = [line.strip().split("|") for line in asked.splitlines() if line.count("|") == 3]
     known = sorted({row[0] for row in rows})

@@ -83,9 +83,9 @@ def prepare(path: Path, overrides: Sequence[str], asked: LaunchRequest) -> tuple
     except LaunchError as error:  # the target does not answer: what would be submitted can be shown all the same
         if not asked.is_dry:
             raise
-        machines = TargetMachines(
-            where=f"--on {asked.target}", notes=(f"not asked for its machines: {error.headline}",)
-        )
+        given = getattr(target, "given", None)  # what is known without asking: the memory that a pod asks for
+        known = TargetMachines(where=f"--on {asked.target}") if given is None else given(job)
+        machines = replace(known, notes=(f"not asked for its machines: {error.headline}",))
     if not asked.checks_memory:
         machines = TargetMachines(where=machines.where, notes=machines.notes)
     settled = settle(config, machines, least=job.least, nodes=nodes, gpus=asked.gpus)

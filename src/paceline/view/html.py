@@ -41,7 +41,6 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
     """Writes the page of runs to a file. Raises RunFolderError where it cannot be written."""
     text = report_page(folders)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise RunFolderError(
