@@ -79,7 +79,13 @@ def cases(
 def bench_scaling(
     config: Config, todo: Sequence[ScalingCase], steps: int, cluster: Cluster | None, tell: Callable[[str], None]
 ) -> list[dict[str, Any]]:
-    """Runs all cases; a case that cannot run has its reason in the place of a rate."""
+    """Runs all cases; a case that cannot run has its reason in the place of a rate.
+
+    On CPUs every measured rank has as many threads as one of the most ranks has, so that ranks are all that grows.
+    """
+    most = max((case.ranks for case in todo if case.kind == "measured"), default=1)
+    if config.parallel.threads is None:
+        config = config.with_values("parallel", threads=max(1, len(usable_cores()) // most))
     rows = []
     for case in todo:
         tell(f"{case.kind}: {case.strategy} on {case.ranks} ranks, {case.mode}, batch {case.global_batch} ...")
