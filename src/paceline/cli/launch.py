@@ -29,7 +29,10 @@ class _ConfigFirst(TyperGroup):
 
 
 app = typer.Typer(
-    cls=_ConfigFirst, help="Start a run on other machines, and follow it.", no_args_is_help=True, rich_markup_mode=None
+    cls=_ConfigFirst,
+    help="Start a run on other machines, and follow it. `paceline launch CONFIG` is short for `launch start`.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
 )
 
 

@@ -17,10 +17,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.cluster.wires import WireCost
+from paceline.records.bandwidth import bus_factor
 from paceline.records.records import CommRecord, RunRecord
 from paceline.records.summary import RankAttempt
 
-_TWICE, _ONCE = ("all_reduce",), ("all_gather", "reduce_scatter", "all_to_all")
 _BUCKET_BYTES = 25 * 2**20
 _ELEMENT_BYTES = 4
 _SENT = {
@@ -50,8 +50,7 @@ class TrafficRow:
     @property
     def bus_bandwidth(self) -> float:
         """Bytes per second that each link carried."""
-        share = (self.ranks - 1) / self.ranks if self.ranks else 0.0
-        return self.bandwidth * (2 * share if self.kind in _TWICE else share if self.kind in _ONCE else 1.0)
+        return self.bandwidth * bus_factor(self.kind, self.ranks)
 
     def to_json(self) -> dict[str, Any]:
         """Returns plain values, with the bandwidths."""
