@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -124,10 +125,14 @@ class TensorBoardSink:
             # TensorBoard's own imports warn about deprecated calls between third parties, which no user can mend.
             warnings.simplefilter("ignore")
             from tensorboard.compat.proto import event_pb2, summary_pb2  # type: ignore[import-untyped]
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter  # type: ignore[import-untyped]
+            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
-            folder.mkdir(parents=True, exist_ok=True)
-            self._writer: Any = EventFileWriter(str(folder), flush_secs=10)
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not TensorBoard's own writer: its thread would print a traceback where the disk is full.
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}"
+        self._file = (folder / name).open("wb")
+        self._writer: Any = RecordWriter(self._file)
+        self._writer.write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
         self._events: Any = event_pb2
         self._summaries: Any = summary_pb2
         self._lock = Lock()
@@ -149,13 +154,13 @@ class TensorBoardSink:
     def flush(self) -> None:
         with self._lock:
             if not self._is_closed:
-                self._writer.flush()
+                self._file.flush()
 
     def close(self) -> None:
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
-                self._writer.close()
+                self._file.close()
 
     def _write_values(self, record: _Stepped, values: list[Any]) -> None:
         if not self._has_started:
@@ -183,7 +188,8 @@ class TensorBoardSink:
             yield self._value(f"{kind}/{detail['parameter']}", histo=histogram)
 
     def _add(self, record: _Stepped, **content: Any) -> None:
-        self._writer.add_event(self._events.Event(step=record.step, wall_time=record.time, **content))
+        event = self._events.Event(step=record.step, wall_time=record.time, **content)
+        self._writer.write(event.SerializeToString())
 
 
 class Strided:
