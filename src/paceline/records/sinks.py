@@ -150,6 +150,7 @@ class TensorBoardSink:
                     self._write_values(record, list(self._histograms(record.detail)))
                 elif isinstance(record, EventRecord) and record.name == "scalars":
                     self._write_values(record, [self._value(tag, simple_value=x) for tag, x in record.detail.items()])
+            self._file.flush()  # somebody may be looking
 
     def flush(self) -> None:
         with self._lock:
