@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 from hypothesis import given
@@ -105,7 +106,9 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 @given(name=st.text(max_size=80))
 def test_every_name_of_a_run_becomes_one_of_kubernetes(name: str) -> None:
     config = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}})
-    render(KubernetesOptions(name=object_name(name), image="paceline:0.1"), config)
+    manifests = render(KubernetesOptions(name=object_name(name), image="paceline:0.1"), config)
+    names = [each["metadata"]["name"] for each in manifests]
+    assert all(re.fullmatch(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?", each) for each in names), names
 
 
 def test_names_stay_as_they_are_where_they_can() -> None:

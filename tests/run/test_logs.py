@@ -130,6 +130,7 @@ def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
     with run_log(gone), rank_logs(gone, 0, "info", owns_output=False):
         log(logging.WARNING, "nobody reads this")
         append_line(gone / "logs" / "rank-0.log", "watch", logging.ERROR, "nor this")
+    assert not (gone / "logs" / "rank-0.log").exists()
 
 
 def test_records_are_lines_for_people(folder: Path) -> None:
