@@ -42,6 +42,7 @@ LEVELS = (
     ("bench",),
     ("classic",),
     ("view",),
+    ("learn",),
     ("cli",),
     ("__main__",),
 )

@@ -1,0 +1,1 @@
+"""The course: its exercises and their checks. Lessons: ``docs/learn/``; as notebooks: ``notebooks/``."""
