@@ -6,19 +6,24 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from free_ports import free_port
 from gone_processes import wait_until_gone
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from paceline.config.sections import RecoveryConfig
 from paceline.health.exit_codes import HUNG
+from paceline.health.failure import failure_of_verdict
 from paceline.health.verdict import HangVerdict
 from paceline.records.records import EndRecord, EventRecord, RunRecord, read_records
+from paceline.run import local
+from paceline.run.failure import RunFailedError
 from paceline.run.hosts import telling_restarts
-from paceline.run.notes import HANGS, StepNote, forget, hung_attempts, is_over, note_hang
+from paceline.run.notes import HANGS, StepNote, forget, hung_attempts, is_over, note_hang, write_failure
 
 CONFIG = """
 name: tiny
@@ -170,6 +175,24 @@ def test_a_hang_is_noted_once_for_an_attempt_and_ends_the_run_as_the_policy_says
     assert not is_over(tmp_path, RecoveryConfig(on_hang="restart"))
     forget(tmp_path, HANGS)
     assert not hung_attempts(tmp_path)
+
+
+def test_a_launcher_that_comes_back_after_the_stop_tells_the_verdict_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host's launcher had read the notes, and closed the run, before this one joined again."""
+    make_run(tmp_path)
+
+    def closed(*_: object) -> Callable[..., None]:
+        note_hang(tmp_path, VERDICT)
+        write_failure(tmp_path, failure_of_verdict(VERDICT, 1, tmp_path / "verdict.txt"))
+        raise RendezvousClosedError("the run has ended on another host")
+
+    monkeypatch.setattr(local, "elastic_launch", closed)
+    ranks = local.LocalRanks(ranks=1, restarts=RecoveryConfig(on_hang="stop"))
+    with pytest.raises(RunFailedError, match="rank 1 is missing") as raised:
+        local.launch_local(["no_such_module"], tmp_path, ranks)
+    assert raised.value.code == HUNG
 
 
 def test_a_rank_that_died_is_not_noted_as_a_hang(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.cluster.detect import usable_cores
@@ -144,6 +144,11 @@ class _Attempt:
                 raise RunPreemptedError
             if is_over(self.folder, self.restarts):
                 raise self._explain(read_failures(self.folder))
+        except RendezvousClosedError:
+            # Another launcher read the notes first, stopped, and closed the run before this one joined again.
+            if is_over(self.folder, self.restarts):
+                raise self._explain(read_failures(self.folder)) from None
+            raise
         except ChildFailedError as error:
             with signals_ignored():
                 end_groups([*(failure.pid for failure in error.failures.values()), *self.processes()])
