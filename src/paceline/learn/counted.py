@@ -16,12 +16,24 @@ _TIMEOUT_S = 20.0  # of a rank that computes without talking: a loop that does n
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """What the ranks returned, the bytes that each sent by ``send``, and the names of all operations they called."""
+    """What the ranks returned, and the count of what each called, by rank."""
 
     results: list[Any]
-    sent_bytes: list[int]
-    sends: list[int]
-    operations: frozenset[str]
+    traces: list[Trace]
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """The bytes that each rank sent by ``send``."""
+        return [trace.num_bytes["send"] for trace in self.traces]
+
+    @property
+    def operations(self) -> frozenset[str]:
+        """The names of all operations that any rank called."""
+        return frozenset(kind for trace in self.traces for kind in trace.num_operations)
+
+    def calls(self, kind: str) -> list[int]:
+        """Returns how often each rank called an operation."""
+        return [trace.num_operations[kind] for trace in self.traces]
 
 
 def run_counted(work: Callable[[Any], Any], ranks: int) -> Counted:
@@ -29,16 +41,10 @@ def run_counted(work: Callable[[Any], Any], ranks: int) -> Counted:
 
     def counted(comm: Any) -> tuple[Any, Trace]:
         trace = Trace(comm.device)
-        result = work(TracedCommunicator(comm, trace))
-        return result, trace
+        return work(TracedCommunicator(comm, trace)), trace
 
     found = run_virtual(counted, ranks=ranks, timeout_s=_TIMEOUT_S)
-    return Counted(
-        results=[result for result, _ in found],
-        sent_bytes=[trace.num_bytes["send"] for _, trace in found],
-        sends=[trace.num_operations["send"] for _, trace in found],
-        operations=frozenset(kind for _, trace in found for kind in trace.num_operations),
-    )
+    return Counted(results=[result for result, _ in found], traces=[trace for _, trace in found])
 
 
 def tensor_of(rank: int, elements: int) -> torch.Tensor:

@@ -67,7 +67,7 @@ def _sums_wrong(results: list[Any], size: int) -> str:
             return f"{where}, rank r returned the sum of slice r + {shift}. Begin with another slice."
     own = [tensor_of(rank, 2 * size).chunk(size)[rank] for rank in range(size)]
     if all(map(torch.equal, results, own)):
-        return f"{where}, every rank returned its own part alone. Do slices take all of their steps, and is what comes in added?"
+        return f"{where}, every rank returned its own part alone. Add what comes in, in every step of a slice."
     if any(torch.equal(result * size, whole) for result, whole in zip(results, expected, strict=True)):
         return f"{where}, rank 0 returned the mean. The sum is asked for."
     return f"{where}, some parts are missing from the sums, or are in them twice. How many steps does a slice need?"
@@ -79,13 +79,14 @@ def _bytes_wrong(found: Counted, size: int) -> str:
     if max(found.sent_bytes) <= least:
         return ""
     rank = found.sent_bytes.index(max(found.sent_bytes))
-    if found.sends[rank] <= size - 1:
+    sends = found.calls("send")[rank]
+    if sends <= size - 1:
         return (
             f"The sums are right, but in a world of {size} rank {rank} sends {found.sent_bytes[rank]} bytes in "
-            f"{found.sends[rank]} messages: send one slice in each step, not the whole tensor."
+            f"{sends} messages: send one slice in each step, not the whole tensor."
         )
     return (
-        f"The sums are right, but in a world of {size} rank {rank} sends {found.sends[rank]} messages with "
+        f"The sums are right, but in a world of {size} rank {rank} sends {sends} messages with "
         f"{found.sent_bytes[rank]} bytes: {size - 1} slices of 16 bytes are enough."
     )
 
