@@ -32,6 +32,8 @@ _LINK = re.compile(r"(\]\(|src=\")(?!\w+://|#|mailto:)([^)\"#\s]+)")
 _PAGE_NAME = re.compile(r"\d-[\w-]+\.md")
 _CHECK = re.compile(r"(?:learn check |learn\.check\(\")(\d+\.\d+)")
 _CHECK_LINE = re.compile(r"\s*(?:\$ )?(?:paceline learn (?:check|hint) |learn\.check\(|from paceline import learn$)")
+_CHECK_SENTENCE = re.compile(r"In Python: `learn\.check\([^`]*\)`(?:, after `from paceline import learn`)?\.")
+_FUNCTION = re.compile(r"learn\.check\(\"(\d+\.\d+)\", (\w+)\)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,7 @@ class Cell:
 def cells_of(page: str) -> list[Cell]:
     """Returns the cells of a page, in its order."""
     checked_in_code = {number for block in _FENCE.finditer(page) for number in _CHECK.findall(block[2])}
+    functions = {number: name for number, name in _FUNCTION.findall(page) if name != "answer"}
     cells: list[Cell] = []
     text, end = "", 0
     for block in _FENCE.finditer(page):
@@ -53,7 +56,7 @@ def cells_of(page: str) -> list[Cell]:
         text, end = text + between, block.end()
         follows_code = bool(cells) and cells[-1].kind == "code" and not text.strip()
         if block[1] == "python":
-            cells += text_cells(text, checked_in_code)
+            cells += text_cells(text, checked_in_code, functions)
             cells.append(Cell(kind="code", text=block[2].rstrip("\n")))
             text = ""
         elif block[1] == "text" and follows_code:
@@ -61,11 +64,14 @@ def cells_of(page: str) -> list[Cell]:
             text = ""
         else:
             text += block[0]
-    return cells + text_cells(text + page[end:], checked_in_code)
+    return cells + text_cells(text + page[end:], checked_in_code, functions)
 
 
-def text_cells(text: str, checked_in_code: set[str]) -> list[Cell]:
-    """Returns text as cells, with a cell of code behind the paragraph that tells how to check an exercise."""
+def text_cells(text: str, checked_in_code: set[str], functions: dict[str, str]) -> list[Cell]:
+    """Returns text as cells, with a cell of code behind the paragraph that says how to check an exercise.
+
+    ``functions`` has the names of functions that exercises ask for, by number.
+    """
     cells: list[Cell] = []
     held: list[str] = []
     waiting: list[str] = []
@@ -80,9 +86,9 @@ def text_cells(text: str, checked_in_code: set[str]) -> list[Cell]:
         depth += paragraph.count("<details") - paragraph.count("</details>")
         if waiting and depth <= 0:  # a folded part stays in one cell
             cells += text_cell(held)
-            cells += [answer_cell(number) for number in waiting]
+            cells += [answer_cell(number, functions.get(number)) for number in waiting]
             held, waiting = [], []
-    return cells + text_cell(held) + [answer_cell(number) for number in waiting]
+    return cells + text_cell(held) + [answer_cell(number, functions.get(number)) for number in waiting]
 
 
 def paragraphs_of(text: str) -> list[str]:
@@ -99,7 +105,9 @@ def paragraphs_of(text: str) -> list[str]:
 
 
 def only_checks(paragraph: str) -> bool:
-    """Says whether a paragraph is a block of commands that check an answer, and nothing else."""
+    """Says whether a paragraph says how to check an answer, and nothing else."""
+    if _CHECK_SENTENCE.fullmatch(paragraph):
+        return True
     lines = [line for line in paragraph.splitlines() if not line.startswith("```")]
     return paragraph.startswith(("    ", "```")) and all(_CHECK_LINE.match(line) for line in lines)
 
@@ -109,8 +117,9 @@ def text_cell(paragraphs: list[str]) -> list[Cell]:
     return [Cell(kind="markdown", text=_LINK.sub(_moved, text))] if text.strip() else []
 
 
-def answer_cell(number: str) -> Cell:
-    lines = ("from paceline import learn", "", "answer = ...  # your answer", f'learn.check("{number}", answer)')
+def answer_cell(number: str, function: str | None) -> Cell:
+    what = "your answer" if function is None else f"the function {function} that you wrote"
+    lines = ("from paceline import learn", "", f"answer = ...  # {what}", f'learn.check("{number}", answer)')
     return Cell(kind="code", text="\n".join(lines))
 
 

@@ -122,10 +122,11 @@ not an output
 
 ## Exercises
 
-**1.1** How many?
+**1.1** Write `halve`.
 
-    paceline learn check 1.1 ANSWER    # in a shell
-    learn.check("1.1", answer)         # in Python
+    paceline learn check 1.1 FILE.py
+
+In Python: `learn.check("1.1", halve)`.
 
 <details><summary>Hints</summary>
 
@@ -145,10 +146,10 @@ def test_a_page_becomes_cells() -> None:
     assert cells[2].text == "It prints:\n\n```text\n1\n```"
     assert "```bash\nls\n```" in cells[3].text
     assert "```text\nnot an output\n```" in cells[3].text
-    assert cells[3].text.endswith("**1.1** How many?")  # the commands became the next cell
-    assert cells[4].text.endswith('answer = ...  # your answer\nlearn.check("1.1", answer)')
+    assert cells[3].text.endswith("**1.1** Write `halve`.")  # the commands became the next cell
+    assert cells[4].text.endswith('answer = ...  # the function halve that you wrote\nlearn.check("1.1", answer)')
     assert cells[5].text.endswith("</details>")  # a folded part stays whole
-    assert 'learn.check("1.2", answer)' in cells[6].text
+    assert cells[6].text.endswith('answer = ...  # your answer\nlearn.check("1.2", answer)')
     assert "paceline learn check 1.3" in cells[7].text
 
 
