@@ -73,10 +73,10 @@ def test_the_bytes_of_a_ring() -> None:
     [
         (1_750_000, "the number of elements"),
         (3_500_000, "off by a factor of 2"),
-        (8_000_000, "You counted N steps"),
+        (8_000_000, "You counted N rounds"),
         (56_000_000, "what all ranks send together"),
         (28_000_000, "what rank 0 of a star sends"),
-        (1, "Multiply"),
+        (1, "Multiply the number of rounds"),
     ],
 )
 def test_mistakes_in_the_bytes_of_a_ring_are_named(answer: int, words: str) -> None:
@@ -95,7 +95,7 @@ def test_a_reduce_scatter_in_a_ring_passes() -> None:
         (shifted, "rank r returned the sum of slice r + 1. Begin with another slice"),
         (one_step, "In a world of 3, every rank returned its own part alone"),
         (lambda comm, tensor: scatter(comm, tensor) + 1, "some parts are missing from the sums"),
-        (whole_tensor, "send one slice in each step, not the whole tensor"),
+        (whole_tensor, "send one slice in each round, not the whole tensor"),
         (element_by_element, "1 slices of 16 bytes are enough"),
         (by_library, "Your function calls reduce_scatter"),
         (

@@ -25,14 +25,14 @@ def check_ring_bytes(answer: float) -> Verdict:
     if answer == truth / 4:
         return wrong("That is the number of elements. How many bytes does a float32 have?")
     if answer == truth / 2:
-        return wrong("That is off by a factor of 2: a ring goes round twice, once to add and once to copy.")
+        return wrong("That is off by a factor of 2: a ring has two halves, one that adds and one that copies.")
     if answer == 2 * _RING_BYTES:
-        return wrong("You counted N steps for each way round. A slice is complete after fewer.")
+        return wrong("You counted N rounds for each half. A slice is complete after fewer.")
     if answer == truth * _RING_RANKS:
         return wrong("That is what all ranks send together. How much does one of them send?")
     if answer == (_RING_RANKS - 1) * _RING_BYTES:
-        return wrong("That is what rank 0 of a star sends. In a ring a step sends one slice, not the whole tensor.")
-    return wrong("Multiply: the number of steps of both ways round, and the bytes of one slice.")
+        return wrong("That is what rank 0 of a star sends. In a ring a round sends one slice, not the whole tensor.")
+    return wrong("Multiply the number of rounds of both halves by the bytes of one slice.")
 
 
 def check_reduce_scatter(function: Callable[[Any, torch.Tensor], Any]) -> Verdict:
@@ -67,10 +67,10 @@ def _sums_wrong(results: list[Any], size: int) -> str:
             return f"{where}, rank r returned the sum of slice r + {shift}. Begin with another slice."
     own = [tensor_of(rank, 2 * size).chunk(size)[rank] for rank in range(size)]
     if all(map(torch.equal, results, own)):
-        return f"{where}, every rank returned its own part alone. Add what comes in, in every step of a slice."
+        return f"{where}, every rank returned its own part alone. Add what comes in, in every round of a slice."
     if any(torch.equal(result * size, whole) for result, whole in zip(results, expected, strict=True)):
         return f"{where}, rank 0 returned the mean. The sum is asked for."
-    return f"{where}, some parts are missing from the sums, or are in them twice. How many steps does a slice need?"
+    return f"{where}, some parts are missing from the sums, or are in them twice. How many rounds does a slice need?"
 
 
 def _bytes_wrong(found: Counted, size: int) -> str:
@@ -83,7 +83,7 @@ def _bytes_wrong(found: Counted, size: int) -> str:
     if sends <= size - 1:
         return (
             f"The sums are right, but in a world of {size} rank {rank} sends {found.sent_bytes[rank]} bytes in "
-            f"{sends} messages: send one slice in each step, not the whole tensor."
+            f"{sends} messages: send one slice in each round, not the whole tensor."
         )
     return (
         f"The sums are right, but in a world of {size} rank {rank} sends {sends} messages with "
@@ -124,7 +124,7 @@ EXERCISES: tuple[Exercise, ...] = (
         answer="number",
         hints=(
             "A slice has 1/8 of the tensor's bytes, and a float32 element has 4 bytes.",
-            "In each step a rank sends one slice. There are N-1 steps to add, and as many to copy.",
+            "In each round a rank sends one slice. There are N-1 rounds to add, and as many to copy.",
         ),
         check=check_ring_bytes,
     ),
@@ -140,7 +140,7 @@ EXERCISES: tuple[Exercise, ...] = (
         hints=(
             "Begin with the first half of ring_all_reduce of the lesson. It leaves slice r + 1 on rank r.",
             "A slice that ends on rank r began its way at rank r + 1. So rank r begins with slice r - 1.",
-            "In step s, rank r sends slice (r - 1 - s) % N and adds what comes to slice (r - 2 - s) % N.",
+            "In round i, rank r sends slice (r - 1 - i) % N and adds what comes to slice (r - 2 - i) % N.",
         ),
         check=check_reduce_scatter,
     ),
@@ -153,7 +153,7 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         answer="number",
         hints=(
-            "The steps inside a host send nothing out of it. After the first, its ranks together hold the tensor once.",
+            "The rounds inside a host send nothing out of it. After the first, its ranks together hold the tensor once.",
             "The hosts then all-reduce these bytes among themselves, like a ring of H members: 2 M (H-1)/H.",
         ),
         check=check_host_bytes,

@@ -124,7 +124,7 @@ def check_tokens(answer: float) -> Verdict:
         return wrong("That is the number of tokens of all ranks together. How many does each have?")
     if any(is_near(truth * 1000.0**power) for power in (-2, -1, 1, 2)):
         return wrong("Look at the units: a TFLOP/s is 1e12 FLOP a second, and a GB/s is 1e9 bytes a second.")
-    return wrong("Put the times equal: 2 g P (N-1) / (N W) for the all-reduce, and 4 P (T / N) / F for backward.")
+    return wrong("Put the times equal: 2 g P (N-1) / (N W) for the all-reduce, and 4 P (T / N) / F_r for backward.")
 
 
 EXERCISES: tuple[Exercise, ...] = (
@@ -159,14 +159,14 @@ EXERCISES: tuple[Exercise, ...] = (
         number="3.3",
         title="Enough tokens",
         asks=(
-            "On a cluster of 64 GPUs, matrix products reach F = 400 TFLOP/s, and a ring moves W = 50 GB/s. "
+            "On a cluster of 64 GPUs, matrix products reach F_r = 400 TFLOP/s, and a ring moves W = 50 GB/s. "
             "Gradients are in bf16. How many tokens must each rank have in a step, so that the all-reduce takes no "
             "longer than backward?"
         ),
         answer="number",
         hints=(
             "Use the inequality of 'When it stops paying' with g = 2.",
-            "T / N >= g F (N-1) / (2 N W), with F = 400e12 and W = 50e9.",
+            "T / N >= g F_r (N-1) / (2 N W), with F_r = 400e12 and W = 50e9.",
         ),
         check=check_tokens,
     ),
