@@ -153,7 +153,7 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         answer="number",
         hints=(
-            "The rounds inside a host send nothing out of it. After the first, its ranks together hold the tensor once.",
+            "The rounds inside a host send nothing out of it. After the first, its ranks together hold one tensor.",
             "The hosts then all-reduce these bytes among themselves, like a ring of H members: 2 M (H-1)/H.",
         ),
         check=check_host_bytes,
