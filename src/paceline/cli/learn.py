@@ -24,9 +24,9 @@ app = typer.Typer(no_args_is_help=True, help="Check answers to the exercises of 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # -3 is a number
 def check(
-    number: str = typer.Argument("", metavar="[NUMBER]", help="The exercise, such as 3.2; none: lists all exercises."),
+    number: str = typer.Argument("", metavar="NUMBER", help="The exercise, such as 3.2; none: lists all exercises."),
     answer: str = typer.Argument(
-        "", metavar="[ANSWER]", help="A number, a word, or a Python file; none: shows the exercise."
+        "", metavar="ANSWER", help="A number, a word, or a Python file; none: shows the exercise."
     ),
     as_json: AsJson = False,
 ) -> None:
@@ -45,7 +45,7 @@ def check(
 
       paceline learn check 1.2 24
 
-      paceline learn check 1.1 my_all_reduce.py
+      paceline learn check 1.1 my_all_gather.py
     """
     from paceline.learn.course import find
 
