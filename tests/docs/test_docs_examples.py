@@ -24,11 +24,14 @@ import yaml
 from pydantic import BaseModel
 
 from paceline.cli.app import app
+from paceline.comm.base import Communicator
 from paceline.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("docs/*.md"), ROOT / "README.md"])
-EXAMPLES = [page for page in PAGES if page != "README.md"]  # the README's are parts of programs
+FILES = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/learn/*.md"), ROOT / "README.md"]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in FILES)
+# The README's are parts of programs; the lessons' run as notebooks, in tests/learn/test_notebooks.py.
+EXAMPLES = [page for page in PAGES if page != "README.md" and not re.match(r"docs/learn/\d-", page)]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _QUOTED = re.compile(r"`([^`\n]+)`")
@@ -165,7 +168,8 @@ def keys_of(model: type[BaseModel]) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_of_the_config_that_are_named_exist(page: str) -> None:
-    known = set(keys_of(Config))
+    verbs = {f"comm.{name}" for name in (*vars(Communicator), *Communicator.__annotations__)}  # of a communicator
+    known = set(keys_of(Config)) | verbs
     sections = ("parallel", "memory", "comm", "optim", "train", "checkpoint", "monitor")
     pattern = re.compile(rf"((?:{'|'.join(sections)})\.[a-z_.]+)\b(?: ?[:=].*)?")
     named = [found[1] for name in quoted(page) if (found := pattern.fullmatch(name))]
