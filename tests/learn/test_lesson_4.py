@@ -144,7 +144,13 @@ def test_the_cheapest_strategy_that_fits(answer: str) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [("ddp", "needs 142 GB"), ("zero1", "needs 93 GB"), ("fsdp", "sends more"), ("zero3", "sends more"), ("7", "none of")],
+    [
+        ("ddp", "needs 142 GB"),
+        ("zero1", "needs 93 GB"),
+        ("fsdp", "sends more"),
+        ("zero3", "sends more"),
+        ("7", "none of"),
+    ],
 )
 def test_wrong_strategies_get_words_that_help(answer: str, words: str) -> None:
     verdict = BY_NUMBER["4.3"].check(answer)

@@ -34,16 +34,22 @@ def _check_states(answer: Any) -> Verdict:
     truth = state_bytes(_PARAMETERS, "zero1", _RANKS) / _GB
     others = {name: state_bytes(_PARAMETERS, name, _RANKS) / _GB for name in _LADDER}
     mistakes = [
-        Mistake(value=others["ddp"], words="That is data parallelism: ZeRO 1 shares out one of the three kinds of states."),
+        Mistake(
+            value=others["ddp"], words="That is data parallelism: ZeRO 1 shares out one of the three kinds of states."
+        ),
         Mistake(value=others["zero2"], words="That is ZeRO 2: in ZeRO 1 the gradients stay whole on every rank."),
-        Mistake(value=others["fsdp"], words="That is FSDP: in ZeRO 1 parameters and gradients stay whole on every rank."),
+        Mistake(
+            value=others["fsdp"], words="That is FSDP: in ZeRO 1 parameters and gradients stay whole on every rank."
+        ),
         Mistake(value=truth / 4, words="You counted numbers: a number in fp32 has 4 bytes."),
         Mistake(value=8 * _PARAMETERS / _GB, words="You left out the slice: a rank keeps the moments of its part."),
         Mistake(
             value=truth - 4 * _PARAMETERS / _RANKS / _GB,
             words="AdamW keeps two moments for each parameter, so 8 bytes, of which a rank has its part.",
         ),
-        Mistake(value=truth * _GB / 2**30, words="That is in GiB (2**30 bytes): the exercise asks for GB (10**9 bytes)."),
+        Mistake(
+            value=truth * _GB / 2**30, words="That is in GiB (2**30 bytes): the exercise asks for GB (10**9 bytes)."
+        ),
         Mistake(value=truth * _GB, words="That is in bytes: the exercise asks for GB (10**9 bytes)."),
     ]
     praise = "Right: 8 P bytes stay on every rank, and with more ranks only the moments shrink."
@@ -94,12 +100,16 @@ def _judge_values(
     if all(torch.allclose(value, before - 0.1 * mean) for value in values):
         return None
     if all(torch.allclose(value, before - 0.1 * ranks * mean) for value in values):
-        return wrong(f"On {ranks} ranks the step is {ranks} times too far: take the mean of the gradients, not their sum.")
+        return wrong(
+            f"On {ranks} ranks the step is {ranks} times too far: take the mean of the gradients, not their sum."
+        )
     if all(torch.allclose(value, before) for value in values):
         return wrong("The parameters are those from before the step.")
     own = torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(gradients)])
     if all(torch.allclose(value, before - 0.1 * own) for value in values):
-        return wrong("Each slice was updated by its own rank's gradients alone: they must be averaged over the ranks first.")
+        return wrong(
+            "Each slice was updated by its own rank's gradients alone: they must be averaged over the ranks first."
+        )
     if not all(torch.allclose(value, values[0]) for value in values):
         return wrong(
             f"The {ranks} ranks return different parameters. After the update each rank has only its own slice new: "

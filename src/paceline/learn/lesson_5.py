@@ -65,7 +65,10 @@ def _check_gathers(answer: Any) -> Verdict:
             words="One unit too many in each microbatch: the root and one more unit are still whole when backward begins.",
         ),
         Mistake(value=2 * _BLOCKS, words="That is one microbatch: every microbatch gathers again."),
-        Mistake(value=units * _MICROBATCHES, words="That is forward alone: units that were freed are gathered again in backward."),
+        Mistake(
+            value=units * _MICROBATCHES,
+            words="That is forward alone: units that were freed are gathered again in backward.",
+        ),
         Mistake(value=units, words="That is the forward of one microbatch."),
         Mistake(
             value=_BLOCKS + _BLOCKS * _MICROBATCHES,
@@ -203,12 +206,25 @@ def tokens_to_hide(element_bytes: float, flops: float, bandwidth: float, ranks: 
 def _check_tokens(answer: Any) -> Verdict:
     truth = tokens_to_hide(_ELEMENT_BYTES, _FLOPS, _BANDWIDTH, _RANKS)
     mistakes = [
-        Mistake(value=truth * _RANKS / (_RANKS - 1), words="Close: a rank has its own slice already. How many others must come?"),
-        Mistake(value=2 * truth, words="Twice too many: either you count 4 bytes for a parameter, or 1 FLOP for a multiply-add."),
+        Mistake(
+            value=truth * _RANKS / (_RANKS - 1),
+            words="Close: a rank has its own slice already. How many others must come?",
+        ),
+        Mistake(
+            value=2 * truth,
+            words="Twice too many: either you count 4 bytes for a parameter, or 1 FLOP for a multiply-add.",
+        ),
         Mistake(value=truth / 2, words="Half of it: each parameter has 2 bytes on its way."),
-        Mistake(value=truth / 3, words="You count 6 FLOPs for a parameter and token, which is forward and backward: it is forward alone."),
-        Mistake(value=truth / _RANKS, words="You divide by N: each rank receives nearly the whole unit, not one N-th of it."),
-        Mistake(value=truth * _RANKS, words="That is for all ranks together: the exercise asks for one rank's microbatch."),
+        Mistake(
+            value=truth / 3,
+            words="You count 6 FLOPs for a parameter and token, which is forward and backward: it is forward alone.",
+        ),
+        Mistake(
+            value=truth / _RANKS, words="You divide by N: each rank receives nearly the whole unit, not one N-th of it."
+        ),
+        Mistake(
+            value=truth * _RANKS, words="That is for all ranks together: the exercise asks for one rank's microbatch."
+        ),
         Mistake(value=8 * truth, words="Eight times too many: W is in bytes here, not in bits."),
     ]
     praise = "Right: and neither the size of the unit nor that of the model plays a part."
