@@ -124,9 +124,9 @@ def test_a_step_that_shares_the_update() -> None:
         (with_all_reduce, "you call all_reduce"),
         (with_too_much, "1 x broadcast"),
         (slice_alone, "return all 24 parameters"),
-        (lambda comm, parameters, gradients, step_size: parameters, "before the step"),
-        (lambda comm, parameters, gradients, step_size: None, "returned NoneType"),
-        (lambda comm, parameters, gradients, step_size: parameters + 1, "not those of one process"),
+        (lambda *given: given[1], "before the step"),
+        (lambda *_: None, "returned NoneType"),
+        (lambda *given: given[1] + 1, "not those of one process"),
     ],
 )
 def test_wrong_steps_get_words_that_help(function: Any, words: str) -> None:

@@ -38,7 +38,7 @@ def test_count_the_gathers() -> None:
     ("answer", "words"),
     [
         (66, "every unit twice"),
-        (63, "One unit too many"),
+        (63, "One gather too many"),
         (20, "one microbatch"),
         (33, "forward alone"),
         (11, "forward of one microbatch"),
@@ -114,8 +114,8 @@ def test_a_linear_layer_that_is_gathered() -> None:
     [
         (plain_gather, "no gradient"),
         (without_transpose, "not x @ weight.T"),
-        (lambda comm, x, mine, shape: mine, "x @ weight.T is (5, 6)"),
-        (lambda comm, x, mine, shape: None, "NoneType"),
+        (lambda *given: given[2], "x @ weight.T is (5, 6)"),
+        (lambda *_: None, "NoneType"),
         (sharded_linear("keeps"), "gather again in backward"),
         (sharded_linear("sum"), "not the sum"),
         (sharded_linear("own"), "this rank's samples alone"),

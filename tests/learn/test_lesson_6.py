@@ -79,6 +79,10 @@ def whole_and_summed(comm: Communicator, x: Any, up: Any, down: Any, bias: torch
     return y + bias
 
 
+def whole_alone(_: Communicator, x: Any, up: Any, down: Any, bias: Any) -> Any:
+    return F.gelu(x @ up.T) @ down.T + bias
+
+
 def row_before_column(comm: Communicator, x: Any, up: Any, down: Any, bias: torch.Tensor) -> torch.Tensor:
     """Applies GELU to parts of sums."""
     hidden = F.gelu(x.chunk(comm.size, 1)[comm.rank] @ up.chunk(comm.size, 1)[comm.rank].T)
@@ -110,15 +114,15 @@ def test_an_mlp_with_a_bias() -> None:
     ("function", "words"),
     [
         (bias_before_the_sum, "the bias is added 2 times"),
-        (lambda comm, x, up, down, bias: split_mlp(comm, x, up, down, 0 * bias), "bias is missing"),
+        (lambda *given: split_mlp(*given[:4], 0 * given[4]), "bias is missing"),
         (whole_and_summed, "whole matrices"),
         (row_before_column, "not parts of sums"),
-        (lambda comm, x, up, down, bias: part_of_mlp(comm, x, up, down) + bias, "different values"),
+        (lambda *given: part_of_mlp(*given[:4]) + given[4], "different values"),
         (gathered, "1 x all_gather"),
         (summed_with_padding, "carried 192 bytes"),
-        (lambda comm, x, up, down, bias: F.gelu(x @ up.T) @ down.T + bias, "exchanged nothing"),
-        (lambda comm, x, up, down, bias: up, "returned (8, 4)"),
-        (lambda comm, x, up, down, bias: None, "NoneType"),
+        (whole_alone, "exchanged nothing"),
+        (lambda *given: given[2], "returned (8, 4)"),
+        (lambda *_: None, "NoneType"),
     ],
 )
 def test_wrong_mlps_get_words_that_help(function: Any, words: str) -> None:

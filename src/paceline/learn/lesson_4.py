@@ -163,10 +163,10 @@ EXERCISES: tuple[Exercise, ...] = (
         number="4.2",
         title="A step that shares the update",
         asks=(
-            "Write sharded_step(comm, parameters, gradients, step_size). Both tensors are flat and have P numbers, and N "
-            "divides P; parameters are the same on all ranks, gradients are this rank's. Return all P parameters after "
-            "one step of plain gradient descent, parameters - step_size x mean gradient, where each rank updates only "
-            "its slice. Use one reduce_scatter and one all_gather."
+            "Write sharded_step(comm, parameters, gradients, step_size). Both tensors are flat and have P numbers, "
+            "and N divides P; parameters are the same on all ranks, gradients are this rank's. Return all P "
+            "parameters after one step of plain gradient descent, parameters - step_size x mean gradient, where each "
+            "rank updates only its slice. Use one reduce_scatter and one all_gather."
         ),
         answer="function",
         function="sharded_step",
@@ -181,8 +181,8 @@ EXERCISES: tuple[Exercise, ...] = (
         number="4.3",
         title="The cheapest strategy that fits",
         asks=(
-            "A model has P = 7,000,000,000 parameters; AdamW trains it in fp32 on 8 devices of 80 GB. Activations and all "
-            "else take 30 GB on each. Of ddp, zero1, zero2, fsdp, in this order, which is the first that fits?"
+            "A model has P = 7,000,000,000 parameters; AdamW trains it in fp32 on 8 devices of 80 GB. Activations "
+            "and all else take 30 GB on each. Of ddp, zero1, zero2, fsdp, in this order, which is the first that fits?"
         ),
         answer="word",
         hints=(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -62,7 +61,7 @@ def _check_gathers(answer: Any) -> Verdict:
         ),
         Mistake(
             value=(2 * units - 1) * _MICROBATCHES,
-            words="One unit too many in each microbatch: the root and one more unit are still whole when backward begins.",
+            words="One gather too many in each microbatch: when backward begins, the root and one more unit are whole.",
         ),
         Mistake(value=2 * _BLOCKS, words="That is one microbatch: every microbatch gathers again."),
         Mistake(
@@ -96,8 +95,8 @@ def _check_linear(function: Any) -> Verdict:
         if not verdict.is_right:
             return verdict
     return right(
-        "Right: gathered before each use, freed in between, and each rank has the mean gradient of its slice. FSDP does "
-        "this for all parameters of a unit in one flat buffer."
+        "Right: gathered before each use, freed in between, and each rank has the mean gradient of its slice. FSDP "
+        "does this for all parameters of a unit in one flat buffer."
     )
 
 
@@ -112,8 +111,8 @@ def _check_linear_on(function: Any, ranks: int) -> Verdict:
     for rank, each in enumerate(called):
         x = inputs[rank].clone().requires_grad_()
         expected = x @ weight.T
-        expected.square().sum().backward()
-        verdict = _judge_output(each, expected, rank) or _judge_input(each, x.grad)
+        (of_x,) = torch.autograd.grad(expected.square().sum(), x)
+        verdict = _judge_output(each, expected, rank) or _judge_input(each, of_x)
         if verdict is not None:
             return verdict
     own = [2 * (x @ weight.T).T @ x for x in inputs]
@@ -145,10 +144,9 @@ def _judge_output(called: _Called, expected: torch.Tensor, rank: int) -> Verdict
     return None
 
 
-def _judge_input(called: _Called, expected: torch.Tensor | None) -> Verdict | None:
+def _judge_input(called: _Called, expected: torch.Tensor) -> Verdict | None:
     import torch
 
-    assert expected is not None
     if called.of_x is None:
         return wrong("After backward x has no gradient: your function's backward must return one for x.")
     if not torch.allclose(called.of_x, expected):
@@ -164,21 +162,21 @@ def _judge_slices(called: list[_Called], own: list[torch.Tensor]) -> Verdict | N
             "After backward the slice has no gradient. Autograd does not see through an all-gather: write a "
             "torch.autograd.Function with a backward of your own."
         )
-    if _all_have(called, lambda rank: total / ranks):
+    if _all_have(called, [total / ranks] * ranks):
         return None
-    if _all_have(called, lambda rank: total):
+    if _all_have(called, [total] * ranks):
         return wrong(f"On {ranks} ranks the slice's gradient is {ranks} times too large: take the mean, not the sum.")
-    if _all_have(called, lambda rank: own[rank]):
+    if _all_have(called, own):
         return wrong("The slice's gradient is that of this rank's samples alone: reduce-scatter the whole gradients.")
     return wrong("The slice's gradient is wrong: for y = x W^T, the weight's is the transposed gradient of y times x.")
 
 
-def _all_have(called: list[_Called], whole: Callable[[int], torch.Tensor]) -> bool:
-    """Whether each rank's slice has its part of the gradient that ``whole`` gives for the rank."""
+def _all_have(called: list[_Called], wholes: list[torch.Tensor]) -> bool:
+    """Whether each rank's slice has its part of the whole gradient that stands for the rank in ``wholes``."""
     import torch
 
     return all(
-        each.of_slice is not None and torch.allclose(each.of_slice, whole(rank).flatten().chunk(len(called))[rank])
+        each.of_slice is not None and torch.allclose(each.of_slice, wholes[rank].flatten().chunk(len(called))[rank])
         for rank, each in enumerate(called)
     )
 
@@ -186,8 +184,8 @@ def _all_have(called: list[_Called], whole: Callable[[int], torch.Tensor]) -> bo
 def _judge_gathers(called: _Called) -> Verdict:
     if called.both.get("all_gather") == 1:
         return wrong(
-            "The numbers are right, but the weight was gathered once: it stays whole from forward to backward. Save the "
-            "slice, and gather again in backward."
+            "The numbers are right, but the weight was gathered once: it stays whole from forward to backward. Save "
+            "the slice, and gather again in backward."
         )
     if called.forward != {"all_gather": 1} or called.both != {"all_gather": 2, "reduce_scatter": 1}:
         operations = ", ".join(f"{count} x {kind}" for kind, count in sorted(called.both.items()))
@@ -242,7 +240,7 @@ EXERCISES: tuple[Exercise, ...] = (
         answer="number",
         hints=(
             "Count the lines of the lesson's diary for L = 3 first, forward and backward apart.",
-            "Which two units are still whole when backward begins? And which of it happens again in the next microbatch?",
+            "Which two units are still whole when backward begins? And what happens again in the next microbatch?",
         ),
         check=_check_gathers,
     ),
@@ -251,16 +249,16 @@ EXERCISES: tuple[Exercise, ...] = (
         title="A linear layer that is gathered",
         asks=(
             "Write sharded_linear(comm, x, mine, shape). mine is this rank's flat slice of a weight of shape (outputs, "
-            "inputs), and has requires_grad=True. Return x @ weight.T. After backward, mine.grad must be this rank's slice "
-            "of the mean of the ranks' gradients, and x.grad must be right too. The whole weight must not stay in memory "
-            "from forward to backward: gather it twice."
+            "inputs), and has requires_grad=True. Return x @ weight.T. After backward, mine.grad must be this rank's "
+            "slice of the mean of the ranks' gradients, and x.grad must be right too. The whole weight must not stay "
+            "in memory from forward to backward: gather it twice."
         ),
         answer="function",
         function="sharded_linear",
         hints=(
             "An all-gather is no operation of autograd. Write a torch.autograd.Function with a forward and a backward.",
             "In forward, ctx.save_for_backward(x, mine), and keep comm and shape on ctx. In backward, gather again.",
-            "For y = x W^T with the gradient g of y: that of x is g W, that of W is g^T x. Reduce-scatter it with 'avg'.",
+            "For y = x W^T with the gradient g of y: that of x is g W, that of W is g^T x, to reduce-scatter.",
         ),
         check=_check_linear,
     ),
@@ -268,9 +266,9 @@ EXERCISES: tuple[Exercise, ...] = (
         number="5.3",
         title="Enough tokens",
         asks=(
-            "A rank computes at F = 400 TFLOP/s (400 x 10**12), the link moves W = 50 GB/s (50 x 10**9 bytes/s), and N = 64 "
-            "ranks gather parameters in bf16, 2 bytes each. How many tokens must a rank's microbatch have at least, so "
-            "that the gathers hide behind forward? Leave latency out."
+            "A rank computes at F = 400 TFLOP/s (400 x 10**12), the link moves W = 50 GB/s (50 x 10**9 bytes/s), and "
+            "N = 64 ranks gather parameters in bf16, 2 bytes each. How many tokens must a rank's microbatch have at "
+            "least, so that the gathers hide behind forward? Leave latency out."
         ),
         answer="number",
         hints=(

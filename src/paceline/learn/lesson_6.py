@@ -114,8 +114,8 @@ def _judge_mlp(values: list[Any], product: torch.Tensor, bias: torch.Tensor) -> 
     if not all(torch.allclose(value, values[0]) for value in values):
         return wrong(f"The {ranks} ranks return different values: each has a part of the sum, which they must add up.")
     return wrong(
-        "The ranks agree, but not on the MLP's output. GELU needs whole numbers, not parts of sums: cut up by its outputs "
-        "(dim 0) and down by its inputs (dim 1)."
+        "The ranks agree, but not on the MLP's output. GELU needs whole numbers, not parts of sums: cut up by its "
+        "outputs (dim 0) and down by its inputs (dim 1)."
     )
 
 
@@ -170,8 +170,8 @@ EXERCISES: tuple[Exercise, ...] = (
         title="What a block sends",
         asks=(
             "N_t = 4 ranks share a block of width d = 4,096. A microbatch has b = 2 samples of S = 2,048 tokens, and "
-            "activations are in bf16. How many bytes does one rank send for this block in forward and backward together? "
-            "Count an all-reduce of M bytes as 2 M (N-1)/N, as a ring sends them."
+            "activations are in bf16. How many bytes does one rank send for this block in forward and backward "
+            "together? Count an all-reduce of M bytes as 2 M (N-1)/N, as a ring sends them."
         ),
         answer="number",
         hints=(
@@ -184,9 +184,9 @@ EXERCISES: tuple[Exercise, ...] = (
         number="6.2",
         title="An MLP with a bias",
         asks=(
-            "Write split_mlp(comm, x, up, down, bias), which returns gelu(x @ up.T) @ down.T + bias on every rank. All ranks "
-            "get the whole tensors; each rank computes with its part of up and down alone. Use exactly one all-reduce, and "
-            "nothing else."
+            "Write split_mlp(comm, x, up, down, bias), which returns gelu(x @ up.T) @ down.T + bias on every rank. "
+            "All ranks get the whole tensors; each rank computes with its part of up and down alone. Use exactly one "
+            "all-reduce, and nothing else."
         ),
         answer="function",
         function="split_mlp",
@@ -200,8 +200,8 @@ EXERCISES: tuple[Exercise, ...] = (
         number="6.3",
         title="Where it stops paying",
         asks=(
-            "One block of gpt-1.1b runs on an A100 node (1x dgx-a100) with T = 1,024 tokens. Of N_t = 1, 2, 4 and 8, which "
-            "is the largest for which a rank computes longer than it waits? Use block_seconds of the lesson."
+            "One block of gpt-1.1b runs on an A100 node (1x dgx-a100) with T = 1,024 tokens. Of N_t = 1, 2, 4 and 8, "
+            "which is the largest for which a rank computes longer than it waits? Use block_seconds of the lesson."
         ),
         answer="number",
         hints=(
