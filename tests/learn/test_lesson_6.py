@@ -107,7 +107,7 @@ def summed_with_padding(comm: Communicator, x: Any, up: Any, down: Any, bias: to
 def test_an_mlp_with_a_bias() -> None:
     verdict = BY_NUMBER["6.2"].check(split_mlp)
     assert verdict.is_right, verdict.words
-    assert "bias added once" in verdict.words
+    assert "bias is added once" in verdict.words
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def _check_states(answer: Any) -> Verdict:
         ),
         Mistake(value=truth * _GB, words="That is in bytes: the exercise asks for GB (10**9 bytes)."),
     ]
-    praise = "Right: 8 P bytes stay on every rank, and with more ranks only the moments shrink."
+    praise = "8 P bytes stay on every rank, and with more ranks only the moments shrink."
     return judge_number(answer, truth, mistakes, praise=praise, tolerance=0.005)
 
 
@@ -62,7 +62,7 @@ def _check_step(function: Any) -> Verdict:
         if not verdict.is_right:
             return verdict
     return right(
-        "Right: each rank averaged and updated one slice, and the ranks exchanged one reduce-scatter and one "
+        "Each rank averaged and updated one slice, and the ranks exchanged one reduce-scatter and one "
         "all-gather. With AdamW in the place of the plain step this is ZeRO 1."
     )
 
@@ -138,7 +138,9 @@ def _check_strategy(answer: Any) -> Verdict:
     needs = {name: state_bytes(_LARGE, name, _RANKS) / _GB + _ACTIVATIONS_GB for name in _LADDER}
     first = next(name for name in _LADDER if needs[name] <= _DEVICE_GB)
     if word == first:
-        return right(f"Right: {needs[word]:.1f} of {_DEVICE_GB} GB, and what comes before it on the list does not fit.")
+        return right(
+            f"It needs {needs[word]:.1f} of {_DEVICE_GB} GB, and what comes before it on the list does not fit."
+        )
     if needs[word] > _DEVICE_GB:
         return wrong(f"{word} needs {needs[word]:.0f} GB with the activations, and the device has {_DEVICE_GB}.")
     return wrong(f"{word} fits, but it sends more than a strategy that comes before it on the list and fits as well.")

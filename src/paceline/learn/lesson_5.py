@@ -74,7 +74,7 @@ def _check_gathers(answer: Any) -> Verdict:
             words="Parameters are freed after each microbatch, so that the next forward gathers them again.",
         ),
     ]
-    praise = "Right: the root and the last block stay whole between forward and backward, in each microbatch."
+    praise = "The root and the last block stay whole between forward and backward, in each microbatch."
     return judge_number(answer, truth, mistakes, praise=praise, tolerance=1e-6)
 
 
@@ -95,7 +95,7 @@ def _check_linear(function: Any) -> Verdict:
         if not verdict.is_right:
             return verdict
     return right(
-        "Right: gathered before each use, freed in between, and each rank has the mean gradient of its slice. FSDP "
+        "You gather before each use and free in between, and each rank has the mean gradient of its slice. FSDP "
         "does this for all parameters of a unit in one flat buffer."
     )
 
@@ -225,7 +225,7 @@ def _check_tokens(answer: Any) -> Verdict:
         ),
         Mistake(value=8 * truth, words="Eight times too many: W is in bytes here, not in bits."),
     ]
-    praise = "Right: and neither the size of the unit nor that of the model plays a part."
+    praise = "Neither the size of the unit nor that of the model plays a part."
     return judge_number(answer, truth, mistakes, praise=praise, tolerance=0.002)
 
 
@@ -272,8 +272,8 @@ EXERCISES: tuple[Exercise, ...] = (
         ),
         answer="number",
         hints=(
-            "Write down the two times for a unit of u parameters: the gather moves e u (N-1)/N bytes for each rank.",
-            "Forward multiplies and adds once for each parameter and token, which is 2 u T FLOPs.",
+            "Write down both times for a unit of P_u parameters: the gather moves e P_u (N-1)/N bytes for a rank.",
+            "Forward multiplies and adds once for each parameter and token, which is 2 P_u b S FLOPs.",
         ),
         check=_check_tokens,
     ),

@@ -53,7 +53,7 @@ def _check_bytes(answer: Any) -> Verdict:
         Mistake(value=truth / 2**20, words="That is in MiB: the exercise asks for bytes."),
         Mistake(value=truth / 1e6, words="That is in MB: the exercise asks for bytes."),
     ]
-    praise = "Right: and with more ranks it hardly changes, while each rank has less to compute."
+    praise = "With more ranks this hardly changes, while each rank has less to compute."
     return judge_number(answer, truth, mistakes, praise=praise, tolerance=0.002)
 
 
@@ -62,7 +62,7 @@ def _check_mlp(function: Any) -> Verdict:
         verdict = _check_mlp_on(function, ranks)
         if not verdict.is_right:
             return verdict
-    return right("Right: one sum behind two matrices, each cut where the other needs it, and the bias added once.")
+    return right("One sum behind the two matrices is enough, and the bias is added once.")
 
 
 def _check_mlp_on(function: Any, ranks: int) -> Verdict:
@@ -161,7 +161,7 @@ def _check_degree(answer: Any) -> Verdict:
     larger = [each for each in _DEGREES if each > degree]
     if any(wait < device for device, wait in (block_seconds(_CLUSTER, _SIZE, each, _TOKENS) for each in larger)):
         return wrong(f"It pays there, {times}. A larger one pays as well.")
-    return right(f"Right: {times}. With twice as many it waits longer than it computes.")
+    return right(f"As {times}, it pays. With twice as many ranks it waits longer than it computes.")
 
 
 EXERCISES: tuple[Exercise, ...] = (
@@ -200,8 +200,9 @@ EXERCISES: tuple[Exercise, ...] = (
         number="6.3",
         title="Where it stops paying",
         asks=(
-            "One block of gpt-1.1b runs on an A100 node (1x dgx-a100) with T = 1,024 tokens. Of N_t = 1, 2, 4 and 8, "
-            "which is the largest for which a rank computes longer than it waits? Use block_seconds of the lesson."
+            "One block of gpt-1.1b runs on an A100 node (1x dgx-a100) with one sequence of S = 1,024 tokens. Of N_t "
+            "= 1, 2, 4 and 8, which is the largest for which a rank computes longer than it waits? Use block_seconds "
+            "of the lesson."
         ),
         answer="number",
         hints=(
