@@ -155,13 +155,13 @@ def _check_degree(answer: Any) -> Verdict:
     if degree not in _DEGREES or degree != float(answer):
         return wrong(f"{answer} is none of {', '.join(map(str, _DEGREES))}: give one of these numbers.")
     device, wait = block_seconds(_CLUSTER, _SIZE, degree, _TOKENS)
-    times = f"with N_t = {degree} a rank computes {device * 1e3:.2f} ms and waits {wait * 1e3:.2f} ms"
+    times = f"With N_t = {degree} a rank computes {device * 1e3:.2f} ms and waits {wait * 1e3:.2f} ms"
     if wait >= device:
-        return wrong(f"Too many: {times}.")
+        return wrong(f"Too many. {times}.")
     larger = [each for each in _DEGREES if each > degree]
     if any(wait < device for device, wait in (block_seconds(_CLUSTER, _SIZE, each, _TOKENS) for each in larger)):
-        return wrong(f"It pays there, {times}. A larger one pays as well.")
-    return right(f"As {times}, it pays. With twice as many ranks it waits longer than it computes.")
+        return wrong(f"{times}, so that it pays. A larger one pays as well.")
+    return right(f"{times}. With twice as many ranks it waits longer than it computes.")
 
 
 EXERCISES: tuple[Exercise, ...] = (
