@@ -9,8 +9,8 @@
 # You will see that four ranks compute what one computes, where the time of a step goes, how training scales with the
 # number of GPUs, what one slow GPU costs, and how to start the same training on real GPUs.
 #
-# It runs in less than a minute on a laptop. As a script it leaves its pictures in the current folder:
-# `python notebooks/distributed_training_simulation.py`.
+# It runs in less than a minute on a laptop and leaves its pictures in the current folder. The script of the same name
+# has the same cells: `python notebooks/distributed_training_simulation.py`.
 
 # %%
 import math
@@ -21,23 +21,32 @@ from paceline.notebook import new_figure
 
 CLUSTER = "4x h100-sxm"  # `paceline cluster ls` shows all that the catalog has
 
+
+def keep(figure, path):
+    """Saves a picture, and returns it so that the cell shows it."""
+    if __name__ == "__main__":
+        figure.savefig(path)
+    return figure
+
+
 # %% [markdown]
 # ## Train on four GPUs
 #
-# `DistributedConfig` holds the settings. `batch_size` counts the samples of one step over all ranks, so each of the four
-# ranks has 16 samples. `compute="modelled"` prices every kernel for the device of the cluster; the figures are then the
-# same on every machine. With `compute="measured"` the clocks take what your own machine needs.
+# `DistributedConfig` holds the settings. `batch_size` counts the samples of one step over all ranks, so each of the
+# four ranks has 16 samples. `compute="modelled"` prices every kernel for the device of the cluster; the figures are
+# then the same on every machine. With `compute="measured"` the clocks take what your own machine needs.
 
 
 # %%
-def simulate(ranks, batch_size=64, *, steps=4, epochs=1, **conditions):
+def simulate(ranks, batch_size=64, *, steps=3, epochs=1, **conditions):
     config = DistributedConfig(world_size=ranks, batch_size=batch_size, epochs=epochs, model_dim=128)
+    config.learning_rate = 0.004
     config.dataset_size = steps * batch_size * 5 // 4  # a fifth of the samples is kept for evaluation
     trainer = SimulatedTrainer(config, cluster=conditions.pop("cluster", CLUSTER), compute="modelled", **conditions)
     return trainer, trainer.train()
 
 
-trainer, metrics = simulate(4, epochs=4)
+trainer, metrics = simulate(4, steps=4, epochs=3)
 for epoch, loss, accuracy in zip(metrics["epoch"], metrics["train_loss"], metrics["accuracy"], strict=True):
     print(f"epoch {epoch}: training loss {loss:.4f}, test accuracy {accuracy:.1%}")
 
@@ -64,7 +73,7 @@ proof = paceline.verify(
 )
 print("four ranks compute what one process computes:", proof.passed)
 
-_, alone = simulate(1, epochs=4)
+_, alone = simulate(1, steps=4, epochs=3)
 print(f"loss of the last epoch: {metrics['train_loss'][-1]:.3f} on four ranks, {alone['train_loss'][-1]:.3f} on one")
 
 # %% [markdown]
@@ -99,9 +108,7 @@ def draw_step(trainer):
     return figure
 
 
-figure = draw_step(trainer)
-figure.savefig("simulation-step.png")
-figure
+keep(draw_step(trainer), "simulation-step.png")
 
 # %% [markdown]
 # The report adds all steps up and names the bottleneck. Speed-up and efficiency need the same training on one rank as a
@@ -113,13 +120,12 @@ report = analyzer.generate_performance_report()
 print(report)
 
 # %% [markdown]
-# Four GPUs are hardly faster than one here. The report gives the reason: the kernels of so small a model are over before
+# Four GPUs are no faster than one here. The report gives the reason: the kernels of so small a model are over before
 # the host has launched the next one, and a quarter of the batch takes as many launches as the whole batch. The charts
 # show the same by epoch:
 
 # %%
-figure = analyzer.plot_training_metrics("simulation-metrics.png")
-figure
+keep(analyzer.plot_training_metrics(), "simulation-metrics.png")
 
 # %% [markdown]
 # ## How does it scale?
@@ -130,9 +136,10 @@ figure
 
 # %%
 RANKS = (1, 2, 4)
+one = simulate(1)[1].samples_per_s
 rates = {
-    "strong": [simulate(ranks)[1].samples_per_s for ranks in RANKS],
-    "weak": [simulate(ranks, 64 * ranks)[1].samples_per_s for ranks in RANKS],
+    "strong": [one, *(simulate(ranks)[1].samples_per_s for ranks in RANKS[1:])],
+    "weak": [one, *(simulate(ranks, 64 * ranks)[1].samples_per_s for ranks in RANKS[1:])],
 }
 speed_ups = {name: [rate / found[0] for rate in found] for name, found in rates.items()}
 print("ranks   strong: speed-up, efficiency   weak: speed-up, efficiency")
@@ -153,7 +160,7 @@ gpt = {
 planned = paceline.plan(gpt, CLUSTER, gpus=RANKS)
 for name, rows in planned.scaling.items():
     speed_ups[f"GPT-124M, {name}"] = [row.devices * row.efficiency for row in rows]
-    print(f"{name:6}", ", ".join(f"{row.devices} GPUs: {row.efficiency:.0%}" for row in rows))
+    print(f"{name:6}", ", ".join(f"{row.efficiency:.0%} on {row.devices}" for row in rows))
 
 
 # %%
@@ -162,8 +169,9 @@ def draw_scaling():
     left, right = figure.subplots(1, 2)
     for name, found in speed_ups.items():
         label = name if "GPT" in name else f"classifier, {name}"
+        efficiency = [100 * each / ranks for each, ranks in zip(found, RANKS, strict=True)]
         left.plot(RANKS, found, marker="o", label=label)
-        right.plot(RANKS, [100 * each / ranks for each, ranks in zip(found, RANKS, strict=True)], marker="o", label=label)
+        right.plot(RANKS, efficiency, marker="o", label=label)
     left.plot(RANKS, RANKS, color="#999999", linestyle="--", label="ideal")
     left.set(xlabel="GPUs", ylabel="speed-up", xticks=RANKS)
     right.set(xlabel="GPUs", ylabel="efficiency, %", xticks=RANKS, ylim=(0, 105))
@@ -171,16 +179,13 @@ def draw_scaling():
     return figure
 
 
-figure = draw_scaling()
-figure.savefig("simulation-scaling.png")
-figure
+keep(draw_scaling(), "simulation-scaling.png")
 
 # %% [markdown]
 # ## How large is the all-reduce?
 #
 # A ring all-reduce of M bytes on N ranks sends 2 (N - 1) / N M bytes from every rank. The gradients here are 4 bytes a
-# parameter. The clocks show how long the network was busy in a step, and NCCL's cost model what one such all-reduce takes
-# alone:
+# parameter. The clocks show how long the network was busy, and NCCL's cost model what one such all-reduce takes alone:
 
 # %%
 from paceline.cluster.devices import load_cluster
