@@ -162,7 +162,7 @@ EXERCISES: tuple[Exercise, ...] = (
         function="save_every",
         hints=(
             "First: how often does the run fail, if each of its devices fails independently?",
-            "Too short intervals lose C / I, too long ones I / (2 M). The best one makes both losses equal.",
+            "Saves lose t_save / I, and failures I / (2 t_fail). The best interval makes both losses equal.",
         ),
         check=_check_interval,
     ),

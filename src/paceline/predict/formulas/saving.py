@@ -1,11 +1,12 @@
 """How often a run should be saved: the interval that loses the least time to saves and failures.
 
-A save stops training for C seconds, a failure comes every M seconds on average, and a restart takes R seconds. A run
-that saves every I seconds repeats half an interval after a failure, so that it loses this share of its time:
+A save stops training for t_save seconds, a failure comes every t_fail seconds on average, and a restart takes
+t_restart seconds. A run that saves every I seconds repeats half an interval after a failure, so that it loses this
+share of its time:
 
-    lost = C / I  +  (I / 2 + R) / M                smallest for  I = sqrt(2 C M)
+    lost = t_save / I  +  (I / 2 + t_restart) / t_fail          smallest for  I = sqrt(2 t_save t_fail)
 
-This is Young's approximation (1974), which Daly (2006) refines; it holds where I is much shorter than M. Devices fail
+This is Young's approximation (1974), which Daly (2006) refines; it holds where I is much shorter than t_fail. Devices fail
 independently: of N devices one fails N times as often.
 """
 
