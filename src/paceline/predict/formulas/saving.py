@@ -6,8 +6,8 @@ share of its time:
 
     lost = t_save / I  +  (I / 2 + t_restart) / t_fail          smallest for  I = sqrt(2 t_save t_fail)
 
-This is Young's approximation (1974), which Daly (2006) refines; it holds where I is much shorter than t_fail. Devices fail
-independently: of N devices one fails N times as often.
+This is Young's approximation (1974), which Daly (2006) refines; it holds where I is much shorter than t_fail. Devices
+fail independently: of N devices one fails N times as often.
 """
 
 from __future__ import annotations
