@@ -1,0 +1,85 @@
+"""Exercises of lesson 8: right answers pass, and usual mistakes are named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+
+from paceline.learn.exercise import Exercise
+from paceline.learn.lesson_8 import EXERCISES
+
+BY_NUMBER: dict[str, Exercise] = {each.number: each for each in EXERCISES}
+
+
+def test_8_1_right() -> None:
+    assert BY_NUMBER["8.1"].check(100 * 6 * 6.7e9 * 1_048_576 / (12.9 * 8 * 989e12)).is_right
+    assert BY_NUMBER["8.1"].check(41.3).is_right
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (0.413, "multiply it by 100"),
+        (13.8, "the forward alone"),
+        (20.65, "a multiplication and an addition"),
+        (55.1, "computed again"),
+        (330, "There are 8"),
+        (47.4, "too large"),
+        (3, "far too small"),
+    ],
+)
+def test_8_1_wrong(answer: float, words: str) -> None:
+    verdict = BY_NUMBER["8.1"].check(answer)
+    assert not verdict.is_right
+    assert words in verdict.words
+
+
+def spacing(x: float, bits: int = 8) -> float:
+    return 2.0 ** (math.floor(math.log2(x)) - bits + 1)
+
+
+def test_8_2_right() -> None:
+    assert BY_NUMBER["8.2"].check(lambda w, u: u > spacing(w) / 2).is_right
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda w, u: u >= spacing(w), "twice the right one"),
+        (lambda _w, u: u > 2**-8, "the same for all weights"),
+        (lambda w, u: u > w / 256, "a share of the weight"),
+        (lambda w, u: u > spacing(w, 9) / 2, "half of the right one"),
+        (lambda w, u: u > spacing(w, 7) / 2, "twice the right one"),
+        (lambda w, u: w + u != w, "64 bits"),
+        (lambda _w, _u: False, "torch's bf16 says True"),
+        (lambda _w, _u: None, "returns None"),
+        (lambda w, u: w + u, "It should return True or False"),
+    ],
+)
+def test_8_2_wrong(answer: Callable[[float, float], bool], words: str) -> None:
+    verdict = BY_NUMBER["8.2"].check(answer)
+    assert not verdict.is_right
+    assert words in verdict.words
+
+
+def test_8_3_right() -> None:
+    assert BY_NUMBER["8.3"].check(1181).is_right
+    assert BY_NUMBER["8.3"].check(2 * 1979e12 / 3.35e12).is_right
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (1772, "2 bytes for each number"),
+        (886, "1 byte for each number"),
+        (590.7, "Three matrices move"),
+        (2363, "two FLOPs"),
+        (20, "far too small"),
+    ],
+)
+def test_8_3_wrong(answer: float, words: str) -> None:
+    verdict = BY_NUMBER["8.3"].check(answer)
+    assert not verdict.is_right
+    assert words in verdict.words
