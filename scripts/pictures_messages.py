@@ -113,7 +113,7 @@ def draw_collectives() -> str:
     picture = Picture(
         "Six ways in which four ranks exchange a tensor of four elements",
         "Each row of cells is the memory of one rank: on the left before the call, on the right after it. A colour is "
-        "the rank that a value comes from; a cell with four colours is the sum of the values of all ranks.",
+        "the rank that a value comes from; a cell with four stripes is the sum of the values of all ranks.",
         "virtual ranks run each collective",
     )
     for number, collective in enumerate(COLLECTIVES):
@@ -139,7 +139,7 @@ def _draw_table(picture: Picture, x: float, y: float, table: Table) -> None:
             left, top = x + 34 * place, y + 31 * rank
             _draw_cell(picture, left, top, 32, 25, [source for source, _ in sorted(parts)])
             if parts:
-                picture.text(left + 16, top + 17, _label(parts), "small bold on mid")
+                picture.text(left + 16, top + (14 if len(parts) > 1 else 17), _label(parts), "small bold on mid")
 
 
 def _label(parts: Parts) -> str:
@@ -152,9 +152,13 @@ def _draw_cell(picture: Picture, x: float, y: float, width: float, height: float
     """Draws a cell in equal stripes of its sources."""
     if not sources:
         picture.box(x, y, width, height, "none", rx=2)
+    is_sum = len(sources) > 1
+    if is_sum:  # the sum's name stands above the stripes
+        picture.box(x, y, width, height, "g")
+    tall = 7 if is_sum else height
     for place, source in enumerate(sources):
         each = width / len(sources)
-        picture.box(x + place * each, y, each, height, COLOURS[source])
+        picture.box(x + place * each, y + height - tall, each, tall, COLOURS[source])
 
 
 # Messages of the algorithms, carried out on sets of ranks.
