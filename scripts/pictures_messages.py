@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from pictures_svg import MARGIN, Picture
 
 from paceline import run_virtual
 from paceline.cluster.patterns import Tree, double_tree
@@ -23,6 +22,7 @@ from paceline.comm.algorithms.rounds import (
     tree_reduce,
 )
 from paceline.comm.base import Communicator
+from pictures_svg import MARGIN, Picture
 
 RANKS = 4
 COLOURS = "abcd"
@@ -36,9 +36,7 @@ def _mark(rank: int, element: int) -> float:
 
 def _parts(value: float) -> Parts:
     bits = int(value)
-    return frozenset(
-        (place // RANKS, place % RANKS) for place in range(RANKS * RANKS) if bits >> place & 1
-    )
+    return frozenset((place // RANKS, place % RANKS) for place in range(RANKS * RANKS) if bits >> place & 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,8 +204,8 @@ def draw_ring() -> str:
     """Draws ring.svg."""
     picture = Picture(
         "A ring all-reduce of four ranks, round by round",
-        "Rows are ranks, columns are the four slices of the tensor. A cell has one stripe for each rank whose values it "
-        "sums. In each round every rank sends one slice to the next rank: an outlined cell has just arrived. After "
+        "Rows are ranks, columns are the four slices of the tensor. A cell has one stripe for each rank whose values "
+        "it sums. In each round every rank sends one slice to the next rank: an outlined cell has just arrived. After "
         "three rounds each rank has one finished slice (reduce-scatter); three more spread them (all-gather).",
         "the rounds of comm/algorithms/rounds.py",
     )
@@ -256,10 +254,10 @@ def draw_tree() -> str:
     trees = double_tree(TREE_RANKS)
     height = max(tree.height for tree in trees)
     picture = Picture(
-        "A tree all-reduce of eight ranks: two trees, each with half of the tensor",
-        "Values are summed on the way up to the root, and the sum goes back down the same edges. A number on an edge "
-        f"is the round of that message, up (↑) and down (↓). There are {2 * height} rounds; a rank that passes values "
-        "on in one tree is a leaf of the other, so that no rank sends much more than the others.",
+        "A tree all-reduce: two trees, each with half of the tensor",
+        "Eight ranks. Values are summed on the way up to the root, and the sum goes back down the same edges. A number "
+        f"on an edge is the round of that message, up (↑) and down (↓). There are {2 * height} rounds; a rank "
+        "that passes values on in one tree is a leaf of the other, so that no rank sends much more than the others.",
         "the trees of cluster/patterns.py and the rounds of comm/algorithms/rounds.py",
     )
     for number, (tree, words) in enumerate(zip(trees, ("first half", "second half"), strict=True)):
@@ -318,4 +316,3 @@ def _comparison(trees: Sequence[Tree]) -> list[str]:
         f"ring: {len(ring[0])} rounds, and a rank sends at most {ring_sent:g} M bytes: the better choice for large M",
         f"two trees: {rounds} rounds, and a rank sends at most {tree_sent:g} M bytes: the better choice for small M",
     ]
-

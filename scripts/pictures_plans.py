@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pictures_svg import MARGIN, WIDTH, Picture
-
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import load_config
 from paceline.plan.layout import STRATEGIES
@@ -21,6 +19,7 @@ from paceline.search.from_config import why_not_written, workload_as_written
 from paceline.search.request import request_for
 from paceline.search.search import Ranked, Search, budget_of, rank_one, search
 from paceline.units import GIB
+from pictures_svg import MARGIN, WIDTH, Picture
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_7b.yaml"
 
@@ -44,7 +43,8 @@ def price(cluster_name: str, *overrides: str) -> Priced:
     config = load_config(CONFIG, [f"parallel.ranks={cluster.devices}", *overrides])
     task = request_for(config, cluster).tasks[0]
     workload = workload_as_written(config, task, cluster)
-    assert workload is not None and task.need is not None, why_not_written(config, cluster)
+    assert workload is not None, why_not_written(config, cluster)
+    assert task.need is not None
     memory = task.need.estimate(workload.layout)
     assert memory is not None
     return Priced(ranked=rank_one(workload, cluster, task.need), memory=memory, cluster=cluster)
@@ -96,10 +96,12 @@ def draw_memory_bars() -> str:
     for title, group in rows.items():
         picture.text(MARGIN, y + 14, title, "name ink")
         top = y + 24
-        for place, (name, priced) in enumerate(group.items()):
-            _draw_memory(picture, left, top + 27 * place, name, priced, scale)
         end = top + 27 * len(group)
-        picture.line(left + device * scale, top - 6, left + device * scale, end + 2, "red")
+        for is_text in (False, True):  # the line is above the bars, and below their numbers
+            for place, (name, priced) in enumerate(group.items()):
+                _draw_memory(picture, left, top + 27 * place, name, priced, scale, is_text=is_text)
+            if not is_text:
+                picture.line(left + device * scale, top - 6, left + device * scale, end + 2, "red")
         y = end + 10
     picture.text(left + device * scale, y + 8, f"H100: {device / GIB:.1f} GiB", "small bold e mid")
     return picture.svg(y + 24)
@@ -109,16 +111,22 @@ def _sizes(memory: MemoryEstimate) -> list[int]:
     return [sum(getattr(memory, name) for name in names) for _, _, names in _CATEGORIES]
 
 
-def _draw_memory(picture: Picture, left: float, y: float, name: str, priced: Priced, scale: float) -> None:
-    layout = priced.ranked.layout
-    label = f"{name}, groups of {layout.shards}" if layout.strategy == "hybrid" else name
-    picture.text(left - 8, y + 15, label, "small ink end")
+def _draw_memory(
+    picture: Picture, left: float, y: float, name: str, priced: Priced, scale: float, *, is_text: bool
+) -> None:
+    """Draws a bar, or its name and its sum."""
+    layout, sizes = priced.ranked.layout, _sizes(priced.memory)
+    if is_text:
+        label = f"{name}, groups of {layout.shards}" if layout.strategy == "hybrid" else name
+        picture.text(left - 8, y + 15, label, "small ink end")
+        is_over = sum(sizes) > priced.cluster.device.memory_bytes
+        words = f"{sum(sizes) / GIB:.1f} GiB"
+        picture.text(left + sum(sizes) * scale + 6, y + 15, words, "small bold e" if is_over else "small ink halo")
+        return
     at = left
-    for (kind, words, _), size in zip(_CATEGORIES, _sizes(priced.memory), strict=True):
+    for (kind, words, _), size in zip(_CATEGORIES, sizes, strict=True):
         picture.box(at, y, max(size * scale - 0.5, 0.2), 21, kind, says=f"{words}: {size / GIB:.1f} GiB")
         at += size * scale
-    total = sum(_sizes(priced.memory)) / GIB
-    picture.text(at + 6, y + 15, f"{total:.1f} GiB", "small bold e" if not priced.fits else "small ink")
 
 
 # Precision.
@@ -148,7 +156,7 @@ def draw_precision() -> str:
     """Draws precision.svg."""
     picture = Picture(
         "Where the time of a step goes, by precision",
-        "One step of a GPT with 7 billion parameters on 8 H100: FSDP, 32 samples of 4096 tokens, on one time scale. "
+        "One step of a GPT with 7 billion parameters on 8 H100: FSDP, 32 samples of 4096 tokens. "
         "MFU is the share of the device's peak, in the precision of that row, that the model's own FLOPs come to: a "
         "faster precision shortens the step, and leaves a smaller share of a higher peak.",
         "the formulas of paceline plan for configs/gpt_7b.yaml",
@@ -157,28 +165,35 @@ def draw_precision() -> str:
     rows = precision_rows()
     longest = max(priced.ranked.seconds for priced in rows.values())
     left, room = MARGIN + 108, WIDTH - 2 * MARGIN - 108
-    scale = room / longest
     for name, priced in rows.items():
-        _draw_step(picture, left, y, name, priced, scale)
-        y += 62
+        _draw_step(picture, left, y, name, priced, room / longest)
+        y += 50
     picture.ruler(left, y, room, longest, "s")
-    return picture.svg(y + 34)
+    y += 48
+    picture.text(MARGIN, y, "The same steps without fp32, on a larger scale", "name ink")
+    rows.pop("fp32")
+    longest = max(priced.ranked.seconds for priced in rows.values())
+    for name, priced in rows.items():
+        _draw_step(picture, left, y + 14, name, priced, room / longest)
+        y += 50
+    picture.ruler(left, y + 14, room, longest, "s")
+    return picture.svg(y + 46)
 
 
 def _draw_step(picture: Picture, left: float, y: float, name: str, priced: Priced, scale: float) -> None:
     ranked = priced.ranked
     step = ranked.prediction.step
-    picture.text(left - 8, y + 20, name, "small bold ink end")
+    picture.text(left - 8, y + 14, name, "small bold ink end")
     at = left
     for kind, words, names in _PARTS:
         seconds = sum(getattr(step, each) for each in names)
         if seconds * scale >= 0.3:
-            picture.box(at, y, max(seconds * scale - 0.5, 0.3), 28, kind, says=f"{words}: {seconds:.2f} s")
+            picture.box(at, y, max(seconds * scale - 0.5, 0.3), 20, kind, says=f"{words}: {seconds:.2f} s")
         at += seconds * scale
     per_device = ranked.tokens_per_s / ranked.layout.ranks
     peak = ranked.peak_flops / 1e12
     words = f"{ranked.seconds:.2f} s; MFU {ranked.mfu:.0%} of {peak:,.0f} TFLOP/s; {per_device:,.0f} tokens/s a GPU"
-    picture.text(left, y + 44, words, "small ink")
+    picture.text(left, y + 35, words, "small ink")
 
 
 # The landscape.
@@ -200,10 +215,11 @@ def draw_landscape() -> str:
     """Draws landscape.svg."""
     found = landscape()
     picture = Picture(
-        f"The planner's landscape: gpt-7b on {LANDSCAPE_CLUSTER} (32 GPUs), 256 samples a step",
-        f"Each cell is the fastest of the layouts that fit there, of {found.num_fit} in all; the number is its step in "
-        "seconds, and a stronger colour is a longer step. The star is the layout that paceline plan chooses. Left: the "
-        "mesh. Right: no tensor or pipeline parallelism, nothing computed again in backward.",
+        f"The planner's landscape: gpt-7b on {LANDSCAPE_CLUSTER}",
+        "Ways to train it on 32 GPUs with 256 samples a step. Each cell is the fastest of the layouts that fit there, "
+        f"of {found.num_fit} in all; the number is its step in seconds, and a stronger colour is a longer step. The "
+        "star is the layout that paceline plan chooses. Left: the mesh. Right: no tensor or pipeline parallelism, "
+        "nothing computed again in backward.",
         "the search of paceline plan for configs/gpt_7b.yaml",
     )
     best: dict[tuple[int, int], Ranked] = {}
@@ -217,7 +233,13 @@ def draw_landscape() -> str:
     picture.text(MARGIN + 400, y, "microbatch b across, strategy down", "small bold ink")
     _draw_batches(picture, MARGIN + 448, y + 12, fastest, slowest)
     y += 12 + 26 + 5 * 46
-    entries = [("a", "a longer step"), ("a thin", "a shorter step"), ("e thin", "does not fit"), ("none", "no such mesh")]
+    room = found.budget / GIB
+    entries = [
+        ("a", "a longer step"),
+        ("a thin", "a shorter step"),
+        ("e thin", f"does not fit: more than 90 % of the device, {room:.1f} GiB"),
+        ("none", "no such mesh"),
+    ]
     y = picture.legend(MARGIN, y + 16, entries)
     picture.text(MARGIN, y + 4, f"★ {found.ranked[0]}: {fastest:.2f} s", "small bold ink")
     return picture.svg(y + 20)
@@ -228,7 +250,9 @@ def _draw_tile(picture: Picture, x: float, y: float, width: float, seconds: floa
     fastest, slowest = span
     depth = round(4 * (seconds - fastest) / (slowest - fastest))
     picture.box(x, y, width - 4, 40, f"a s{min(depth, 4)}", rx=4)
-    picture.text(x + width / 2 - 2, y + 25, f"{seconds:.2f}", "small bold ink mid" if depth < 3 else "small bold on mid")
+    picture.text(
+        x + width / 2 - 2, y + 25, f"{seconds:.2f}", "small bold ink mid" if depth < 3 else "small bold on mid"
+    )
 
 
 def _draw_mesh(

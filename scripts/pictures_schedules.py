@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pictures_svg import MARGIN, WIDTH, Picture
-
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Schedule
 from paceline.schedule.measure import ScheduleMeasure, measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
+from pictures_svg import MARGIN, WIDTH, Picture
 
 STAGES, MICROBATCHES = 4, 8
 _KINDS = {"F": "a", "B": "b", "I": "b", "W": "h"}

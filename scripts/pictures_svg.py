@@ -13,20 +13,21 @@ from html import escape
 
 WIDTH, MARGIN = 800, 24
 LETTER = 6.3  # the width of a letter of small text, about
+_LONGEST_TITLE = 70  # letters
 
 STYLE = """
 .page{fill:#fbfbfa}.ink{fill:#1f2430}.soft{fill:#5b6472}.on{fill:#fff}.panel{fill:#f0f0ee}.none{fill:#e3e5e8}
 .a{fill:#2f6bb8}.b{fill:#b8620c}.c{fill:#2f7d55}.d{fill:#7a52b8}.e{fill:#bf3040}.f{fill:#1d7a8a}.g{fill:#6b7280}
 .h{fill:#8d7200}.thin{fill-opacity:.3}.s0{fill-opacity:.12}.s1{fill-opacity:.28}.s2{fill-opacity:.45}.s3{fill-opacity:.8}.edge{fill:none;stroke:#1f2430;stroke-width:1.6}
 .wire{fill:none;stroke:#8a92a0;stroke-width:1.3}.dash{stroke-dasharray:4 3}.red{stroke:#bf3040;stroke-width:2}
-.tip{fill:#1f2430}.cut{stroke:#fbfbfa;stroke-width:1}
+.tip{fill:#1f2430}
 .title{font-size:18px;font-weight:600}.name{font-size:14px;font-weight:600}.small{font-size:12px}.tiny{font-size:10.5px}
-.bold{font-weight:600}.mid{text-anchor:middle}.end{text-anchor:end}
+.bold{font-weight:600}.halo{paint-order:stroke;stroke:#fbfbfa;stroke-width:4px}.mid{text-anchor:middle}.end{text-anchor:end}
 @media (prefers-color-scheme:dark){
 .page{fill:#14171d}.ink{fill:#e6e8ec}.soft{fill:#a3acba}.on{fill:#0b1220}.panel{fill:#1d222a}.none{fill:#2b313b}
 .a{fill:#6ea3ea}.b{fill:#eba45a}.c{fill:#63bd8e}.d{fill:#b294ea}.e{fill:#f0707b}.f{fill:#5cc4d2}.g{fill:#98a1b0}
 .h{fill:#d3b93c}.thin{fill-opacity:.4}.edge{stroke:#e6e8ec}.wire{stroke:#6a7382}.red{stroke:#f0707b}.tip{fill:#e6e8ec}
-.cut{stroke:#14171d}}
+.halo{stroke:#14171d}}
 """
 
 
@@ -40,6 +41,7 @@ class Picture:
     """A sheet that grows downwards. ``title`` and ``about`` are read aloud and stand on top."""
 
     def __init__(self, title: str, about: str, source: str) -> None:
+        assert len(title) <= _LONGEST_TITLE, f"the title of {len(title)} letters is wider than the sheet: {title}"
         self.title, self.about = title, about
         self._source = source
         self._parts: list[str] = []
@@ -91,7 +93,7 @@ class Picture:
         """Draws squares of these kinds with their words, in lines as wide as the sheet; returns the next line's y."""
         left = x
         for kinds, words in entries:
-            width = 20 + LETTER * len(words) + 18
+            width = 20 + 6.6 * len(words) + 18
             if left > x and left + width > WIDTH - MARGIN + 18:
                 left, y = x, y + 20
             self.box(left, y - 10, 13, 12, kinds, rx=2)

@@ -11,16 +11,17 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from pictures_svg import MARGIN, Picture
 
 from paceline import run_virtual
 from paceline.comm.base import Communicator
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layout import Split
 from paceline.models.gpt import GPT, gpt_config
+from pictures_svg import MARGIN, Picture
 
 RANKS = 4
 COLOURS = "abcd"
+TIMES = "\N{MULTIPLICATION SIGN}"
 _UNIT = 58 / 4096  # of a weight's rows and columns
 _TALL = 58.0  # of activations: their tokens
 _CONFIG = gpt_config("gpt-7b", layers=1, vocab_size=1024)
@@ -66,7 +67,7 @@ def _shape_words(names: Sequence[str]) -> str:
     split = block_splits()[names[0]]
     outputs, inputs = split.shape
     own_outputs, own_inputs = split.local_shape(0, RANKS)
-    return f"{inputs} × {outputs}; of each, a rank holds {own_inputs} × {own_outputs}"
+    return f"{inputs} {TIMES} {outputs}; of each, a rank holds {own_inputs} {TIMES} {own_outputs}"
 
 
 def _draw_whole(picture: Picture, x: float, y: float, name: str, words: str) -> None:
@@ -91,7 +92,7 @@ def _draw_end(picture: Picture, x: float, middle: float) -> None:
     picture.text(x + 29, middle + 112, "a part of the sum", "tiny soft mid")
     picture.text(x + 29, middle + 125, "on each rank", "tiny soft mid")
     picture.arrow(x + 76, middle, x + 136, middle)
-    picture.text(x + 104, middle - 8, "all-reduce", "small bold ink mid")
+    picture.text(x + 106, middle - 8, "all-reduce", "tiny bold ink mid")
     _draw_whole(picture, x + 140, middle - _TALL / 2, "Y", "on all ranks")
 
 
@@ -112,9 +113,9 @@ def draw_mlp() -> str:
     )
     y = picture.top + 20
     middle = y + 106
-    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", "T × d, whole")
+    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", f"T {TIMES} d, whole")
     left = MARGIN + 78
-    picture.text(left - 14, middle + 4, "×", "name ink mid")
+    picture.text(left - 14, middle + 4, TIMES, "name ink mid")
     wide, tall = _draw_weight(picture, left, middle - 78, "mlp.gate")
     picture.text(left, middle - 84, "gate: by columns", "small ink")
     _draw_weight(picture, left, middle + 22, "mlp.up")
@@ -124,9 +125,9 @@ def draw_mlp() -> str:
     _draw_stripes(picture, hidden, middle - _TALL / 2, wide)
     picture.text(hidden, middle - _TALL / 2 - 6, "silu(X gate) · (X up)", "small ink")
     down = hidden + wide + 26
-    picture.text(down - 13, middle + 4, "×", "name ink mid")
+    picture.text(down - 13, middle + 4, TIMES, "name ink mid")
     width, tall = _draw_weight(picture, down, middle - 11008 * _UNIT / 2, "mlp.down")
-    picture.text(down, middle - tall / 2 - 6, "down: by rows", "small ink")
+    picture.text(down + width / 2 - 4, middle - tall / 2 - 6, "down: by rows", "small ink mid")
     end = down + width + 32
     picture.arrow(down + width + 6, middle, end - 6, middle)
     _draw_end(picture, end, middle)
@@ -145,9 +146,9 @@ def draw_attention() -> str:
         "the split of engines/tensor/apply.py for gpt-7b on 4 virtual ranks",
     )
     middle = picture.top + 128
-    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", "T × d, whole")
+    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", f"T {TIMES} d, whole")
     left = MARGIN + 84
-    picture.text(left - 13, middle + 4, "×", "name ink mid")
+    picture.text(left - 13, middle + 4, TIMES, "name ink mid")
     wide = 0.0
     for place, name in enumerate(("query", "key", "value")):
         top = middle - 29 + 84 * (place - 1)
@@ -161,7 +162,7 @@ def draw_attention() -> str:
     _draw_stripes(picture, joined, middle - _TALL / 2, 58)
     picture.text(joined + 29, middle - _TALL / 2 - 6, "heads joined", "small ink mid")
     output = joined + 58 + 26
-    picture.text(output - 13, middle + 4, "×", "name ink mid")
+    picture.text(output - 13, middle + 4, TIMES, "name ink mid")
     width, tall = _draw_weight(picture, output, middle - _TALL / 2, "attention.output")
     picture.text(output + 29, middle + tall / 2 + 16, "output: by rows", "small ink mid")
     end = output + width + 34
@@ -183,4 +184,4 @@ def _draw_heads(picture: Picture, x: float, middle: float, heads: int) -> None:
         for place, head in enumerate(range(first // each, last // each)):
             picture.box(x + 17 * place, middle - 42 + 21 * rank, 14, 16, COLOURS[rank], rx=2, says=f"head {head}")
     picture.text(x + 68, middle - 50, f"attention of {heads} heads", "small ink mid")
-    picture.text(x + 68, middle + 58, "each S × S scores", "tiny soft mid")
+    picture.text(x + 68, middle + 58, f"each S {TIMES} S scores", "tiny soft mid")

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-from pictures_svg import MARGIN, WIDTH, Picture
 
 from paceline.cluster.devices import load_cluster
 from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.rehearse.prediction import config_on, predict_decided
 from paceline.schedule.clock import Span
+from pictures_svg import MARGIN, WIDTH, Picture
 
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_7b.yaml"
 _LEFT = MARGIN + 86
@@ -66,12 +65,18 @@ def compute_bars(spans: Iterable[Span]) -> list[Bar]:
         found = re.match(r"block (\d+) ", span.name)
         label, kind = (found[1] if found else ""), _PHASES[phase]
         last = bars[-1] if bars else None
-        if last and (last.kind, last.label) == (kind, label) and span.start - last.end < 2e-5:
-            bars[-1] = Bar(start=last.start, end=span.end, kind=kind, label=label, says=last.says)
+        is_same = last is not None and last.kind == kind and (last.label == label or _is_copy(span, label))
+        if last is not None and is_same and span.start - last.end < 2e-5:
+            bars[-1] = replace(last, end=span.end)
         elif span.end - span.start > 1e-5:
             says = f"{phase} of block {label}" if label else phase
             bars.append(Bar(start=span.start, end=span.end, kind=kind, label=label, says=says))
     return bars
+
+
+def _is_copy(span: Span, label: str) -> bool:
+    """Whether a kernel belongs to what was before: copies into buckets and out of units, which are short."""
+    return not label and span.end - span.start < 5e-4
 
 
 def network_bars(spans: Iterable[Span]) -> Iterator[Bar]:
@@ -160,7 +165,7 @@ def overlap_traces() -> list[Trace]:
 def draw_overlap() -> str:
     """Draws overlap.svg."""
     picture = Picture(
-        "DDP: gradients are all-reduced bucket by bucket while backward still runs",
+        "DDP: gradients are all-reduced in buckets while backward still runs",
         "One step of a GPT with 8 blocks on 8 GPUs, three times, on one time scale. A number in a box is the block. "
         "Backward runs from the last block to the first; a bucket that is full leaves at once. The red row is exposed "
         "communication: the optimizer cannot start before the last bucket is back.",
@@ -190,7 +195,7 @@ def fsdp_traces() -> list[Trace]:
 def draw_fsdp_timeline() -> str:
     """Draws fsdp-timeline.svg."""
     picture = Picture(
-        "FSDP: the parameters of the next block are gathered while this one computes",
+        "FSDP: the next block is gathered while this one computes",
         "One step of a GPT with 6 blocks of the width of gpt-7b, on one time scale. A number in a box is the block. "
         "Each block is gathered before its forward and again before its backward, and its gradients are "
         "reduce-scattered after it. The red row is exposed communication: nothing was left to compute meanwhile.",
