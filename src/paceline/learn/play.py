@@ -61,13 +61,7 @@ _OF_FILE = {
 _BASE: dict[str, Any] = {
     "name": "gpt-7b",
     "model": {"kind": "gpt", "size": "gpt-7b", "vocab_size": 32000, "compile": True},
-    "data": {
-        "kind": "synthetic_tokens",
-        "vocab_size": 32000,
-        "context": 4096,
-        "samples": 65536,
-        "eval_fraction": 0.01,
-    },
+    "data": {"kind": "synthetic_tokens", "vocab_size": 32000, "context": 4096, "samples": 65536, "eval_fraction": 0.01},
     "train": {"steps": 1000, "global_batch": 256, "precision": "bf16_master"},
 }
 # Parts of a step, as the page shows them: those of StepParts that are added up in each.

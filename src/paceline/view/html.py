@@ -85,8 +85,8 @@ def _whole(run: Run) -> dict[str, Any]:
 def _page(data: str, connect: str) -> tuple[str, str]:
     style, script, index = _assets()
     policy = (
-        f"default-src 'none'; script-src '{policy_hash(script)}'; style-src '{policy_hash(style)}'; connect-src {connect}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{policy_hash(script)}'; style-src '{policy_hash(style)}'; "
+        f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
     before = index
