@@ -36,6 +36,7 @@ HOMES = {
     "plan": "paceline.rehearse.planning",
     "predict": "paceline.rehearse.prediction",
     "errors": "paceline",
+    "learn": "paceline",
     "DistributedConfig": "paceline.classic.trainer",
     "DistributedTrainer": "paceline.classic.trainer",
     "EnhancedDistributedTrainer": "paceline.classic.trainer",
@@ -61,10 +62,12 @@ def test_the_public_names() -> None:
 @pytest.mark.parametrize(("name", "home"), HOMES.items())
 def test_a_name_is_that_of_its_module(name: str, home: str) -> None:
     found = getattr(paceline, name)
-    assert found is (
-        importlib.import_module("paceline.errors") if name == "errors" else getattr(importlib.import_module(home), name)
+    is_module = home == "paceline"
+    expected = (
+        importlib.import_module(f"paceline.{name}") if is_module else getattr(importlib.import_module(home), name)
     )
-    assert callable(found) or name == "errors"
+    assert found is expected
+    assert callable(found) or is_module
     assert inspect.getdoc(getattr(paceline, name))
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from paceline import errors as errors
+    from paceline import learn as learn
     from paceline.checkpoint.loops import load as load
     from paceline.checkpoint.loops import save as save
     from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
@@ -66,7 +67,7 @@ _NAMES = {
     "paceline.run.train": ("train",),
     "paceline.rehearse.planning": ("plan",),
     "paceline.rehearse.prediction": ("predict",),
-    "paceline": ("errors",),
+    "paceline": ("errors", "learn"),
     "paceline.classic.trainer": ("DistributedConfig", "DistributedTrainer", "EnhancedDistributedTrainer"),
     "paceline.classic.monitor": ("DistributedMonitor",),
     "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),

@@ -27,8 +27,10 @@ from paceline.cli.app import app
 from paceline.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(path.relative_to(ROOT).as_posix() for path in [*ROOT.glob("docs/*.md"), ROOT / "README.md"])
-EXAMPLES = [page for page in PAGES if page != "README.md"]  # the README's are parts of programs
+FILES = [*ROOT.glob("docs/*.md"), *ROOT.glob("docs/learn/*.md"), ROOT / "README.md"]
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in FILES)
+# The README's are parts of programs; the lessons' run as notebooks, in tests/learn/test_notebooks.py.
+EXAMPLES = [page for page in PAGES if page != "README.md" and not re.match(r"docs/learn/\d-", page)]
 
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _QUOTED = re.compile(r"`([^`\n]+)`")

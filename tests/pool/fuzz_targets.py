@@ -38,6 +38,7 @@ from paceline.config.load import load_config
 from paceline.data.manifest import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
+from paceline.learn.progress import parse_progress
 from paceline.predict.replay.program import Program
 from paceline.records.records import to_line
 from paceline.schedule.text import parse_csv
@@ -364,5 +365,11 @@ TARGETS: tuple[Target, ...] = (
     parser("control messages", from_text, parser_inputs([b'["set","key","dmFsdWU="]', b'["wait",["a","b"],30.0]'])),
     parser("values between ranks", from_bytes, parser_inputs([to_bytes({"step": 3, "loss": torch.ones(2)})])),
     parser("manifests of tokens", parse_manifest, parser_inputs([_TOKENS]), ValueError),
+    parser(
+        "progress in the course",
+        parse_progress,
+        parser_inputs([b'{"passed": ["1.1"], "hints": {"1.2": 1}}']),
+        ValueError,
+    ),
     parser("programs", lambda text: Program.of_text(_text(text)), parser_inputs([_PROGRAM], _as_bytes)),
 )

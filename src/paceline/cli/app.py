@@ -19,6 +19,7 @@ from paceline.cli.config import app as config_app
 from paceline.cli.data import app as data_app
 from paceline.cli.doctor import doctor
 from paceline.cli.launch import app as launch_app
+from paceline.cli.learn import app as learn_app
 from paceline.cli.plan import plan
 from paceline.cli.predict import predict
 from paceline.cli.profile import profile
@@ -55,6 +56,7 @@ app.add_typer(cluster_app, name="cluster")
 app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
+app.add_typer(learn_app, name="learn")
 
 
 def _show_version(wanted: bool) -> None:

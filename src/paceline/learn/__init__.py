@@ -1,1 +1,10 @@
-"""The course: its exercises and their checks. Lessons: ``docs/learn/``; as notebooks: ``notebooks/``."""
+"""The course: its exercises and their checks. Lessons: ``docs/learn/``; as notebooks: ``notebooks/``.
+
+``check("3.2", answer)`` says whether an answer is right, ``hint("3.2")`` prints a hint, ``ask("3.2")`` the exercise.
+"""
+
+from paceline.learn.course import ask as ask
+from paceline.learn.course import check as check
+from paceline.learn.course import hint as hint
+
+__all__ = ["ask", "check", "hint"]

@@ -1,0 +1,142 @@
+"""``paceline learn``: checks answers to the exercises of the course, and gives hints.
+
+Progress lies in ``$XDG_STATE_HOME/paceline/learn.json``, or in ``~/.local/state`` where that is not set.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from paceline.cli.options import AsJson, print_json
+from paceline.health.exit_codes import FAILED
+from paceline.terminal import echo
+
+if TYPE_CHECKING:
+    from paceline.learn.exercise import Exercise
+    from paceline.learn.progress import Progress
+
+app = typer.Typer(no_args_is_help=True, help="Check answers to the exercises of the course (docs/learn).")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})  # -3 is a number
+def check(
+    number: str = typer.Argument("", metavar="[NUMBER]", help="The exercise, such as 3.2; none: lists all exercises."),
+    answer: str = typer.Argument(
+        "", metavar="[ANSWER]", help="A number, a word, or a Python file; none: shows the exercise."
+    ),
+    as_json: AsJson = False,
+) -> None:
+    """Check an answer to an exercise of the course, and keep a note of it when it is right.
+
+    A Python file is RUN, as `python FILE` would run it, and the function that the exercise asks for is called with
+    inputs of the check: give files that you wrote yourself.
+
+    Leaves with exit code 0 if the answer is right, 1 if it is wrong, and 2 if it cannot be read.
+
+    Examples:
+
+      paceline learn check
+
+      paceline learn check 1.2
+
+      paceline learn check 1.2 24
+
+      paceline learn check 1.1 my_all_reduce.py
+    """
+    from paceline.learn.course import find
+
+    if not number:
+        _list(as_json=as_json)
+        return
+    exercise = find(number)
+    if not answer:
+        _show(exercise, as_json=as_json)
+        return
+    _check(exercise, answer, as_json=as_json)
+
+
+@app.command()
+def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise, such as 3.2.")) -> None:
+    """Show the next hint to an exercise; each call shows one more.
+
+    Example:  paceline learn hint 3.2
+    """
+    from paceline.learn.course import find, hint_text
+    from paceline.learn.progress import load_progress, save_progress
+
+    exercise = find(number)
+    progress = load_progress(state_file()).with_hint(number)
+    if save_progress(state_file(), progress):
+        echo(hint_text(exercise, progress.hints[number]))
+        return
+    for place in range(1, len(exercise.hints) + 1):  # which were shown cannot be kept, so all are
+        echo(hint_text(exercise, place))
+
+
+def state_file() -> Path:
+    """Returns where progress is kept."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    folder = Path(state) if Path(state).is_absolute() else Path.home() / ".local" / "state"
+    return folder / "paceline" / "learn.json"
+
+
+def _check(exercise: Exercise, text: str, *, as_json: bool) -> None:
+    from paceline.learn.answer_file import load_function
+    from paceline.learn.course import judge, sentence
+    from paceline.learn.progress import load_progress, save_progress
+
+    answer: Any = load_function(exercise, Path(text)) if exercise.answer == "function" else text
+    verdict = judge(exercise, answer)
+    if verdict.is_right:
+        save_progress(state_file(), load_progress(state_file()).with_passed(exercise.number))
+    if as_json:
+        print_json({"number": exercise.number, "right": verdict.is_right, "words": verdict.words})
+    else:
+        echo(sentence(exercise, verdict))
+        if not verdict.is_right:
+            echo(f"A hint: paceline learn hint {exercise.number}")
+    raise typer.Exit(0 if verdict.is_right else FAILED)
+
+
+def _show(exercise: Exercise, *, as_json: bool) -> None:
+    """Prints what the exercise asks for."""
+    if as_json:
+        print_json(
+            {name: getattr(exercise, name) for name in ("number", "title", "asks", "answer", "function")}
+            | {"hints": len(exercise.hints)}
+        )
+        return
+    form = {"number": "NUMBER", "word": "WORD", "function": "FILE.py"}[exercise.answer]
+    echo(f"{exercise.number} {exercise.title}\n{exercise.asks}\n")
+    echo(f"paceline learn check {exercise.number} {form}")
+
+
+def _list(*, as_json: bool) -> None:
+    from paceline.learn.course import LESSONS, all_exercises
+    from paceline.learn.progress import load_progress
+
+    progress, exercises = load_progress(state_file()), all_exercises()
+    if as_json:
+        print_json([_listed(each, progress) for each in exercises])
+        return
+    lesson = ""
+    for each in exercises:
+        if (here := each.number.partition(".")[0]) != lesson:
+            lesson = here
+            echo(f"Lesson {lesson}: {LESSONS[int(lesson)]}")
+        echo(f"  {each.number} {'passed' if each.number in progress.passed else '-':<7} {each.title}")
+    passed = sum(each.number in progress.passed for each in exercises)
+    echo(f"\n{passed} of {len(exercises)} exercises passed")
+
+
+def _listed(exercise: Exercise, progress: Progress) -> dict[str, Any]:
+    return {
+        "number": exercise.number,
+        "title": exercise.title,
+        "passed": exercise.number in progress.passed,
+        "hints_shown": min(progress.hints.get(exercise.number, 0), len(exercise.hints)),
+    }
