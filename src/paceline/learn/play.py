@@ -190,7 +190,7 @@ class PlayInputs:
         return shlex.join(["paceline", verb, CONFIG_FILE, *words, "--cluster", self.cluster_text])
 
 
-def _read(name: str, text: str) -> int | str:
+def _read(name: str, text: str) -> Any:
     if name in NUMBERS:
         low, high = NUMBERS[name]
         if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
@@ -210,8 +210,12 @@ def _shown(text: str) -> str:
 
 def answer_for(inputs: PlayInputs) -> dict[str, Any]:
     """Returns what the page shows, as plain data: numbers, or under ``problems`` the rules that refuse them."""
-    about = {"gpus": inputs.gpus, "data": inputs.data, "global_batch": inputs.global_batch}
-    about["cluster"] = inputs.cluster_text
+    about = {
+        "gpus": inputs.gpus,
+        "data": inputs.data,
+        "global_batch": inputs.global_batch,
+        "cluster": inputs.cluster_text,
+    }
     commands = {verb: inputs.command(verb) for verb in ("plan", "predict")}
     try:
         cluster = load_cluster(inputs.cluster_text)
