@@ -142,7 +142,7 @@ _PARTS = (
     ("b", "waiting for kernel launches", ("launch_wait",)),
     ("e", "exposed communication", ("exposed", "tensor_wait", "bubble")),
     ("d", "computing slowed by communication", ("contention",)),
-    ("f", "optimizer", ("optimizer", "slowest")),
+    ("f", "optimizer", ("optimizer",)),
 )
 
 
