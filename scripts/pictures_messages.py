@@ -300,7 +300,7 @@ def _draw_one_tree(picture: Picture, x: float, y: float, tree: Tree) -> None:
 
 
 def _comparison(trees: Sequence[Tree]) -> list[str]:
-    """Counts rounds, and the most that a rank sends in parts of the tensor's M bytes."""
+    """Counts rounds, and the most that a rank sends, in sizes of the tensor."""
     ring = ring_programs(TREE_RANKS)
     ring_sent = max(sum(len(each.sends) for each in program) for program in ring) / TREE_RANKS
     tree_sent = max(
@@ -313,6 +313,6 @@ def _comparison(trees: Sequence[Tree]) -> list[str]:
     )
     rounds = max(2 * tree.height for tree in trees)
     return [
-        f"ring: {len(ring[0])} rounds, and a rank sends at most {ring_sent:g} M bytes: the better choice for large M",
-        f"two trees: {rounds} rounds, and a rank sends at most {tree_sent:g} M bytes: the better choice for small M",
+        f"ring: {len(ring[0])} rounds, and a rank sends at most {ring_sent:g} times the tensor: better for large tensors",
+        f"two trees: {rounds} rounds, and a rank sends at most {tree_sent:g} times the tensor: better for small tensors",
     ]
