@@ -313,6 +313,6 @@ def _comparison(trees: Sequence[Tree]) -> list[str]:
     )
     rounds = max(2 * tree.height for tree in trees)
     return [
-        f"ring: {len(ring[0])} rounds, and a rank sends at most {ring_sent:g} times the tensor: better for large tensors",
-        f"two trees: {rounds} rounds, and a rank sends at most {tree_sent:g} times the tensor: better for small tensors",
+        f"ring: {len(ring[0])} rounds; a rank sends at most {ring_sent:g} times the tensor: better for large tensors",
+        f"two trees: {rounds} rounds; a rank sends at most {tree_sent:g} times the tensor: better for small tensors",
     ]
