@@ -198,8 +198,8 @@ def draw_fsdp_timeline() -> str:
         "FSDP: the next block is gathered while this one computes",
         "One step of a GPT with 6 blocks of the width of gpt-7b, on one time scale. A number in a box is the block. "
         "Each block is gathered before its forward and again before its backward, but for the last one, which backward "
-        "needs at once; its gradients are reduce-scattered after it. The red row is exposed communication: nothing was "
-        "left to compute meanwhile.",
+        "needs at once. The gradients of a block are reduce-scattered after it. The red row is exposed communication: "
+        "nothing was left to compute meanwhile.",
         f"dry runs of FSDP on {' and '.join(FSDP_CLUSTERS)}",
     )
     legend = [

@@ -39,6 +39,10 @@ ALLOWED = {
     ("checkpoint.tools.distributed", "torch.load"): (1, "with --allow-pickle, with weights_only"),
     ("checkpoint.tools.dcp_metadata", "pickle.Unpickler"): (1, "with --allow-pickle, by a closed list of names"),
     ("data.fetch", "pickle.loads"): (1, "what the line has just pickled itself, to see whether it can be"),
+    ("learn.answer_file", "runpy.run_path"): (
+        1,
+        "an answer to an exercise: the Python file that its reader names, to be run",
+    ),
     ("run.processes", "pickle.loads"): (4, "over pipes from and to processes that this one has started"),
 }
 

@@ -24,6 +24,7 @@ import yaml
 from pydantic import BaseModel
 
 from paceline.cli.app import app
+from paceline.comm.base import Communicator
 from paceline.config import Config, load_config
 
 ROOT = Path(__file__).parents[2]
@@ -167,7 +168,8 @@ def keys_of(model: type[BaseModel]) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_keys_of_the_config_that_are_named_exist(page: str) -> None:
-    known = set(keys_of(Config))
+    verbs = {f"comm.{name}" for name in (*vars(Communicator), *Communicator.__annotations__)}  # of a communicator
+    known = set(keys_of(Config)) | verbs
     sections = ("parallel", "memory", "comm", "optim", "train", "checkpoint", "monitor")
     pattern = re.compile(rf"((?:{'|'.join(sections)})\.[a-z_.]+)\b(?: ?[:=].*)?")
     named = [found[1] for name in quoted(page) if (found := pattern.fullmatch(name))]
