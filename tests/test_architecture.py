@@ -62,6 +62,8 @@ TORCH_FREE = (
     "imports",
     "launch.kubectl",
     "launch.pod",
+    "learn.play",
+    "learn.play_server",
     "mesh",
     "notebook",
     "plan",

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import torch
 import yaml
@@ -38,6 +39,7 @@ from paceline.config.load import load_config
 from paceline.data.manifest import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
+from paceline.learn.play import PlayInputs, answer_for
 from paceline.learn.progress import parse_progress
 from paceline.predict.replay.program import Program
 from paceline.records.records import to_line
@@ -370,6 +372,11 @@ TARGETS: tuple[Target, ...] = (
         parse_progress,
         parser_inputs([b'{"passed": ["1.1"], "hints": {"1.2": 1}}']),
         ValueError,
+    ),
+    parser(
+        "requests of learn play",
+        lambda text: answer_for(PlayInputs.of(dict(parse_qsl(_text(text), keep_blank_values=True)))),
+        parser_inputs([b"size=gpt-1.1b&gpus=16&strategy=zero1&tensor=2&network=", b"layers=4&width=256&pipeline=2"]),
     ),
     parser("programs", lambda text: Program.of_text(_text(text)), parser_inputs([_PROGRAM], _as_bytes)),
 )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.learn_play import play
 from paceline.cli.options import AsJson, print_json
 from paceline.health.exit_codes import FAILED
 from paceline.terminal import echo
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.learn.exercise import Exercise
     from paceline.learn.progress import Progress
 
-app = typer.Typer(no_args_is_help=True, help="Check answers to the exercises of the course (docs/learn).")
+app = typer.Typer(no_args_is_help=True, help="Check answers to the exercises of the course (docs/learn), and play.")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # -3 is a number
@@ -75,6 +76,9 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
         return
     for place in range(1, len(exercise.hints) + 1):  # which were shown cannot be kept, so all are
         echo(hint_text(exercise, place))
+
+
+app.command()(play)
 
 
 def state_file() -> Path:

@@ -56,7 +56,7 @@ def watch(
     if parent is None:
         echo("  Ctrl-C ends it")
     if is_opened and not token:
-        _open(url)
+        open_browser(url)
     if parent is not None:
         _end_with(parent)
     make_server(make_app(follower, token=token)).run(sockets=[found])
@@ -76,7 +76,8 @@ def require_server() -> None:
         )
 
 
-def _open(url: str) -> None:
+def open_browser(url: str) -> None:
+    """Opens a page in the browser of this machine, beside what runs here."""
     import threading
     import webbrowser
 

@@ -85,8 +85,8 @@ def _whole(run: Run) -> dict[str, Any]:
 def _page(data: str, connect: str) -> tuple[str, str]:
     style, script, index = _assets()
     policy = (
-        f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; connect-src {connect}; "
-        "img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; script-src '{policy_hash(script)}'; style-src '{policy_hash(style)}'; "
+        f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
     )
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
     before = index
@@ -107,5 +107,6 @@ def _assets() -> tuple[str, str, str]:
     return read(_STYLES), read(_SCRIPTS), (folder / "index.html").read_text(encoding="utf-8")
 
 
-def _hash(text: str) -> str:
+def policy_hash(text: str) -> str:
+    """Returns the name by which a content security policy allows a script or a style."""
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

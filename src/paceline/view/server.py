@@ -38,7 +38,7 @@ from paceline.view.runs import Run
 
 _COOKIE = "paceline_token"
 _MOST_POINTS = 4000
-_HEADERS = {
+HEADERS = {
     "cache-control": "no-store",
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -102,7 +102,7 @@ def make_app(follower: Follower, *, token: str = "") -> Starlette:
     ]
     app = Starlette(routes=routes, lifespan=follow)
     app.state.follower = follower
-    app.add_middleware(_Gate, token=token)
+    app.add_middleware(Gate, token=token)
     return app
 
 
@@ -114,7 +114,7 @@ class _Api:
 
     async def page(self, _: Request) -> Response:
         text, policy = live_page()
-        return Response(text, media_type="text/html", headers=_HEADERS | {"content-security-policy": policy})
+        return Response(text, media_type="text/html", headers=HEADERS | {"content-security-policy": policy})
 
     async def runs(self, request: Request) -> Response:
         """Answers the list of all runs, and the curves of those that ``ids`` names."""
@@ -170,7 +170,7 @@ class _Api:
                     if await request.is_disconnected():
                         return
 
-        return StreamingResponse(stream(), media_type="text/event-stream", headers=_HEADERS)
+        return StreamingResponse(stream(), media_type="text/event-stream", headers=HEADERS)
 
     def _states(self) -> bytes:
         with self._follower.lock:
@@ -183,7 +183,7 @@ class _Api:
             return PlainTextResponse("this version of Paceline has no metrics for Prometheus\n", status_code=501)
         folders = [run.folder for run in self._follower.runs]
         text: str = await asyncio.to_thread(metrics_text, folders)
-        return PlainTextResponse(text, headers=_HEADERS)
+        return PlainTextResponse(text, headers=HEADERS)
 
     async def _of_run(self, request: Request, work: Callable[[Run], Any]) -> Response:
         run = self._follower.find_run(request.query_params.get("id", ""))
@@ -200,10 +200,10 @@ class _Api:
                 found = work()
             return to_json(found, inf_nan_mode="null")
 
-        return Response(await asyncio.to_thread(locked), media_type="application/json", headers=_HEADERS)
+        return Response(await asyncio.to_thread(locked), media_type="application/json", headers=HEADERS)
 
 
-class _Gate:
+class Gate:
     """Lets requests in as [Note: who gets in] says."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
@@ -226,7 +226,7 @@ class _Gate:
             return None
         given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         if scope["path"] == "/" and self._is_right(given):
-            answer = RedirectResponse("/", status_code=303, headers=_HEADERS)
+            answer = RedirectResponse("/", status_code=303, headers=HEADERS)
             answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
             return answer
         cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
@@ -234,7 +234,7 @@ class _Gate:
         if self._is_right(bearer) or (cookie is not None and self._is_right(cookie.value)):
             return None
         words = "a token is needed: open the address that paceline watch has printed\n"
-        return PlainTextResponse(words, status_code=401, headers=_HEADERS | {"www-authenticate": "Bearer"})
+        return PlainTextResponse(words, status_code=401, headers=HEADERS | {"www-authenticate": "Bearer"})
 
     def _is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self._token.encode())
@@ -253,11 +253,11 @@ def _window(request: Request) -> Window:
 
 
 def _json(value: Any) -> Response:
-    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json", headers=_HEADERS)
+    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json", headers=HEADERS)
 
 
 def _not_found() -> Response:
-    return JSONResponse({"error": "there is no such run or field"}, status_code=404, headers=_HEADERS)
+    return JSONResponse({"error": "there is no such run or field"}, status_code=404, headers=HEADERS)
 
 
 class _Server(uvicorn.Server):

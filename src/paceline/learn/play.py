@@ -1,0 +1,299 @@
+"""``paceline learn play``: memory and step time of a model, for what the sliders of the page say.
+
+    inputs = PlayInputs.of({"size": "gpt-7b", "gpus": "32", "strategy": "fsdp"})
+    answer = answer_for(inputs)
+
+An answer comes from the functions behind ``paceline plan``, as it judges a config that is written: the same config
+rules, formulas and memory estimate. It imports no torch and takes about ten milliseconds. The page gets the command
+that gives the same config, on top of ``configs/gpt_7b.yaml``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from paceline.cluster.devices import Catalog, Cluster, load_cluster
+from paceline.cluster.entries import shipped
+from paceline.config import Config, config_from_dict
+from paceline.config.sections import GPT_SIZES
+from paceline.errors import ConfigError, PacelineError, UsageError
+from paceline.plan.layout import STRATEGIES, Layout
+from paceline.plan.plan import MemoryEstimate
+from paceline.search.candidates import CHECKPOINTS, TrainingTask
+from paceline.search.from_config import PRECISIONS, why_not_written, workload_as_written
+from paceline.search.request import request_for
+from paceline.search.search import Ranked, budget_of, rank_one
+from paceline.units import format_bytes, format_count, format_seconds
+
+CONFIG_FILE = "configs/gpt_7b.yaml"
+SCHEDULES = ("1f1b", "interleaved", "zb-h1", "zb-v")
+# The least and the most of each number, so that no request takes long.
+NUMBERS: Mapping[str, tuple[int, int]] = {
+    "layers": (1, 96),
+    "width": (64, 32768),
+    "context": (64, 131072),
+    "gpus": (1, 4096),
+    "tensor": (1, 64),
+    "pipeline": (1, 16),
+    "microbatch": (1, 128),
+    "accumulate": (1, 64),
+}
+# What the file says already: the command leaves it out.
+_OF_FILE = {
+    "model.size": "gpt-7b",
+    "model.layers": "32",
+    "model.heads": "32",
+    "model.kv_heads": "32",
+    "model.width": "4096",
+    "model.mlp_width": "11008",
+    "model.context": "4096",
+    "model.compile": "true",
+    "data.context": "4096",
+    "train.precision": "bf16_master",
+    "parallel.tensor": "1",
+    "parallel.pipeline": "1",
+    "memory.checkpoint_activations": "none",
+}
+_BASE: dict[str, Any] = {
+    "name": "gpt-7b",
+    "model": {"kind": "gpt", "size": "gpt-7b", "vocab_size": 32000, "compile": True},
+    "data": {"kind": "synthetic_tokens", "vocab_size": 32000, "context": 4096, "samples": 65536, "eval_fraction": 0.01},
+    "train": {"steps": 1000, "global_batch": 256, "precision": "bf16_master"},
+}
+# Parts of a step, as the page shows them: those of StepParts that are added up in each.
+STEP_PARTS: Mapping[str, tuple[str, ...]] = {
+    "compute": ("compute",),
+    "launches": ("launch_wait",),
+    "exposed": ("exposed", "tensor_wait"),
+    "slowed": ("contention",),
+    "bubble": ("bubble",),
+    "optimizer": ("optimizer",),
+    "slowest": ("slowest",),
+}
+MEMORY_PARTS: Mapping[str, tuple[str, ...]] = {
+    "parameters": ("parameters",),
+    "gradients": ("gradients",),
+    "optimizer": ("optimizer",),
+    "activations": ("activations",),
+    "other": ("temporary", "buffers", "framework", "compression"),
+}
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """Returns the words that each choice of the page has."""
+    catalog = shipped()
+    return {
+        "size": tuple(GPT_SIZES),
+        "node": tuple(name for name in catalog.nodes if not Catalog().node(name).device.is_cpu),
+        "network": ("", *catalog.networks),
+        "strategy": STRATEGIES,
+        "precision": PRECISIONS,
+        "recompute": CHECKPOINTS,
+        "schedule": SCHEDULES,
+        "compile": ("on", "off"),
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlayInputs:
+    """Where the sliders stand. ``network`` is empty for the one that the node usually has."""
+
+    size: str = "gpt-7b"
+    layers: int = 32
+    width: int = 4096
+    context: int = 4096
+    node: str = "dgx-h100"
+    network: str = ""
+    gpus: int = 32
+    strategy: str = "fsdp"
+    tensor: int = 1
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    microbatch: int = 1
+    accumulate: int = 8
+    precision: str = "bf16_master"
+    recompute: str = "none"
+    compile: str = "on"
+
+    @classmethod
+    def of(cls, values: Mapping[str, str]) -> PlayInputs:
+        """Reads the fields of a request. Raises UsageError for a name, word or number that the page does not have."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise UsageError(
+                f"{_shown(unknown[0])} is no input of the page\n  the inputs are {', '.join(sorted(known))}\n"
+                "  leave it out"
+            )
+        return cls(**{name: _read(name, text) for name, text in values.items()})
+
+    @property
+    def cluster_text(self) -> str:
+        """The cluster in the words of ``--cluster``: whole nodes, or devices of one kind where they fill none."""
+        node = Catalog().node(self.node)
+        if self.gpus % node.devices == 0:
+            text = f"{self.gpus // node.devices}x {self.node}"
+        else:
+            text = f"{self.gpus}x {node.device.name}"
+        return f"{text} over {self.network}" if self.network else text
+
+    @property
+    def data(self) -> int:
+        """Data-parallel ranks; 0 where tensor and pipeline ranks do not divide the GPUs."""
+        data, rest = divmod(self.gpus, self.tensor * self.pipeline)
+        return 0 if rest else data
+
+    @property
+    def global_batch(self) -> int:
+        return self.microbatch * self.accumulate * max(1, self.data)
+
+    def settings(self) -> dict[str, str]:
+        """Returns the keys of the config that the sliders set."""
+        shape = GPT_SIZES[self.size]
+        heads = max(1, self.width // (shape.width // shape.heads))
+        found = {
+            "model.size": self.size,
+            "model.layers": str(self.layers),
+            "model.width": str(self.width),
+            "model.heads": str(heads),
+            "model.kv_heads": str(max(1, heads * shape.kv_heads // shape.heads)),
+            "model.mlp_width": str(max(1, self.width * shape.mlp_width // shape.width)),
+            "model.context": str(self.context),
+            "model.compile": "true" if self.compile == "on" else "false",
+            "data.context": str(self.context),
+            "parallel.ranks": str(self.gpus),
+            "parallel.strategy": self.strategy,
+            "parallel.tensor": str(self.tensor),
+            "parallel.pipeline": str(self.pipeline),
+            "train.microbatch": str(self.microbatch),
+            "train.global_batch": str(self.global_batch),
+            "train.precision": self.precision,
+            "memory.checkpoint_activations": self.recompute,
+        }
+        if self.pipeline > 1:
+            found["parallel.schedule"] = self.schedule
+        if self.tensor > 1:
+            found["parallel.sequence_parallel"] = "true"
+        return found
+
+    def command(self, verb: str) -> str:
+        """Returns the command line that asks ``paceline plan`` or ``predict`` for the same."""
+        is_file = GPT_SIZES[self.size] is GPT_SIZES["gpt-7b"]
+        words = [
+            f"{key}={value}"
+            for key, value in self.settings().items()
+            if _OF_FILE.get(key) != value or (key.startswith("model.") and not is_file)
+        ]
+        return shlex.join(["paceline", verb, CONFIG_FILE, *words, "--cluster", self.cluster_text])
+
+
+def _read(name: str, text: str) -> Any:
+    if name in NUMBERS:
+        low, high = NUMBERS[name]
+        if not (text.isascii() and text.isdigit() and len(text) < 10 and low <= int(text) <= high):
+            raise UsageError(f"{name} = {_shown(text)}\n  it is a whole number\n  give one from {low} to {high}")
+        return int(text)
+    if text not in (known := choices()[name]):
+        raise UsageError(f"{name} = {_shown(text)}\n  the page has no such choice\n  take one of {', '.join(known)}")
+    return text
+
+
+def _shown(text: str) -> str:
+    return repr(text[:40])
+
+
+# Answers.
+
+
+def answer_for(inputs: PlayInputs) -> dict[str, Any]:
+    """Returns what the page shows, as plain data: numbers, or under ``problems`` the rules that refuse them."""
+    about = {
+        "gpus": inputs.gpus,
+        "data": inputs.data,
+        "global_batch": inputs.global_batch,
+        "cluster": inputs.cluster_text,
+    }
+    commands = {verb: inputs.command(verb) for verb in ("plan", "predict")}
+    try:
+        cluster = load_cluster(inputs.cluster_text)
+        config = config_from_dict(_BASE, "play", [f"{key}={value}" for key, value in inputs.settings().items()])
+        found = _priced(config, cluster)
+    except ConfigError as error:
+        return {"about": about, "commands": commands, "problems": [str(each) for each in error.problems]}
+    except PacelineError as error:
+        return {"about": about, "commands": commands, "problems": [str(error)]}
+    return {"about": about, "commands": commands, "problems": [], **found}
+
+
+def _priced(config: Config, cluster: Cluster) -> dict[str, Any]:
+    """Prices a config as it is written. Raises UsageError with the rule that refuses it."""
+    request = request_for(config, cluster)
+    task = request.tasks[0]
+    workload = workload_as_written(request.config, task, cluster)
+    if workload is None:
+        raise UsageError(why_not_written(request.config, cluster))
+    ranked = rank_one(workload, cluster, task.need)
+    memory = None if task.need is None else task.need.estimate(workload.layout)
+    if memory is None:
+        raise UsageError("the model cannot be cut into these stages\n  a stage has one block at least")
+    return {
+        "memory": _memory(ranked, memory, cluster),
+        "step": _step(ranked, task),
+        "model": {"parameters": task.model.params, "text": f"{format_count(task.model.params)} parameters"},
+    }
+
+
+def _memory(ranked: Ranked, memory: MemoryEstimate, cluster: Cluster) -> dict[str, Any]:
+    budget, needs = budget_of(cluster), ranked.memory_bytes
+    fits = needs <= budget
+    room = f"{format_bytes(budget)} of the device's {format_bytes(cluster.device.memory_bytes)} may be taken"
+    words = f"It fits: a rank needs {format_bytes(needs)}, and {room}."
+    if not fits:
+        words = f"It does not fit: a rank needs {format_bytes(needs)}, and {room}."
+    return {
+        "parts": {name: sum(getattr(memory, each) for each in parts) for name, parts in MEMORY_PARTS.items()},
+        "total": memory.device_bytes,
+        "needs": needs,
+        "budget": budget,
+        "device": cluster.device.memory_bytes,
+        "fits": fits,
+        "words": words,
+        "ways": "" if fits else _ways_out(ranked.layout),
+    }
+
+
+def _ways_out(layout: Layout) -> str:
+    """Says which sliders make it need less."""
+    ways = ["a smaller microbatch"] if layout.microbatch > 1 else []
+    if layout.checkpoint_activations != "full":
+        ways.append("recompute: full")
+    if layout.data > 1 and layout.strategy != "fsdp":
+        ways.append("strategy: fsdp")
+    ways += ["more GPUs", "a larger device"]
+    return f"Less memory: {', '.join(ways)}."
+
+
+def _step(ranked: Ranked, task: TrainingTask) -> dict[str, Any]:
+    step = ranked.prediction.step
+    parts = {name: sum(getattr(step, each) for each in names) for name, names in STEP_PARTS.items()}
+    low, high = ranked.prediction.band
+    waits = parts["exposed"] / step.total
+    words = f"A step takes {format_seconds(ranked.seconds)}; {waits:.0%} of it is exposed communication"
+    if parts["bubble"]:
+        words += f", and {parts['bubble'] / step.total:.0%} is the pipeline's bubble"
+    return {
+        "parts": parts,
+        "seconds": ranked.seconds,
+        "low": low,
+        "high": high,
+        "hidden": step.hidden,
+        "tokens_per_s": ranked.tokens_per_s,
+        "mfu": ranked.mfu,
+        "layout": str(ranked),
+        "outside": list(ranked.prediction.outside),
+        "words": f"{words}.",
+        "precision": task.compute,
+    }
