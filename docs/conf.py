@@ -43,7 +43,7 @@ def _toctrees() -> str:
     lines: list[str] = []
     for part in read_contents(ROOT / "docs"):
         lines += ["", "```{toctree}", ":hidden:", f":caption: {part.caption}", ""]
-        lines += [page.path.removesuffix(".md") for page in part.pages] + ["```"]
+        lines += [f"{page.short_title} <{page.path.removesuffix('.md')}>" for page in part.pages] + ["```"]
     return "\n".join(lines) + "\n"
 
 
@@ -54,6 +54,14 @@ def _add_navigation(app: Any, name: str, source: list[str]) -> None:
         source[0] += _toctrees()
 
 
+def _show_folder(app: Any, env: Any, node: Any, content: Any) -> Any:
+    """Shows a link to a folder, which a Git host can open, as text; any other link that leads nowhere stays an error."""
+    del app
+    page = Path(env.doc2path(node["refdoc"]))
+    return content if (page.parent / node["reftarget"]).is_dir() else None
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _add_navigation)
+    app.connect("missing-reference", _show_folder)

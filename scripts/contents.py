@@ -14,6 +14,8 @@ from pathlib import Path
 import yaml
 
 BEGIN, END = "<!-- contents: begin (scripts/make_reference.py) -->", "<!-- contents: end -->"
+LONGEST = 40
+"""Characters of a title in the navigation; a longer one is cut at its colon."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,12 @@ class Page:
     path: str
     title: str
     about: str
+
+    @property
+    def short_title(self) -> str:
+        """The title for a narrow column: of a long one, the part before its colon."""
+        head, colon, _ = self.title.partition(": ")
+        return head if colon and len(self.title) > LONGEST and not head.startswith("Lesson") else self.title
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
