@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from sphinx.addnodes import pending_xref
+
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
@@ -54,14 +56,15 @@ def _add_navigation(app: Any, name: str, source: list[str]) -> None:
         source[0] += _toctrees()
 
 
-def _show_folder(app: Any, env: Any, node: Any, content: Any) -> Any:
-    """Shows a link to a folder, which a Git host can open, as text; any other link that leads nowhere stays an error."""
-    del app
-    page = Path(env.doc2path(node["refdoc"]))
-    return content if (page.parent / node["reftarget"]).is_dir() else None
+def _show_folders(app: Any, tree: Any) -> None:
+    """Shows links to folders, which a Git host can open, as text. Other links that lead nowhere stay errors."""
+    page = Path(app.env.doc2path(app.env.docname))
+    for node in list(tree.findall(pending_xref)):
+        if node["refdomain"] is None and (page.parent / node["reftarget"]).is_dir():
+            node.replace_self(node.children)
 
 
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _add_navigation)
-    app.connect("missing-reference", _show_folder)
+    app.connect("doctree-read", _show_folders)

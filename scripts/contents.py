@@ -28,9 +28,10 @@ class Page:
 
     @property
     def short_title(self) -> str:
-        """The title for a narrow column: of a long one, the part before its colon."""
-        head, colon, _ = self.title.partition(": ")
-        return head if colon and len(self.title) > LONGEST and not head.startswith("Lesson") else self.title
+        """The title for a narrow column: of a long one, the part before its colon, or before "from ... to ..."."""
+        if len(self.title) <= LONGEST or self.title.startswith("Lesson"):
+            return self.title
+        return re.split(r": |, from ", self.title, maxsplit=1)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,4 +94,4 @@ def with_contents(index: str, docs: Path) -> str:
 
 
 def _line(page: Page) -> str:
-    return f"- [{page.title}]({page.path})" + (f": {page.about}" if page.about else "")
+    return f"- [{page.short_title}]({page.path})" + (f": {page.about}" if page.about else "")
