@@ -28,7 +28,7 @@ def api_page() -> str:
 
 
 def _entry(name: str, value: Any) -> tuple[str, str]:
-    return f"[paceline.{name}](#paceline{name.lower()})", prose(" ".join(_first_paragraph(value)))
+    return f"[paceline.{name}](#paceline{name.lower()})", " ".join(_first_paragraph(value)).replace("|", r"\|")
 
 
 def _first_paragraph(value: Any) -> Iterator[str]:
@@ -51,7 +51,8 @@ def _name(name: str, value: Any) -> Iterator[str]:
     yield from _described(f"paceline.{name}", value)
     if inspect.isclass(value):
         for method, function in _methods(value):
-            yield from [f"### {name}.{method}", ""]
+            shown = method.replace("__", r"\_\_")
+            yield from [f"### {name}.{shown}", ""]
             yield from _described(method, function)
 
 
