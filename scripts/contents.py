@@ -1,7 +1,7 @@
 """The order of the pages: docs/contents.yaml, for the site's navigation and for the list in docs/index.md.
 
-An entry of the file is a page or a pattern; a page that does not exist is left out, and a page belongs to the first entry
-that names it. So a new lesson, or a new page about the engines, is reached without a line of its own.
+An entry of the file is a page or a pattern; a page that does not exist is left out, and a pattern takes the pages that
+no other entry names. So a new lesson, or a new page about the engines, is reached without a line of its own.
 """
 
 from __future__ import annotations

@@ -21,7 +21,12 @@ def api_page() -> str:
     named = [(name, getattr(paceline, name)) for name in paceline.__all__ if name != "__version__"]
     lines = ["# Python API", "", NOTE, "", INTRODUCTION, ""]
     lines += table(("name", "what it is"), (_entry(name, value) for name, value in named))
-    lines += ["`paceline.__version__` is the version, as text.", "", f"Classes of earlier versions: {_earlier(named)}.", ""]
+    lines += [
+        "`paceline.__version__` is the version, as text.",
+        "",
+        f"Classes of earlier versions: {_earlier(named)}.",
+        "",
+    ]
     for name, value in named:
         lines += _module(name, value) if isinstance(value, ModuleType) else _name(name, value)
     return "\n".join(line.rstrip() for line in lines).rstrip() + "\n"
@@ -78,9 +83,15 @@ def _signature(name: str, value: Any) -> list[str]:
     signature = inspect.signature(value)
     kept = [each for each in signature.parameters.values() if each.name not in ("self", "cls")]
     signature = signature.replace(parameters=kept)
-    returns = "" if signature.return_annotation in (signature.empty, "None", None) else f" -> {_type(signature.return_annotation)}"
+    returns = (
+        ""
+        if signature.return_annotation in (signature.empty, "None", None)
+        else f" -> {_type(signature.return_annotation)}"
+    )
     words = [_parameter(each) for each in kept]
-    if any(each.kind is each.KEYWORD_ONLY for each in kept) and not any(each.kind is each.VAR_POSITIONAL for each in kept):
+    if any(each.kind is each.KEYWORD_ONLY for each in kept) and not any(
+        each.kind is each.VAR_POSITIONAL for each in kept
+    ):
         words.insert([each.kind is each.KEYWORD_ONLY for each in kept].index(True), "*")
     short = f"{name}({', '.join(words)}){returns}"
     return [short] if len(short) <= LINE else [f"{name}(", *(f"    {word}," for word in words), f"){returns}"]
@@ -122,5 +133,7 @@ def _module(name: str, module: ModuleType) -> Iterator[str]:
     """Yields the errors: each class of the module with the first sentence about it."""
     yield from [f"## paceline.{name}", "", *_markdown(module)]
     classes = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
-    rows = ((f"`{each.__name__}`", f"`{each.__base__.__name__}`", prose(inspect.getdoc(each) or "")) for each in classes)
+    rows = (
+        (f"`{each.__name__}`", f"`{each.__base__.__name__}`", prose(inspect.getdoc(each) or "")) for each in classes
+    )
     yield from table(("class", "is a", "meaning"), rows)

@@ -15,8 +15,8 @@ from paceline.cli.app import app
 from reference_text import NOTE, code, prose, table
 
 INTRODUCTION = """\
-Every verb of `paceline`, as `paceline VERB --help` shows it. CONFIG is a YAML file; SECTION.KEY=VALUE overrides one of its
-[keys](config.md). Exit codes are listed in [Deployment](../deployment.md#exit-codes-for-schedulers)."""
+Every verb of `paceline`, as `paceline VERB --help` shows it. CONFIG is a YAML file; SECTION.KEY=VALUE overrides one of
+its [keys](config.md). Exit codes are listed in [Deployment](../deployment.md#exit-codes-for-schedulers)."""
 
 
 def cli_page() -> str:
@@ -56,7 +56,9 @@ def _verb(path: tuple[str, ...], command: Any, level: int) -> Iterator[str]:
     arguments = [each for each in command.params if each.param_type_name == "argument"]
     options = [each for each in command.params if each.param_type_name == "option" and not each.hidden]
     if arguments:
-        yield from table(("argument", "meaning"), ((code(_metavar(each)), prose(each.help or "")) for each in arguments))
+        yield from table(
+            ("argument", "meaning"), ((code(_metavar(each)), prose(each.help or "")) for each in arguments)
+        )
     if options:
         yield from table(("option", "default", "meaning"), (_option(each) for each in options))
     yield from _examples(command)
@@ -71,7 +73,7 @@ def _usage(path: tuple[str, ...], command: Any) -> str:
 
 
 def _metavar(parameter: Any) -> str:
-    return parameter.metavar or parameter.name.upper()
+    return (parameter.metavar or parameter.name.upper()).strip("[].")  # typer's own marks of a list
 
 
 def _option(option: Any) -> tuple[str, str, str]:

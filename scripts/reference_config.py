@@ -17,8 +17,8 @@ Every key that a config may have. [The config](../config.md) explains how they w
 is written with its section: `parallel.ranks=4`. The same list is in the JSON Schema that `paceline config schema`
 prints, and `paceline config explain FILE` shows what each key of a config has become.
 
-A default of `null` means that Paceline decides: from the data, from the model, or from other keys. A key whose default is
-*required* must be given."""
+A default of `null` means that Paceline decides: from the data, from the model, or from other keys. A key whose default
+is *required* must be given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,8 +109,9 @@ def _resolve(reference: str, schema: dict[str, Any]) -> dict[str, Any]:
 def _shared(nodes: list[dict[str, Any]]) -> list[str]:
     """Returns the keys that are the same in all kinds of a section."""
     first, *others = nodes
-    same = [key for key in first["properties"] if all(first["properties"][key] == n["properties"].get(key) for n in others)]
-    return same
+    return [
+        key for key in first["properties"] if all(first["properties"][key] == n["properties"].get(key) for n in others)
+    ]
 
 
 def _row(path: str, key: str, spec: dict[str, Any], node: dict[str, Any]) -> tuple[str, str, str, str]:

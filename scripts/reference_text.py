@@ -17,7 +17,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 def prose(text: str) -> str:
     """Returns plain text as Markdown that shows it: nothing in it is read as markup but quoted code."""
     parts = re.split(r"(`[^`]+`)", " ".join(text.split()))
-    return "".join(_cell_code(part) if part.startswith("`") else re.sub(r"([*<>|\[\]])", r"\\\1", part) for part in parts)
+    return "".join(
+        _cell_code(part) if part.startswith("`") else re.sub(r"([*<>|\[\]])", r"\\\1", part) for part in parts
+    )
 
 
 def code(text: str) -> str:
