@@ -62,5 +62,5 @@ bench: $(VENV)/ready  ## time the engines beside their peers (minutes)
 container:       ## build the image with docker, podman or buildah, and do `make run` in it; BASE=debootstrap without a registry
 	scripts/build_container.sh
 
-clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:           ## remove the virtual environment, caches and the built docs
+	rm -rf $(VENV) build/site build/doctrees .pytest_cache .mypy_cache .ruff_cache .hypothesis
