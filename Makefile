@@ -7,7 +7,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all browser soak fuzz slurm hosts check format bench container clean
+.PHONY: help run test test-all browser soak fuzz slurm hosts check format docs bench container clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -52,11 +52,15 @@ format: $(VENV)/ready  ## format and mend what can be mended
 	$(BIN)/ruff format src tests bench scripts
 	$(BIN)/ruff check --fix src tests bench scripts
 
+docs: $(VENV)/ready  ## build the docs as a book, offline, and print where it is; a warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -j auto -c docs -d build/doctrees . build/site
+	@echo "$(CURDIR)/build/site/docs/index.html"
+
 bench: $(VENV)/ready  ## time the engines beside their peers (minutes)
 	$(BIN)/paceline bench engines
 
 container:       ## build the image with docker, podman or buildah, and do `make run` in it; BASE=debootstrap without a registry
 	scripts/build_container.sh
 
-clean:           ## remove the virtual environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:           ## remove the virtual environment, caches and the built docs
+	rm -rf $(VENV) build/site build/doctrees .pytest_cache .mypy_cache .ruff_cache .hypothesis

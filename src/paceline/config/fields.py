@@ -68,7 +68,7 @@ def _walk(node: dict[str, Any], defs: dict[str, Any], place: str, kind: str | No
         inner = spec["discriminator"]["mapping"] if "discriminator" in spec else {}
         if "$ref" in spec:
             inner = {kind: spec["$ref"]}
-        found.append(_section(path, kind, spec) if inner else _leaf(path, kind, spec))
+        found.append(_section(path, kind, spec) if inner else leaf_field(path, kind, spec))
         for each, target in inner.items():
             found += _walk(_resolve(target, defs), defs, path, each)
     return found
@@ -90,7 +90,8 @@ def _section(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
     )
 
 
-def _leaf(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
+def leaf_field(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
+    """Returns the field that a part of the JSON Schema describes; one that is no section."""
     options = spec.get("anyOf", [spec])
     choices = [choice for option in options for choice in _choices(option)]
     return KnownField(
