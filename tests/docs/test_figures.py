@@ -236,6 +236,19 @@ def test_the_table_of_scores_is_what_the_script_prints(monkeypatch: pytest.Monke
     assert scores.scores(read_shipped()) in (ROOT / "docs/prediction.md").read_text(encoding="utf-8")
 
 
+def test_the_errors_on_the_page_of_claims_are_those_of_the_table_of_scores() -> None:
+    table = (ROOT / "docs/prediction.md").read_text(encoding="utf-8").splitlines()
+    claims = " ".join((ROOT / "docs/scaling-claims.md").read_text(encoding="utf-8").split())
+    for family, texts in {
+        "| DeepLearningExamples, V100 and A100 |": ("{dev} on {rows} `dev` rows and {calib} on `calib` rows",),
+        "| MPT, FSDP on A100 and H100 |": ("{calib} on {calib_rows} `calib` rows", "its {rows} `dev` rows ({dev})"),
+    }.items():
+        (line,) = [each for each in table if each.startswith(family)]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        told = {"rows": cells[1], "dev": cells[2], "calib_rows": cells[6], "calib": cells[7]}
+        assert all(text.format(**told) in claims for text in texts), told
+
+
 def test_the_prediction_on_the_page_of_one_gpu_is_what_predict_says() -> None:
     found = paceline.predict(ROOT / "configs/gpt_124m.yaml", "1x h200", ranks=1)
     told = f"says {found.seconds * 1e3:.1f} ms, and {(found.total_memory - found.memory['framework']) / 2**30:.1f} GiB"
