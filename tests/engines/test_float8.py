@@ -11,7 +11,9 @@ import torch
 import torch.nn.functional as F
 from covering import covering
 from engine_cases import token_losses
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
 
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
@@ -150,6 +152,28 @@ def test_frozen_weights_and_inputs_without_gradients_cost_no_product(by_row: boo
         x, weight = torch.randn(16, 16, requires_grad=needs_x), torch.randn(16, 16, requires_grad=needs_weight)
         float8_linear(x, weight, None, by_row=by_row).sum().backward()
     assert len(calls) == 4
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
+@BOTH
+def test_layers_that_read_the_same_input_share_its_cast(by_row: bool) -> None:
+    """Compilers compute once what has the same operators and constants."""
+    x = torch.randn(16, 32, requires_grad=True)
+    weights = [torch.randn(48, 32, requires_grad=True) for _ in range(3)]
+
+    def work(x: Tensor, *weights: Tensor) -> Tensor:
+        return torch.stack([float8_linear(x, each, None, by_row=by_row) for each in weights])
+
+    casts: list[int] = []
+
+    def look(graph: torch.fx.GraphModule, _: Any) -> Any:
+        found = [node.meta.get("val") for node in graph.graph.nodes if "_to_copy" in str(node.target)]
+        casts.append([each.shape for each in found if isinstance(each, Tensor) and each.dtype in DTYPES].count(x.shape))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look, partition_fn=min_cut_rematerialization_partition)
+    torch.compile(work, backend=backend, fullgraph=True)(x, *weights)
+    assert casts[0] == (2 if by_row else 1)  # with scales of rows, one cast for each dimension
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does

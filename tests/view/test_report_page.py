@@ -53,6 +53,24 @@ def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
     }
 
 
+def test_the_page_has_the_tables_of_the_report(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    for rank in (0, 1):
+        run = replace(RUN, world_size=2, rank=rank)
+        again = replace(run, time=run.time + 100.0)
+        write_records(folder, rank, run, *steps_of(rank, 1, 8), again, *steps_of(rank, 1, 12))
+    tables = {table["title"]: table for table in summary_of(folder)["tables"]}
+    assert set(tables) >= {"What each rank did", "phases, seconds of a step", "goodput and lost work"}
+    assert [row[0] for row in tables["goodput and lost work"]["rows"]] == [
+        "steps that count",
+        "steps made again",
+        "down",
+    ]
+    assert tables["goodput and lost work"]["rows"][1][2] == "8 steps"
+    page = data_of(report_page([folder]))["runs"][0]["words"]["tables"]
+    assert [table["title"] for table in page] == list(tables)
+
+
 def test_words_of_a_run_whose_records_cannot_be_summed_up(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=5)
     path = folder / "records" / "rank-0.jsonl"

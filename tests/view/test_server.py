@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -139,4 +140,6 @@ def test_the_command_serves_a_page_and_prints_its_token(tmp_path: Path) -> None:
         assert port is not None
         url = f"http://{socket.gethostbyname('localhost')}:{port}"
         assert [get(url, "/")[0], get(url, "/api/runs", Authorization=f"Bearer {token}")[0]] == [401, 200]
-        served.terminate()
+        assert urlsplit(address).hostname == socket.gethostname().lower()  # which another machine can open
+        served.send_signal(signal.SIGINT)
+        assert served.wait(30) == 130

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import typer
@@ -45,7 +46,9 @@ def watch(
     if runs and parent is None and not follower.runs:
         raise typer.BadParameter("none of these is a run, nor a folder with runs in it", param_hint="RUNS")
     found = listen(host, port)
-    address = f"[{host}]" if ":" in host else host
+    # All interfaces have no address of their own that a browser could open: the machine's name is shown.
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else host  # nosec B104  # what was asked for is compared
+    address = f"[{shown}]" if ":" in shown else shown
     url = f"http://{address}:{found.getsockname()[1]}/"
     echo(f"the page is at {url}{f'?token={token}' if token else ''}")
     if token:

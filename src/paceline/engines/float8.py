@@ -44,6 +44,7 @@ from paceline.errors import UsageError
 
 MULTIPLE = 16  # of which all sizes of a product are multiples: what tensor cores take at once
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+_TWO_TO_127, _NAN = 0x7F000000, 0x7FC00000  # the bits of fp32
 _TOP = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 times two to this power
 # Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs bear it; in gradients, sums
 # over all tokens of a batch, the loss would show.
@@ -186,13 +187,15 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # The exponent in fp32, one more where the number is above 1.75 times its power of two.
     bits = largest.float().view(torch.int32)
     exponent = torch.bitwise_right_shift(bits + 0x1FFFFF, 23).clamp(_TOP[dtype] + 1, 254)
-    inverse = torch.bitwise_left_shift(exponent - _TOP[dtype], 23).view(torch.float32)
-    return torch.where(largest.isfinite(), _inverted(inverse), math.nan), inverse
+    inverse = torch.bitwise_left_shift(exponent - _TOP[dtype], 23)
+    # Nan as bits: compilers compare constants to find what is computed twice, and the float is not equal to itself.
+    scale = torch.where(largest.isfinite(), _TWO_TO_127 - inverse, _NAN)
+    return scale.view(torch.float32), inverse.view(torch.float32)
 
 
 def _inverted(power: Tensor) -> Tensor:
     """Returns one over a power of two, exactly, which a division need not be in compiled code: 2^(127 - n) from 2^n."""
-    return (0x7F000000 - power.view(torch.int32)).view(torch.float32)
+    return (_TWO_TO_127 - power.view(torch.int32)).view(torch.float32)
 
 
 # Which layers are swapped.

@@ -137,7 +137,8 @@ def _leaves(folder: Path) -> dict[str, Any]:
 def _figures(before: RunSummary, after: RunSummary) -> Iterator[FigureChange]:
     """Yields what both runs know; of a loss, a time or memory the lower one is better."""
     higher = ("samples_per_s", "mfu", "test_accuracy")
-    lower = ("final_loss", "test_loss", "comm_share", "seconds")
+    # Fewer seconds for fewer steps are no better.
+    lower = ("final_loss", "test_loss", "comm_share", *(["seconds"] if before.steps == after.steps else []))
     for name in (*higher, *lower):
         first, second = getattr(before, name), getattr(after, name)
         if first is not None and second is not None:

@@ -42,7 +42,7 @@ from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
 from paceline.records.run_facts import find_facts
 from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, StepTable, add_up, read_run
-from paceline.records.tables import draw_tables
+from paceline.records.tables import draw_tables, plain_tables
 from paceline.records.traffic import TrafficRow, find_traffic
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
@@ -230,7 +230,7 @@ def render(summary: RunSummary) -> RenderableType:
     parts.append(_headline(summary))
     if summary.steps > 0:
         parts += ["", _rank_table(summary), Text(_rank_legend(summary), style="dim")]
-    parts += draw_tables(summary.ranks, summary.traffic, summary.goodput, summary.memory)
+    parts += draw_tables(plain_tables(summary.ranks, summary.traffic, summary.goodput, summary.memory))
     if summary.prediction is not None and (told := summary.prediction.lines()):
         parts += ["", *map(Text, told)]
     if summary.straggler is None:  # for a part of the run

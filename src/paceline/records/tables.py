@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from rich import box
 from rich.console import RenderableType
@@ -18,12 +19,32 @@ from paceline.units import format_bytes, format_count, format_seconds
 _NAMES = {"comm_s": "communication", "optimizer_s": "update"}
 
 
-def draw_tables(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainTable:
+    """A table as text: the terminal and the page show the same. The first column is words, the others are numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def plain_tables(
     ranks: Sequence[RankSummary], traffic: Sequence[TrafficRow], goodput: Goodput | None, memory: MemoryUse
-) -> list[RenderableType]:
-    """Returns the tables that there is something to say in, with an empty line before each."""
-    tables = [_phase_table(ranks), _traffic_table(traffic), _memory_table(memory), _goodput_table(goodput)]
-    return [part for table in tables if table is not None for part in (Text(), table)]
+) -> list[PlainTable]:
+    """Returns the tables that there is something to say in."""
+    tables = (_phase_table(ranks), _traffic_table(traffic), _memory_table(memory), _goodput_table(goodput))
+    return [table for table in tables if table is not None]
+
+
+def draw_tables(tables: Sequence[PlainTable]) -> list[RenderableType]:
+    """Returns the tables for a terminal, with an empty line before each."""
+    drawn: list[RenderableType] = []
+    for plain in tables:
+        table = new_table(plain.title, *plain.columns)
+        for row in plain.rows:
+            table.add_row(*row)
+        drawn += [Text(), table]
+    return drawn
 
 
 def new_table(title: str, *columns: str) -> Table:
@@ -35,66 +56,64 @@ def new_table(title: str, *columns: str) -> Table:
     return table
 
 
-def _phase_table(ranks: Sequence[RankSummary]) -> Table | None:
+def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable | None:
     """Shows how phases differ between ranks: the mean, and who takes least and most."""
     known = [rank for rank in ranks if rank.steps and rank.total_s > 0]
     if len(known) < 2:
         return None
-    table = new_table("phases, seconds of a step", "phase", "mean", "share", "least", "rank", "most", "rank")
-    total = sum(rank.total_s for rank in known)
+    rows, total = [], sum(rank.total_s for rank in known)
     for phase in PHASES:
         seconds = {rank.rank: float(getattr(rank, phase)) / rank.steps for rank in known}
         least, most = min(seconds, key=lambda rank: seconds[rank]), max(seconds, key=lambda rank: seconds[rank])
         share = sum(float(getattr(rank, phase)) for rank in known) / total
-        table.add_row(
-            _NAMES.get(phase, phase.removesuffix("_s")),
-            _seconds(sum(seconds.values()) / len(seconds)),
-            f"{100 * share:.1f} %",
-            *(_seconds(seconds[least]), str(least), _seconds(seconds[most]), str(most)),
-        )
-    return table
+        ends = (_seconds(seconds[least]), str(least), _seconds(seconds[most]), str(most))
+        mean = _seconds(sum(seconds.values()) / len(seconds))
+        rows.append((_NAMES.get(phase, phase.removesuffix("_s")), mean, f"{100 * share:.1f} %", *ends))
+    columns = ("phase", "mean", "share", "least", "rank", "most", "rank")
+    return PlainTable(title="phases, seconds of a step", columns=columns, rows=tuple(rows))
 
 
-def _traffic_table(traffic: Sequence[TrafficRow]) -> Table | None:
+def _traffic_table(traffic: Sequence[TrafficRow]) -> PlainTable | None:
     if not traffic:
         return None
-    table = new_table(
-        "communication of a rank", "operation", "group", "ranks", "calls", "bytes", "time", "GB/s", "bus GB/s"
-    )
-    for row in traffic:
-        rates = [f"{rate / 1e9:.2f}" if rate > 0 else "-" for rate in (row.bandwidth, row.bus_bandwidth)]
-        table.add_row(
+    rows = [
+        (
             row.kind,
             *(row.group, str(row.ranks), format_count(row.calls), format_bytes(row.bytes), _seconds(row.seconds)),
-            *rates,
+            *(f"{rate / 1e9:.2f}" if rate > 0 else "-" for rate in (row.bandwidth, row.bus_bandwidth)),
         )
-    return table
+        for row in traffic
+    ]
+    columns = ("operation", "group", "ranks", "calls", "bytes", "time", "GB/s", "bus GB/s")
+    return PlainTable(title="communication of a rank", columns=columns, rows=tuple(rows))
 
 
-def _memory_table(memory: MemoryUse) -> Table | None:
+def _memory_table(memory: MemoryUse) -> PlainTable | None:
     if not memory.by_category:
         return None
-    table = new_table("memory of a rank, as planned", "category", "bytes", "share")
     total = sum(memory.by_category.values())
-    for name, size in sorted(memory.by_category.items(), key=lambda each: -each[1]):
-        table.add_row(name, format_bytes(size), f"{100 * size / total:.1f} %")
-    table.add_row("planned", format_bytes(total), "")
+    rows = [
+        (name, format_bytes(size), f"{100 * size / total:.1f} %")
+        for name, size in sorted(memory.by_category.items(), key=lambda each: -each[1])
+    ]
+    rows.append(("planned", format_bytes(total), ""))
     if memory.peak_bytes:
-        table.add_row("measured peak", format_bytes(memory.peak_bytes), f"{100 * memory.peak_bytes / total:.1f} %")
-    return table
+        rows.append(("measured peak", format_bytes(memory.peak_bytes), f"{100 * memory.peak_bytes / total:.1f} %"))
+    return PlainTable(title="memory of a rank, as planned", columns=("category", "bytes", "share"), rows=tuple(rows))
 
 
-def _goodput_table(goodput: Goodput | None) -> Table | None:
+def _goodput_table(goodput: Goodput | None) -> PlainTable | None:
     """Shows lost work, where there was any."""
     if goodput is None or not (goodput.restarts or goodput.repeated_steps or goodput.skipped_steps):
         return None
-    table = new_table("goodput and lost work", "", "time", "")
-    table.add_row("steps that count", _seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput")
-    table.add_row("steps made again", _seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps")
-    table.add_row("down", _seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs")
+    rows = [
+        ("steps that count", _seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput"),
+        ("steps made again", _seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps"),
+        ("down", _seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs"),
+    ]
     if goodput.skipped_steps:
-        table.add_row("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite")
-    return table
+        rows.append(("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite"))
+    return PlainTable(title="goodput and lost work", columns=("", "time", ""), rows=tuple(rows))
 
 
 def _seconds(seconds: float) -> str:

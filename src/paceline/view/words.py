@@ -19,6 +19,7 @@ from paceline.records.console import format_loss, format_percent
 from paceline.records.records import strict_json
 from paceline.records.report import RunSummary, summarize, to_json
 from paceline.records.summary import PHASES
+from paceline.records.tables import plain_tables
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
 
 _MOST_RANKS = 256  # of a table
@@ -94,14 +95,9 @@ def _tables(summary: RunSummary) -> Iterable[dict[str, Any]]:
         note += f"; the first {_MOST_RANKS} of {len(summary.ranks):,} ranks"
     columns = ["rank", "device", "host", "samples", "step", *names, "memory"]
     yield {"title": "What each rank did", "columns": columns, "rows": rows, "note": note}
-    total = sum(rank.total_s for rank in summary.ranks)
-    parts = [sum(getattr(rank, name) for rank in summary.ranks) for name in PHASES]
-    parts.append(max(0.0, total - sum(parts)))
-    shares = [
-        [name, format_seconds(seconds / max(1, len(summary.ranks))), format_percent(seconds / total) if total else "-"]
-        for name, seconds in zip((*names, "other"), parts, strict=True)
-    ]
-    yield {"title": "Where the time went", "columns": ["phase", "seconds a rank", "share"], "rows": shares, "note": ""}
+    # The page has a table of communication of its own, which follows the run.
+    for table in plain_tables(summary.ranks, (), summary.goodput, summary.memory):
+        yield {"title": table.title, "columns": table.columns, "rows": table.rows, "note": ""}
     if summary.prediction is not None and (rows := _predicted(summary)):
         columns = ["", "predicted", "measured", "measured / predicted"]
         yield {"title": "Predicted and measured", "columns": columns, "rows": rows, "note": ""}

@@ -198,15 +198,20 @@ def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, Matrix]
 
 
 def _apply(current: Round, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
-    """Decays the parameters of a round, and adds their updates."""
+    """Decays the parameters of a round, and adds their updates: in one call for all that have the same factors."""
+    alike: dict[tuple[float, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for number, update in current.finish().items():
         parameter, group = members[number]
         if parameter.grad is None or not parameter.numel():
             continue
         lr = float(group["lr"])
-        parameter.mul_(1 - lr * group["weight_decay"])
-        scale = _shape_scale(full_shape(parameter), group["lr_shape"])
-        parameter.add_(update.to(parameter.device).view(parameter.shape), alpha=-lr * scale)
+        factors = 1 - lr * group["weight_decay"], -lr * _shape_scale(full_shape(parameter), group["lr_shape"])
+        parameters, updates = alike.setdefault(factors, ([], []))
+        parameters.append(parameter)
+        updates.append(update.to(parameter.device).view(parameter.shape))
+    for (kept, step), (parameters, updates) in alike.items():
+        torch._foreach_mul_(parameters, kept)
+        torch._foreach_add_(parameters, updates, alpha=step)
 
 
 def _shape_scale(shape: tuple[int, ...], rule: str) -> float:

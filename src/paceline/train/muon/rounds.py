@@ -121,7 +121,7 @@ class _Replicated(Round):
     """Every rank holds all elements: an owner takes them where they are, and all ranks gather the results."""
 
     _updates: Mapping[int, torch.Tensor]
-    _results: torch.Tensor
+    _results: dict[int, torch.Tensor]
 
     @property
     def needed(self) -> Sequence[int]:
@@ -131,35 +131,41 @@ class _Replicated(Round):
         self._updates = updates
 
     def compute(self, iterations: int) -> None:
-        length = max(sum(self.matrices[number].numel for number in share) for share in self.shares)
-        self._results = self._empty(self.comm.size * length)
-        mine = self._results[self.comm.rank * length : (self.comm.rank + 1) * length]
-        places = self._places()
+        rows: dict[int, torch.Tensor] = {}
         for shape, numbers in self._stacks().items():
-            stack = torch.zeros(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
-            for row, number in zip(stack, numbers, strict=True):
-                if number in self._updates:
-                    row.copy_(self._updates[number].reshape(shape))
-            result = orthogonalise(stack, iterations)
-            for row, number in zip(result, numbers, strict=True):
-                begin = places[number]
-                self._results[begin : begin + row.numel()].view(shape).copy_(row)
+            stack = torch.empty(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
+            if len(given := [number for number in numbers if number in self._updates]) < len(numbers):
+                stack.zero_()
+            by_number = dict(zip(numbers, stack, strict=True))
+            if given:
+                sources = [self._updates[number].reshape(shape) for number in given]
+                torch._foreach_copy_([by_number[number] for number in given], sources)
+            rows |= zip(numbers, orthogonalise(stack, iterations), strict=True)
         self._updates = {}
-        if self.comm.size > 1:
-            self._work = self.comm.all_gather(self._results, mine)
+        self._results = rows if self.comm.size == 1 else self._gather(rows)
+
+    def _gather(self, rows: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Sends what this rank owns to all ranks; returns the views in which all matrices arrive."""
+        length = max(sum(self.matrices[number].numel for number in share) for share in self.shares)
+        gathered = self._empty(self.comm.size * length)
+        views = {
+            number: gathered[begin : begin + self.matrices[number].numel].view(self.matrices[number].shape)
+            for number, begin in self._places(length).items()
+        }
+        if rows:
+            torch._foreach_copy_([views[number] for number in rows], list(rows.values()))
+        mine = gathered[self.comm.rank * length : (self.comm.rank + 1) * length]
+        self._work = self.comm.all_gather(gathered, mine)
+        return views
 
     def finish(self) -> dict[int, torch.Tensor]:
         self._work.wait()
-        places, results = self._places(), self._results
+        results = self._results
         del self._results
-        return {
-            number: results[begin : begin + self.matrices[number].numel].view(self.matrices[number].shape)
-            for number, begin in places.items()
-        }
+        return results
 
-    def _places(self) -> dict[int, int]:
-        """Returns where each matrix begins in the gathered results."""
-        length = max(sum(self.matrices[number].numel for number in share) for share in self.shares)
+    def _places(self, length: int) -> dict[int, int]:
+        """Returns where each matrix begins in the gathered results, of which every rank has ``length``."""
         places = {}
         for rank, share in enumerate(self.shares):
             begin = rank * length

@@ -54,7 +54,7 @@ const seconds = (value) => {
 const bytes = (value) => scaled(value, [[2 ** 40, "Ti"], [2 ** 30, "Gi"], [2 ** 20, "Mi"], [2 ** 10, "Ki"], [1, ""]], "B");
 const count = (value) => (value !== null && Math.abs(value) < 1000 ? short(value, 3) : scaled(value, [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"], [1, ""]], ""));
 const rate = (value) => scaled(value, [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]], "B/s");
-const flops = (value) => scaled(value, [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1, ""]], "FLOP/s");
+const flops = (value, unit = "FLOP/s") => scaled(value, [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1, ""]], unit);
 const percent = (value) => (value === null || value === undefined || !isFinite(value) ? "–" : `${Number((100 * value).toPrecision(3))} %`);
 const whole = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US"));
 

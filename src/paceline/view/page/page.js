@@ -197,7 +197,7 @@ class Page {
     Object.keys(focus.evaluations).filter((name) => name !== "loss").forEach((name) =>
       add({ key: `eval-${name}`, title: `Evaluation: ${name}`, format: name === "accuracy" ? percent : short }, (run, place) => [spots(run, place, run.evaluations[name], name)]));
     add({ key: "mfu", title: "MFU", unit: "of the device's peak", format: percent }, (run, place) => [line(run, place, "mfu", "mean of the ranks")]);
-    if (!focus.curves.mfu) add({ key: "flops_per_s", title: "Model FLOP/s", format: flops, axis: count }, (run, place) => [line(run, place, "flops_per_s", "all ranks")]);
+    if (!focus.curves.mfu) add({ key: "flops_per_s", title: "Model FLOP/s", format: flops, axis: (value) => flops(value, "") }, (run, place) => [line(run, place, "flops_per_s", "all ranks")]);
     add({ key: "memory_bytes", title: "Memory", unit: "largest rank", format: bytes, fromZero: true, noLog: true }, (run, place) => [line(run, place, "memory_bytes", "measured"), predicted(run, "memory_bytes", "predicted")]);
     add({ key: "lr", title: "Learning rate", format: short }, (run, place) => [line(run, place, "lr", "rate")]);
     add({ key: "grad_norm", title: "Gradient norm", format: short }, (run, place) => [line(run, place, "grad_norm", "before clipping")]);
