@@ -1,6 +1,7 @@
-"""Writes the table of scores in docs/prediction.md: bench/score_table.py FILE.csv [--write].
+"""Writes the table of scores in docs/prediction.md: bench/score_table.py [--write].
 
 Families are rows of a table whose names begin alike; the sentence beside each is for readers, and touches no score.
+``tests/docs/test_figures.py`` compares the page with what this script prints.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from paceline.predict.scored.measured_table import Table, read_table
+from paceline.predict.scored.measured_table import Table, read_shipped
 from paceline.predict.scored.scores import ErrorScores
 from paceline.predict.scored.validation import FamilyScores, Validation, validate
 
@@ -34,10 +35,9 @@ FAMILIES = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", type=Path)
     parser.add_argument("--write", action="store_true", help=f"write it into {DOCUMENT.name}")
     arguments = parser.parse_args()
-    text = scores(read_table(arguments.file))
+    text = scores(read_shipped())
     print(text)
     if arguments.write:
         document = DOCUMENT.read_text()
@@ -49,9 +49,8 @@ def main() -> None:
 def scores(table: Table) -> str:
     dev, calib, whole = (validate(table, split) for split in ("dev", "calib", None))
     about = (
-        f"On all {len(table.rows)} rows of the collection that the constants come from (constants were fitted on the "
-        "`calib` rows; `dev` rows chose the structure of the model, so that they are not wholly unseen), by `paceline "
-        "validate FILE.csv --split dev` and `--split calib`; this part is written by `bench/score_table.py`:"
+        f"`paceline validate` scores the {len(dev.rows)} `dev` rows, `paceline validate --split calib` the "
+        f"{len(calib.rows)} `calib` rows. `bench/score_table.py` writes this part of the page from the same rows."
     )
     columns = (
         *("family", "dev rows", "dev error", "p90", "one rate per device", "given the smallest run"),
@@ -78,18 +77,27 @@ def _paragraphs(dev: Validation) -> list[str]:
     beaten = [each for each in dev.families if each.time and each.baseline and each.time.mean > each.baseline]
     told = ", ".join(f"{FAMILIES.get(each.family, each.family)} ({_rows(each.time)} rows)" for each in beaten)
     return [
-        "Errors are means of |predicted / measured - 1| in each row's own metric. *One rate per device* is what a "
-        "single FLOP/s figure for each kind of device and precision would reach, chosen on these very rows after the "
-        f"fact; it is better than the model on: {told or 'none'}. *Given the smallest run*: errors of the others' "
-        "throughput, where that one's is known.",
-        f"On `dev` rows besides: p90 {_percent(dev.time.p90)} over all rows; {_both(dev.inside)} inside the calibrated "
-        f"domain and {_both(dev.outside)} outside; Spearman {ranking.spearman:.2f} within {ranking.groups} groups of "
-        f"alternatives, regret {_percent(ranking.mean_regret)} on average and {_percent(ranking.worst_regret)} at "
-        f"worst, the best among the first three in {_percent(ranking.top_three)} of groups; scaling efficiency within "
-        f"{scaling.points:.1f} points on {scaling.rows} rows; memory {_mean(dev.memory)} over {_rows(dev.memory)} "
-        f"rows. Of runs that ran, {dev.false_misfits} of {dev.time.rows} were said not to fit; {dev.ran_out} rows ran "
-        f"out of memory, {dev.false_fits} of which were said to fit.",
+        "An error is the mean of |predicted / measured - 1| over rows, in each row's own metric. *One rate per device* "
+        "is the error of a single FLOP/s figure for each device and precision. That figure is fitted on the very rows "
+        f"it is scored on; even so its error is lower than that of the prediction on: {told or 'no family'}. "
+        "*Given the smallest run* is the error of a group's other runs when its smallest run's throughput is known.",
+        f"More figures of the `dev` rows: nine of ten rows are within {_percent(dev.time.p90)}. Inside the calibrated "
+        f"domain the error is {_both(dev.inside)}, outside of it {_both(dev.outside)}. In {ranking.groups} groups of "
+        f"alternatives the rank correlation (Spearman) is {ranking.spearman:.2f}. The alternative that is predicted "
+        f"fastest takes {_percent(ranking.mean_regret)} longer than the fastest on average, "
+        f"{_percent(ranking.worst_regret)} at worst; in {_percent(ranking.top_three)} of the groups the fastest is "
+        f"among the first three. Scaling efficiency is within {scaling.points:.1f} points on {scaling.rows} rows. "
+        f"Memory is off by {_mean(dev.memory)} over {_rows(dev.memory)} rows. {_fits(dev)}",
     ]
+
+
+def _fits(dev: Validation) -> str:
+    ran = dev.time.rows if dev.time else 0
+    wrong = "No run" if dev.false_misfits == 0 else f"{dev.false_misfits} runs"
+    told = f"{wrong} that fitted (of {ran}) was predicted to run out of memory."
+    if dev.ran_out == 0:
+        return f"{told} No row ran out of memory, so the opposite mistake has no score."
+    return f"{told} {dev.false_fits} of {dev.ran_out} runs that ran out of memory were predicted to fit."
 
 
 def _wrapped(text: str) -> str:

@@ -58,7 +58,7 @@ def test_planning_needs_no_torch_and_says_the_same_twice(call: Call) -> None:
 def test_the_first_plan_is_written(call: Call, tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     shown = call("plan", CONFIG, "train.global_batch=32", "-c", "2x dgx-h100", "-o", str(path), "--top", "3")
-    assert "memory is the larger of two estimates" in shown.out
+    assert "memory is an upper bound; paceline predict shows the same bound" in shown.out
     assert shown.code == 0
     for part in ("6.7B parameters, 32 sequences", "ways looked at", "1: ", "3: ", "docs/prediction.md", "as written"):
         assert part in shown.out

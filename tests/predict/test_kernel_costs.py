@@ -142,3 +142,95 @@ def test_a_batch_norm_reads_twice_on_a_gpu_that_was_not_measured() -> None:
 
     assert seconds("native_batch_norm", "1x h200") == pytest.approx(1.5 * seconds("native_layer_norm", "1x h200"))
     assert seconds("native_batch_norm", "1x cpu-host") == seconds("native_layer_norm", "1x cpu-host")
+
+
+def _cast(source: int, first: int, *, phase: str = "forward") -> list[Run]:
+    """Returns what float8.py does to a tensor of bf16: its maximum, a scale, the cast, and a transposed copy."""
+    maximum, scale, cast, copy = range(first, first + 4)
+    rows = [
+        Operation(name="amax", family="reduction", reads=((source, SIZE),), writes=((maximum, 4),), phase=phase),
+        Operation(name="where", family="pointwise", reads=((maximum, 4),), writes=((scale, 4),), phase=phase),
+        Operation(
+            name="mul", family="pointwise", reads=((source, SIZE), (scale, 4)), writes=((cast, SIZE // 2),), phase=phase
+        ),
+        Operation(
+            name="clone",
+            family="strided",
+            dtype="fp8",
+            reads=((cast, SIZE // 2),),
+            writes=((copy, SIZE // 2),),
+            phase=phase,
+        ),
+    ]
+    return [Run(row, "block 0") for row in rows]
+
+
+def test_a_kernel_ends_where_it_has_reduced_a_whole_tensor_to_one_number() -> None:
+    events = [*_cast(0, 1, phase="backward"), _run("mm", [3, 4], [5], family="matmul", phase="backward")]
+    largest, cast, product = (event.operation for event in fuse_blocks(events) if isinstance(event, Run))
+    assert dict(largest.reads) == {0: SIZE}
+    assert dict(cast.reads)[0] == SIZE  # which goes through the tensor once more
+    assert dict(cast.writes) == {3: SIZE // 2, 4: SIZE // 2}
+    assert product.name == "mm"
+
+
+def test_layers_that_read_one_tensor_cast_it_once() -> None:
+    events = [
+        *_cast(0, 1),
+        _run("query", [3, 90], [10], family="matmul"),
+        *_cast(0, 11),
+        _run("key", [13, 91], [20], family="matmul"),
+        _run("query back", [4, 92], [30], family="matmul", phase="backward"),
+        _run("key back", [14, 93], [31], family="matmul", phase="backward"),
+    ]
+    found = [event.operation for event in fuse_blocks(events) if isinstance(event, Run)]
+    products = {each.name: set(dict(each.reads)) for each in found if each.family == "matmul"}
+    assert products["query"] == {3, 90}
+    assert products["key"] == {3, 91}
+    # The transposed copy is made in the backward, once, from what is kept anyhow.
+    assert products["query back"] == {4, 92}
+    assert products["key back"] == {4, 93}
+    (again,) = (each for each in found if each.phase == "backward" and each.family != "matmul")
+    assert (set(dict(again.reads)), set(dict(again.writes))) == ({0, 1}, {4})  # the tensor, and its maximum
+    assert bytes_not_kept(events) == SIZE - 4
+
+
+def test_what_is_widened_is_read_in_the_dtype_that_it_has() -> None:
+    events: list[Event] = [
+        _run("product", [7, 8], [0], family="matmul"),
+        Run(Operation(name="_to_copy", family="convert", reads=((0, SIZE),), writes=((1, 2 * SIZE),)), "block 0"),
+        _run("other", [7, 9], [4], family="matmul"),
+        Run(
+            Operation(name="mul", family="pointwise", reads=((1, 2 * SIZE), (4, SIZE)), writes=((5, SIZE),)), "block 0"
+        ),
+    ]
+    found = [event.operation for event in fuse_blocks(events) if isinstance(event, Run)]
+    assert [each.name for each in found] == ["product", "other", "fused"]
+    assert dict(found[-1].reads) == {0: SIZE, 4: SIZE}
+
+
+def test_statistics_are_kept_and_not_made_again_from_all_that_they_are_of() -> None:
+    events = [
+        Run(Operation(name="norm", family="norm", reads=((0, SIZE),), writes=((1, SIZE), (2, SIZE // 10))), "block 0"),
+        _run("mm", [1, 9], [3], family="matmul"),
+        _run("norm_back", [4, 0], [5], phase="backward"),
+        Run(
+            Operation(
+                name="scale",
+                family="pointwise",
+                reads=((5, SIZE), (2, SIZE // 10)),
+                writes=((6, SIZE),),
+                phase="backward",
+            ),
+            "block 0",
+        ),
+    ]
+    forward, _, backward = (event.operation for event in fuse_blocks(events) if isinstance(event, Run))
+    assert dict(forward.writes)[2] == SIZE // 10
+    assert dict(backward.reads) == {4: SIZE, 0: SIZE, 2: SIZE // 10}
+
+
+def test_a_transposing_cast_takes_longer_than_a_strided_copy_of_as_many_bytes() -> None:
+    costs = KernelCosts(load_cluster("1x h200").device, Constants(), is_compiled=True)
+    plain, recast = (_run(name, [0], [1], family="strided") for name in ("fused", "recast"))
+    assert costs(recast)[0] > 1.5 * costs(plain)[0]

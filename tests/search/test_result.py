@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -34,19 +35,20 @@ def test_categories_add_up_to_what_decides_whether_a_plan_fits(cluster: str) -> 
     plans = found.to_json(top=1000)["plans"]
     for plan in plans:
         assert sum(plan["memory_by_category"].values()) == pytest.approx(plan["memory_bytes"])
-        larger = max(sum(plan[name].values()) for name in ("memory_by_formula", "memory_by_estimate"))
-        assert plan["memory_bytes"] == pytest.approx(larger)
+        assert plan["memory_bytes"] == pytest.approx(sum(plan["memory_by_estimate"].values()))
     assert plans
 
 
-def test_categories_are_of_the_estimate_where_that_is_larger() -> None:
-    found = planned(make_config())
-    sizes = [
-        (plan["memory_by_category"], plan["memory_by_estimate"], plan["memory_by_formula"])
-        for plan in found.to_json(top=1000)["plans"]
-    ]
-    assert any(shown == estimate for shown, estimate, _ in sizes)
-    assert any(shown == {**formula, "buffers": 0.0} for shown, _, formula in sizes)
+def test_categories_are_of_the_formula_where_the_package_does_not_build_the_model() -> None:
+    own = planned(make_config()).to_json(top=1)["plans"][0]
+    assert own["memory_by_category"] == own["memory_by_estimate"]
+    request = request_for(make_config(), load_cluster("1x dgx-h100"))
+    strange = replace(request, tasks=tuple(replace(task, need=None) for task in request.tasks))
+    found = plan_for(strange)
+    plan = found.to_json(top=1)["plans"][0]
+    assert plan["memory_by_estimate"] is None
+    assert plan["memory_by_category"] == {**plan["memory_by_formula"], "buffers": 0.0}
+    assert "memory is by formula" in found.to_text(1)
 
 
 NOT_JUDGED = [

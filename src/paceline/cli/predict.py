@@ -56,7 +56,7 @@ def predict(
     from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
     from paceline.config import config_batch, why_not_sharded
-    from paceline.rehearse.prediction import config_on, predict_decided
+    from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
 
     slow_ranks, slow_links = read_slow(slow)
     _check_options(slow_links, price)
@@ -64,19 +64,19 @@ def predict(
     asked, count = config_on(config, where, overrides=overrides or [], ranks=ranks)
     keeps = trace is not None
     asked, found = predict_decided(asked, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
-    batch = config_batch(asked, count)
+    batch, bound = config_batch(asked, count), memory_bound(asked, where, count)
     if trace is not None:
         from paceline.predict.replay.replayed import write_trace
 
         write_trace(found, trace)
     if as_json:
-        more = {"microbatch": batch.microbatch, "accumulate": batch.accumulate}
+        more = {"microbatch": batch.microbatch, "accumulate": batch.accumulate, "memory_bound_bytes": bound}
         cost = {} if price is None else {"usd_per_step": found.usd_per_step(price)}
         print_json(found.to_json() | more | cost)
     else:
         if alone := why_not_sharded(asked, count):
             echo(f"{alone}\n")
-        for line in [*describe(found, batch, price), *_ways_out(found, asked, batch, config, cluster)]:
+        for line in [*describe(found, batch, price, bound), *_ways_out(found, asked, batch, config, cluster)]:
             echo(line)
         if trace is not None:
             echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
@@ -95,7 +95,7 @@ def _check_options(slow_links: dict[int, float], price: float | None) -> None:
         )
 
 
-def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None) -> list[str]:
+def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None, bound: int | None = None) -> list[str]:
     """Returns what there is to say about a step, line by line."""
     program, cluster, (low, high) = found.program, found.cluster, found.band
     devices = f"{program.ranks} x {cluster.device.name}"
@@ -112,7 +112,7 @@ def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None) 
     ]
     if price is not None:
         lines.append(f"cost          {found.usd_per_step(price):.4g} USD a step at {price:g} USD an hour and device")
-    lines += ["", *_breakdown(found), "", *_memory(found), "", f"What binds: {found.binds}."]
+    lines += ["", *_breakdown(found), "", *_memory(found, bound), "", f"What binds: {found.binds}."]
     lines += [f"Outside the calibrated domain: {each}." for each in found.outside]
     return lines
 
@@ -145,14 +145,17 @@ def _breakdown(found: ReplayedStep) -> list[str]:
     return lines
 
 
-def _memory(found: ReplayedStep) -> list[str]:
-    lines = [f"{'memory':<13} {'GiB':>10}  of a rank at its worst moment"]
+def _memory(found: ReplayedStep, bound: int | None) -> list[str]:
+    lines = [f"{'memory':<13} {'GiB':>10}  of a rank at its worst moment, by the dry run"]
     for name, size in found.memory.items():
         if size:
             lines.append(f"  {name:<11} {size / 2**30:>10.3f}")
     verdict = "fits" if found.fits else "OUT OF MEMORY"
     room = found.cluster.device.memory_bytes / 2**30
     lines.append(f"  {'all':<11} {found.total_memory / 2**30:>10.3f}  of {room:.1f}: {verdict}")
+    if bound is not None:
+        why = "what paceline plan shows: all gradients beside all activations"
+        lines.append(f"  {'upper bound':<11} {bound / 2**30:>10.3f}  {why}")
     return lines
 
 

@@ -16,15 +16,22 @@ if TYPE_CHECKING:
     from paceline.predict.scored.scores import ErrorScores
     from paceline.predict.scored.validation import FamilyScores, Validation
 
-_SHIPPED = Path("validation/published.csv")
 _LISTED = 20
+_HELD_OUT, _ALL = "dev", "all"
 
 
 def validate(
     file: Path | None = typer.Argument(
-        None, metavar="[FILE.csv]", help="A table of measurements.  [default: the selection that comes with paceline]"
+        None,
+        metavar="[FILE.csv]",
+        help="A table of measurements.  [default: the published runs that come with paceline]",
     ),
-    split: str | None = typer.Option(None, "--split", metavar="NAME", help="Only rows of this split."),
+    split: str | None = typer.Option(
+        None,
+        "--split",
+        metavar="NAME",
+        help="Only rows of this split, or all.  [default: dev, which no constant was fitted on; of a FILE, all]",
+    ),
     rows: Path | None = typer.Option(
         None,
         "--rows",
@@ -42,13 +49,16 @@ def validate(
 
     Example:  paceline validate
 
+    Example:  paceline validate --split calib
+
     Example:  paceline validate measurements.csv --split dev --rows rows.csv
     """
-    from paceline.predict.scored.measured_table import read_table
+    from paceline.predict.scored.measured_table import read_shipped, read_table
     from paceline.predict.scored.validation import rows_csv, to_json
     from paceline.predict.scored.validation import validate as score
 
-    found = score(read_table(file if file is not None else _shipped()), split)
+    chosen = split or (_HELD_OUT if file is None else _ALL)
+    found = score(read_shipped() if file is None else read_table(file), None if chosen == _ALL else chosen)
     if rows is not None:
         try:
             rows.write_text(rows_csv(found))
@@ -65,17 +75,6 @@ def validate(
         raise typer.Exit(1)
 
 
-def _shipped() -> Path:
-    """The selection of this project: in the working folder, or beside an editable installation."""
-    for place in (Path.cwd() / _SHIPPED, Path(__file__).parents[3] / _SHIPPED):
-        if place.is_file():
-            return place
-    raise UsageError(
-        f"no {_SHIPPED} here\n  the selection of measurements is part of the repository, not of the installed package\n"
-        "  run this in the repository, or name a table: paceline validate FILE.csv"
-    )
-
-
 def _show(found: Validation) -> None:
     skipped = len(found.skipped)
     of_split = f", split {found.split}" if found.split else ""
@@ -85,7 +84,8 @@ def _show(found: Validation) -> None:
     )
     for each in found.families:
         echo(_line(each))
-    echo("")
+    echo("\nconstant     the error of one FLOP/s figure for each device and precision,")
+    echo("             fitted on the very rows it is scored on")
     if found.mean_over_families is not None and found.time is not None:
         echo(f"step time    {_percent(found.mean_over_families)} mean over families; {_told(found.time)} over rows")
     for where, errors in (("inside", found.inside), ("outside", found.outside)):
@@ -95,8 +95,8 @@ def _show(found: Validation) -> None:
         echo(f"memory       {_told(found.memory)} over {found.memory.rows} rows")
     timed = 0 if found.time is None else found.time.rows
     echo(
-        f"fits         {found.false_fits} of {found.ran_out} known out-of-memory runs were said to fit, and "
-        f"{found.false_misfits} of {timed} that ran were said not to"
+        f"fits         {found.false_fits} of {found.ran_out} runs that ran out of memory were predicted to fit, and "
+        f"{found.false_misfits} of {timed} that ran were predicted not to fit"
     )
     if found.ranking is not None:
         ranking = found.ranking

@@ -235,9 +235,11 @@ class Attention(nn.Module):
             query, key = self.rotary(query, first), self.rotary(key, first)
         if cache is not None:
             key, value = cache.add(self, key, value)
-        # On a GPU the kernels share the heads. Elsewhere they are repeated by hand: SDPA's enable_gqa leaves out some
-        # kernels there, and which ones differs by version.
-        shares = self.queries_per_kv > 1 and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+        # On a GPU the kernels share the heads; so they do on the meta device, where a dry run stands for a GPU in these
+        # dtypes. Elsewhere heads are repeated by hand: SDPA's enable_gqa leaves out some kernels there, and which ones
+        # differs by version.
+        is_gpu = query.device.type in ("cuda", "meta") and query.dtype in (torch.bfloat16, torch.float16)
+        shares = self.queries_per_kv > 1 and is_gpu
         shares = shares and mask is None  # with a mask, only the slowest kernel shares heads
         if self.queries_per_kv > 1 and not shares:
             key = key.repeat_interleave(self.queries_per_kv, dim=1)

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.wires import wire_cost
-from paceline.config import Config, load_config, with_precision
+from paceline.config import Config, layout_of, load_config, with_precision
 from paceline.errors import UsageError
+from paceline.predict.memory.memory import is_known
+from paceline.predict.memory.planned import EngineMemory
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep
 from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
@@ -56,6 +58,20 @@ def config_on(
             return asked, asked.parallel.ranks
     count = cluster.devices if ranks is None else ranks
     return load_config(Path(config), [*overrides, f"parallel.ranks={count}"]), count
+
+
+def memory_bound(config: Config, cluster: Cluster, ranks: int) -> int | None:
+    """Returns the bytes of a rank that ``paceline plan`` shows; None where only the model's own code could tell.
+
+    It is an upper bound of what the dry run holds: it counts all gradients beside all activations.
+    """
+    device = "cpu" if cluster.device.is_cpu else "cuda"
+    need = EngineMemory.of(config, device)
+    if need is None:
+        return None
+    layout = layout_of(config, ranks, min(ranks, cluster.node.devices))
+    found = need.estimate(layout) if is_known(need.facts, layout) else None
+    return None if found is None else found.device_bytes
 
 
 def predict_decided(

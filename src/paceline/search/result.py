@@ -212,13 +212,8 @@ def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
 
 
 def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
-    """Of what ``memory_bytes`` is: of the estimate that the engines are checked against, or of the formulas.
-
-    The larger of the two decides what fits.
-    """
-    found = _estimate(result, ranked)
-    is_larger = found is not None and sum(found.values()) >= ranked.memory_bytes * (1 - 1e-9)
-    return found if found is not None and is_larger else {**asdict(ranked.prediction.memory), "buffers": 0.0}
+    """Of what ``memory_bytes`` is: of the estimate that the engines are checked against, or of the formulas."""
+    return _estimate(result, ranked) or {**asdict(ranked.prediction.memory), "buffers": 0.0}
 
 
 def _estimate(result: PlanResult, ranked: Ranked) -> dict[str, float] | None:
@@ -299,9 +294,15 @@ def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
     for number, sentence in enumerate(result.explanations(top), 1):
         yield f"{number}: {sentence}."
     yield f"\n{_domain(winner)}"
-    yield "memory is the larger of two estimates, to be safe; paceline predict counts what the engine takes, often less"
+    yield f"memory is {_memory_source(result, winner)}"
     if winner.host_bytes:
         yield f"the first has {_gib(winner.host_bytes)} of each rank in its host's memory, which is not in the catalog"
+
+
+def _memory_source(result: PlanResult, winner: Ranked) -> str:
+    if result.task_for(winner).need is None:
+        return "by formula: this package does not build the model"
+    return "an upper bound; paceline predict shows the same bound, and what a dry run of the engine holds"
 
 
 def _nothing(result: PlanResult) -> Iterator[str]:

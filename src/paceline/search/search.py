@@ -5,9 +5,9 @@ a step faster, and neither does the host's memory, so that of a candidate only t
 timed, without offload and with each kind of it that lets less be computed again; on one rank alone, with all kinds.
 Buckets and what stays gathered are other than usual where they gain half a per cent at least.
 
-A candidate fits where it needs no more than 90 % of the device by the formulas of ``footprint.py`` and, where the
-model is one that this package builds, by the estimate that its engines are checked against (``predict/memory``).
-What the host must hold counts where its memory is known.
+A candidate fits where it needs no more than 90 % of the device: by the estimate that the engines are checked against
+(``predict/memory``), or by the formulas of ``footprint.py`` for a model that this package does not build. What the host
+must hold counts where its memory is known.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def search(
     host_memory: float = float("inf"),
     keep: Callable[[Layout], bool] = lambda _: True,
 ) -> Search:
-    """Ranks all layouts that fit, by the formulas and by ``task.need``: the larger of both counts.
+    """Ranks all layouts that fit: by ``task.need``, else by the formulas.
 
     ``host_memory``: bytes that all ranks of a node may take of it. ``keep``: which layouts are looked at. On one
     cluster the cheapest is the fastest. Raises UsageError where the batch can be shared by no mesh of these devices.
@@ -206,13 +206,9 @@ def _rank(workload: Workload, num_bytes: float, cluster: Cluster, untuned: Predi
     return Ranked(prediction=with_tuning(untuned, workload, cluster), memory_bytes=num_bytes, peak_flops=peak)
 
 
-def _bytes_of(workload: Workload, need: EngineMemory | None, budget: float = float("inf")) -> float:
-    """Returns what a rank needs. The formula is asked first, which is cheaper: above a budget, it says enough."""
-    # A sample's cost says less of memory than the layers do.
-    if need is not None and isinstance(workload.model, SampleModel):
-        return need(workload.layout)
-    by_formula = engine_footprint(workload).total
-    return by_formula if need is None or by_formula > budget else max(by_formula, need(workload.layout))
+def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
+    """Returns what a rank needs: by the estimate of the engines, as ``paceline predict`` shows it; else by formula."""
+    return engine_footprint(workload).total if need is None else need(workload.layout)
 
 
 def host_bytes(workload: Workload) -> float:
@@ -258,7 +254,7 @@ def fitting_forms(
         has_room = node_bytes(task.workload(moved), cluster) <= host_memory
         for checkpoint in task.checkpoints:
             workload = task.workload(replace(moved, checkpoint_activations=checkpoint))
-            each = Sized(workload, _bytes_of(workload, task.need, budget))
+            each = Sized(workload, _bytes_of(workload, task.need))
             if not has_room:
                 lacks_host = lacks_host or each.num_bytes <= budget
                 continue

@@ -5,7 +5,7 @@ Elements that a block of a GPT leaves for backward, per token, for width W, MLP 
     two norms          2 W inputs, 2 W outputs, a few statistics     (+ 2 W where RMSNorm is not one kernel: on a CPU)
     attention          3 W query, key, value + W output + h          (+ W where the output must be made contiguous;
                        fewer keys and values than heads: repeated to W each, but for 16 bits on a GPU)
-    MLP                4 M (SwiGLU) or 2 M (GELU)
+    MLP                4 M (SwiGLU; 3 M compiled on a GPU, which makes silu again) or 2 M (GELU)
 
 so 8 W + 4 M, times the bytes of an element. Under autocast the residual stream stays in the model's dtype, and every
 matrix product reads a low-precision copy of its own: the outputs of norms count 5 (3 + 2) times, in 2 bytes, and the
@@ -51,19 +51,23 @@ class Widths:
     compute: int
     is_autocast: bool
     device: str
+    is_compiled: bool = False
 
     @classmethod
-    def of(cls, precision: str, dtype: str, device: str) -> Widths:
+    def of(cls, precision: str, dtype: str, device: str, *, is_compiled: bool = False) -> Widths:
         """Returns the widths of a precision: autocast computes in 2 bytes, masters keep all of the model in 2."""
         built = 8 if dtype == "float64" else 4
         is_autocast = precision in ("bf16", "fp16")
         stream = 2 if precision in WITH_MASTERS else built
-        return cls(stream=stream, compute=2 if is_autocast else stream, is_autocast=is_autocast, device=device)
+        compute = 2 if is_autocast else stream
+        return cls(stream=stream, compute=compute, is_autocast=is_autocast, device=device, is_compiled=is_compiled)
 
 
 def describe_model(config: Config, device: str) -> ModelFacts | None:
     """Returns what is known of a config's model on ``cpu`` or ``cuda``; None where only its own code can tell."""
-    widths = Widths.of(config.train.precision_on(config.parallel.device), config.train.dtype, device)
+    precision = config.train.precision_on(config.parallel.device)
+    is_compiled = device == "cuda" and config.model.compile not in (False, "none")
+    widths = Widths.of(precision, config.train.dtype, device, is_compiled=is_compiled)
     model, shape = config.model, known_shape(config.data)
     if isinstance(model, GPTModelConfig):
         dimensions = gpt_shape(model)
@@ -205,7 +209,10 @@ def _gpt_inner_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
         is_shared = widths.device == "cuda" and widths.compute == 2
         keys = _kv_width(shape) if is_shared else width
         attention = ((1 + copies) * width + 2 * keys) * widths.compute + 4 * shape.heads
-    return attention + (4 if shape.mlp == "swiglu" else 2) * shape.mlp_width * widths.compute
+    # The gate, up, silu of the gate, and their product, which the last product reads; of GELU its input and its result.
+    # A compiler keeps no silu: the backward makes it again from the gate (predict/replay/kernel_costs.py).
+    kept = (3 if widths.is_compiled else 4) if shape.mlp == "swiglu" else 2
+    return attention + kept * shape.mlp_width * widths.compute
 
 
 def _gpt_product_features(shape: GPTShape) -> int:

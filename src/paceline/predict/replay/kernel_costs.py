@@ -5,8 +5,11 @@
 
 A program of compiled blocks is fused first: neighbours within a block that only go through memory become one kernel,
 which reads what was there before and writes what is read afterwards. What only such kernels of the backward would read
-is not kept: they read what it was made of, and make it again. Products and attention stay as they are. A batch norm
-goes through its batch twice, forward and backward: no kernel holds a whole batch, and its statistics are of all of it.
+is not kept: they read what it was made of, and make it again. A result that is less than a quarter of what it was made
+of is kept. Products and attention stay as they are. A kernel ends where it has reduced a whole tensor to one number:
+what uses that number goes through the tensor once more. So does a batch norm, forward and backward.
+
+Products of 8 bits ([Note: layouts] in engines/float8.py) have two more rules, in ``_recast``.
 """
 
 from __future__ import annotations
@@ -21,9 +24,17 @@ from paceline.predict.formulas.constants import Constants
 from paceline.predict.replay.events import LOSS, Event, Hold, Issue, Run, Wait
 
 # In a graph the host launches nothing, and each kernel still has a start and an end in which the device is not full.
-# Fitted to one run, of a GPT with 10 million parameters on an H200, which has no record in bench/results.
-_GRAPHED_S = 3.5e-6
+# Fitted to "paceline train" in bench/results/gpu-h200-10m.json: 5.15 ms a step of 312 kernels.
+_GRAPHED_S = 5.7e-6
 _STATISTICS = "statistics"
+# Torch's partitioner keeps an operator's result that is smaller than its inputs by this factor
+# (torch/_functorch/partitioners.py: ban_if_reduction): a mean, a maximum, the statistics of a norm.
+_SMALLER = 4
+# What a kernel that writes casts of 8 bits and their transposed copies reaches of the rate of strided copies. Fitted to
+# "paceline train fp8" in bench/results/gpu-h200-1b.json (168.0 ms a step), of a version whose layers shared no casts.
+_TRANSPOSED = 0.55
+_RECAST = "recast"
+_SCALAR_BYTES = 8  # what a reduction of a whole tensor writes at most: one number
 
 
 class KernelCosts:
@@ -53,7 +64,7 @@ class KernelCosts:
 
     def _work(self, kernel: Operation) -> float:
         if self._is_measured:
-            return work_seconds(self._device, kernel)
+            return work_seconds(self._device, kernel) / (_TRANSPOSED if kernel.name == _RECAST else 1.0)
         rates, device = self._constants, self._device
         if kernel.family == "matmul":
             if kernel.is_convolution:
@@ -69,7 +80,7 @@ class KernelCosts:
 
 def fuse_blocks(events: Sequence[Event]) -> list[Event]:
     """Puts the kernels of compiled blocks together as a compiler does; everything else stays where it is."""
-    events = _delayed(_without_copies(events))
+    events = _delayed(_recast(_without_copies(events)))
     groups = _groups(events)
     readers: dict[int, set[int]] = {}
     for place, event in enumerate(events):
@@ -131,9 +142,14 @@ def _kept(events: Sequence[Event]) -> dict[int, int]:
 
 
 def _without_copies(events: Sequence[Event]) -> list[Event]:
-    """Leaves out what a block converts a second time: autocast does so for each layer that reads the same tensor."""
-    known: dict[tuple[str, tuple[tuple[int, int], ...]], tuple[tuple[int, int], ...]] = {}
-    same: dict[int, int] = {}
+    """Leaves out what a block computes a second time in its forward: the same operator of the same tensors.
+
+    Autocast converts a tensor for each layer that reads it, and products of 8 bits take its maximum, cast it and copy
+    the cast. A compiler does all that once. Nor does it store a tensor in a wider dtype: every kernel that reads it
+    converts as it reads.
+    """
+    known: dict[tuple[object, ...], tuple[tuple[int, int], ...]] = {}
+    same: dict[int, tuple[int, int]] = {}
     found: list[Event] = []
     for event in events:
         if not isinstance(event, Run):
@@ -141,13 +157,73 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
             continue
         kernel = event.operation
         if same:
-            kernel = replace(kernel, reads=tuple((same.get(tensor, tensor), size) for tensor, size in kernel.reads))
-        if event.block and kernel.family == "convert" and kernel.phase == "forward":
-            first = known.setdefault((event.block, kernel.reads), kernel.writes)
-            if first is not kernel.writes and len(first) == len(kernel.writes):
-                same |= {copy: one for (copy, _), (one, _) in zip(kernel.writes, first, strict=True)}
+            kernel = replace(kernel, reads=tuple(same.get(tensor, (tensor, size)) for tensor, size in kernel.reads))
+        if _is_widened(kernel, event.block):
+            same[kernel.writes[0][0]] = kernel.reads[0]
+            continue
+        is_repeatable = _is_repeatable(kernel) or _is_transposed_cast(event)
+        if event.block and kernel.phase == "forward" and is_repeatable:
+            sizes = tuple(size for _, size in kernel.writes)
+            first = known.setdefault((event.block, kernel.name, kernel.reads, sizes), kernel.writes)
+            if first is not kernel.writes:
+                same |= {copy: one for (copy, _), one in zip(kernel.writes, first, strict=True)}
                 continue
         found.append(Run(kernel, event.block))
+    return found
+
+
+def _is_widened(kernel: Operation, block: str) -> bool:
+    """Whether a kernel of a block converts to a wider dtype; what a loss widens is left as it was measured."""
+    if kernel.family != "convert" or block in ("", LOSS) or len(kernel.reads) != 1 or len(kernel.writes) != 1:
+        return False
+    return kernel.writes[0][1] > kernel.reads[0][1]
+
+
+def _is_repeatable(kernel: Operation) -> bool:
+    """Whether an operator gives the same result each time: it draws no numbers, and changes nothing in place."""
+    read = {tensor for tensor, _ in kernel.reads}
+    is_in_place = any(tensor in read for tensor, _ in kernel.writes)
+    is_made = bool(read) or all(size <= _SCALAR_BYTES for _, size in kernel.writes)  # a constant, at the least
+    return kernel.family in FUSED and kernel.family not in ("random", "strided") and is_made and not is_in_place
+
+
+def _recast(events: Sequence[Event]) -> list[Event]:
+    """Moves the transposed copies of 8 bits to the backward, where a compiler makes them from what is kept anyhow.
+
+    Torch's partitioner does so: it keeps the tensor that is cast, or what that is made of, and no copy in 8 bits.
+    """
+    makers = {tensor: each.operation for each in events if isinstance(each, Run) for tensor, _ in each.operation.writes}
+    moved: dict[int, Run] = {}
+    found: list[Event] = []
+    for event in events:
+        if not isinstance(event, Run):
+            found.append(event)
+            continue
+        kernel = event.operation
+        if _is_transposed_cast(event) and kernel.phase == "forward":
+            again = replace(kernel, reads=tuple(_sources(kernel, makers).items()), phase="backward")
+            moved[kernel.writes[0][0]] = Run(again, event.block)
+            continue
+        if kernel.phase != "forward":
+            found.extend(moved.pop(tensor) for tensor, _ in kernel.reads if tensor in moved)
+        found.append(event)
+    return found
+
+
+def _is_transposed_cast(event: Run) -> bool:
+    kernel = event.operation
+    return bool(event.block) and kernel.family == "strided" and kernel.dtype == "fp8" and len(kernel.writes) == 1
+
+
+def _sources(kernel: Operation, makers: dict[int, Operation]) -> dict[int, int]:
+    """Returns the tensors that a cast is made of, behind what is computed number by number."""
+    found: dict[int, int] = {}
+    for tensor, size in kernel.reads:
+        maker = makers.get(tensor)
+        if maker is not None and maker.family in ("pointwise", "curve", "convert") and maker.phase == "forward":
+            found |= _sources(maker, makers)
+        else:
+            found[tensor] = size
     return found
 
 
@@ -202,6 +278,7 @@ def _groups(events: Sequence[Event]) -> dict[int, int]:
     found: dict[int, int] = {}
     first: int | None = None
     last: Run | None = None
+    reduced: set[int] = set()  # numbers that the group takes of whole tensors, and what it makes of them
     for place, event in enumerate(events):
         if not isinstance(event, Run):
             if isinstance(event, Issue | Wait):
@@ -211,11 +288,26 @@ def _groups(events: Sequence[Event]) -> dict[int, int]:
             first = None
             continue
         is_same = last is not None and last.block == event.block and last.operation.phase == event.operation.phase
-        if first is None or not is_same:
-            first = place
+        if first is None or not is_same or not reduced.isdisjoint(_large_use(event.operation)):
+            first, reduced = place, set()
+        reduced |= _reduced(event.operation, reduced)
         found[place] = first
         last = event
     return found
+
+
+def _reduced(kernel: Operation, known: set[int]) -> set[int]:
+    """Returns what a kernel writes, if it reduces a whole tensor to one number, or computes with such numbers alone."""
+    is_scalar = all(size <= _SCALAR_BYTES for _, size in kernel.writes)
+    follows = any(tensor in known for tensor, _ in kernel.reads)
+    is_reduction = kernel.family == "reduction" and any(size > _SCALAR_BYTES for _, size in kernel.reads)
+    return {tensor for tensor, _ in kernel.writes} if is_scalar and (follows or is_reduction) else set()
+
+
+def _large_use(kernel: Operation) -> set[int]:
+    """Returns the tensors that a kernel reads, if it goes through more than single numbers."""
+    is_large = any(size > _SCALAR_BYTES for _, size in kernel.writes)
+    return {tensor for tensor, _ in kernel.reads} if is_large else set()
 
 
 def _fused(
@@ -239,12 +331,15 @@ def _fused(
         for tensor, size in run.operation.writes:
             written.add(tensor)
             others = readers.get(tensor, set()) - {group}
-            if others and others <= again and group not in again:
+            is_small = size <= _SCALAR_BYTES or _SMALLER * size < sum(own for _, own in run.operation.reads)
+            if others and others <= again and group not in again and not is_small:
                 made_of[tensor] = dict(reads)
             elif others or tensor not in readers:
                 writes[tensor] = size
     first = members[0].operation
     merged = replace(first, name="fused", family="pointwise" if len(members) > 1 else first.family, tensors=1)
+    if any(_is_transposed_cast(run) for run in members):  # it writes across the rows that it reads
+        merged = replace(merged, name=_RECAST, family="strided")
     if averaged:  # a mean and a variance at the rate of a norm; the two sums of its gradient are a reduction
         statistics = replace(merged, name=_STATISTICS, family="reduction" if group in again else "norm")
         yield Run(replace(statistics, reads=tuple(averaged.items()), writes=()), members[0].block)

@@ -1,0 +1,255 @@
+"""Figures on pages are those of the records that the pages name.
+
+- Every measured figure (``page_figures.py`` says what that is) is a number of a record that its page names, in the unit
+  of its field, rounded as it is written; or it stands in ``EXCEPTIONS`` with the reason.
+- The figures of ``CLAIMS``, which pages lead with, are those of one field of one row.
+- Tables that scripts write are what the scripts print today.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_figures import ROOT, agrees, figures, numbers, pages, read_record, records_named
+
+import paceline
+from paceline.predict.scored.measured_table import read_shipped
+
+GPU_RECORDS = ("gpu-h200", "gpu-h200-1b", "gpu-h200-10m")
+# Parts of pages that scripts write, by the lines around them. Tests below compare them with the scripts, but for what
+# bench/fit_constants.py --check prints: it fits all constants anew, which takes minutes.
+WRITTEN = {
+    "README.md": [("<!-- one GPU: begin (scripts/speed_table.py) -->", "<!-- one GPU: end -->")],
+    "docs/prediction.md": [
+        ("<!-- scores -->", "<!-- end of scores -->"),
+        ("<!-- left out: bench/fit_constants.py FILE.csv --check -->", "<!-- end of left out -->"),
+    ],
+}
+BY_OTHER_TESTS = ("docs/scaling-claims.md",)  # tests/bench/test_scaling_claims.py compares its tables with the script
+FORMULA, SETTING, EXAMPLE = "a formula's value", "a setting of the code", "an example"
+EXCEPTIONS: dict[str, dict[str, str]] = {
+    "README.md": {"6.2 %": "paceline validate prints it: tests/cli/test_validate_command.py"},
+    "docs/chaos.md": {"0.2 ms": SETTING},
+    "docs/checkpoint-tools.md": {"95.8 %": EXAMPLE, "93.6 %": EXAMPLE},
+    "docs/collectives.md": {"1.5 times": FORMULA},
+    "docs/config.md": {"4.096 us": "the unit of NCCL_IB_TIMEOUT"},
+    "docs/gpu.md": {"57.9 ms": "predicted: a test below", "11.7 GiB": "predicted: a test below"},
+    "docs/links.md": {"95.6 %": FORMULA, "4.4 %": FORMULA},
+    "docs/muon.md": {"1.5 times": SETTING},
+    "docs/prediction.md": {"6.2 %": "paceline validate prints it"},
+    "docs/report.md": {"1.67 times": FORMULA},
+    "docs/schedules.md": {
+        **dict.fromkeys(("27.3 %", "15.8 %", "11.1 %", "5.9 %"), FORMULA),
+        **dict.fromkeys(("1.5 times", "40.0 %", "30.8 %"), EXAMPLE),
+    },
+    "docs/simulation.md": {"1.5 times": EXAMPLE},
+    "docs/verdicts.md": {"1.5 s": SETTING},
+    "docs/zero.md": {"5.5 GB": FORMULA},
+}
+
+
+def _without_written(page: str, text: str) -> str:
+    """Blanks what scripts write, so that lines keep their numbers."""
+    for begin, end in WRITTEN.get(page, []):
+        before, rest = text.split(begin, 1)
+        inside, after = rest.split(end, 1)
+        text = before + "\n" * inside.count("\n") + after
+    return text
+
+
+def _unknown(page: str, text: str) -> Iterator[str]:
+    known = [pair for name in records_named(text) for pair in numbers(read_record(name))]
+    excused = EXCEPTIONS.get(page, {})
+    for figure in figures(_without_written(page, text)):
+        if str(figure) not in excused and not any(agrees(figure, key, value) for key, value in known):
+            yield f"{page}:{figure.line}: {figure}"
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_measured_figures_are_in_a_record_that_the_page_names(path: Path) -> None:
+    page = path.relative_to(ROOT).as_posix()
+    if page in BY_OTHER_TESTS:
+        pytest.skip("another test compares it")
+    found = list(_unknown(page, path.read_text(encoding="utf-8")))
+    told = "no record in bench/results that the page names has them; name the record, or give the reason in EXCEPTIONS"
+    assert not found, f"{', '.join(found)}: {told}"
+
+
+def test_exceptions_are_on_their_pages() -> None:
+    for page, excused in EXCEPTIONS.items():
+        there = {str(figure) for figure in figures((ROOT / page).read_text(encoding="utf-8"))}
+        assert set(excused) <= there, f"{page} has no {set(excused) - there} any more: remove the exception"
+
+
+def test_a_figure_of_no_record_is_found() -> None:
+    text = "A step takes 56.2 ms and 123.4 ms (`bench/results/gpu-h200.json`).\n\n```\n7.77 ms\n```\n"
+    assert [each.split(": ")[1] for each in _unknown("docs/made-up.md", text)] == ["123.4 ms"]
+    assert list(_unknown("docs/made-up.md", "It takes 56.2 ms.")) == ["docs/made-up.md:1: 56.2 ms"]
+
+
+# Single figures.
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A field of the one row of a record that ``where`` picks, as a page writes it; ``scale`` goes to its unit."""
+
+    record: str
+    where: dict[str, Any]
+    name: str
+    written: str
+    scale: float = 1.0
+    on: tuple[str, ...] = field(default=("README.md",))
+
+
+_MLP, _GPT, _FIRST = "engines-cpu-mlp", "engines-cpu-gpt", "engines-cpu"
+_TWO = {"model": "mlp", "ranks": 2}
+_GPT_TWO = {"model": "gpt-11m", "ranks": 2}
+_SAVE = {"what": "save", "arm": "paceline at once"}
+CLAIMS = (
+    Claim(
+        _MLP,
+        {**_TWO, "arm": "paceline ddp shared memory"},
+        "ratio",
+        "**{:.3f}**",
+        on=("README.md", "docs/shared-memory.md"),
+    ),
+    Claim(_MLP, {**_TWO, "arm": "paceline ddp"}, "ratio", "**{:.3f}** /"),
+    Claim(_MLP, {**_TWO, "arm": "paceline fsdp shared memory"}, "ratio", "**{:.3f}** /"),
+    Claim(_MLP, {**_TWO, "arm": "paceline fsdp"}, "ratio", "/ {:.3f} (FSDP2"),
+    Claim(_MLP, {**_TWO, "arm": "torch fsdp2 root only"}, "ratio", "one unit: {:.3f}"),
+    Claim(_MLP, {**_TWO, "arm": "torch fsdp2 on our group"}, "ratio", "FSDP2 {:.3f}"),
+    Claim(_MLP, {**_TWO, "arm": "paceline zero1 shared memory"}, "ratio", "{:.3f}", on=("README.md", "docs/zero.md")),
+    Claim(
+        _MLP, {**_TWO, "arm": "paceline zero2 shared memory"}, "ratio", "{:.3f} times", on=("README.md", "docs/zero.md")
+    ),
+    Claim(_GPT, {**_GPT_TWO, "arm": "paceline fsdp shared memory"}, "ratio", "**{:.3f}** /"),
+    Claim(_GPT, {**_GPT_TWO, "arm": "paceline fsdp"}, "ratio", "/ {:.3f} |"),
+    Claim(_FIRST, {**_GPT_TWO, "arm": "paceline ddp shared memory"}, "ratio", "**{:.3f}**"),
+    Claim(_FIRST, {**_GPT_TWO, "arm": "paceline ddp"}, "ratio", "**{:.3f}**"),
+    Claim("checkpoint-cpu", _SAVE, "ratio", "{:.2f} times as long"),
+    Claim(
+        "checkpoint-cpu", {"what": "load 2 to 3", "arm": "paceline, hashes compared"}, "ratio", "{:.2f} times torch's"
+    ),
+    Claim("restart-cpu", {"arm": "paceline train"}, "median_s", "{:.1f} s"),
+    Claim("restart-cpu", {"arm": "paceline train"}, "ratio", "{:.2f} times"),
+    Claim("ledger-cpu", {"what": "operation"}, "with_s", "{:.0f} us", 1e6),
+    Claim("pipeline-cpu", {"arm": "paceline gpipe"}, "ratio", "{:.3f} times the step"),
+    Claim("pipeline-cpu", {"arm": "paceline 1f1b"}, "ratio", "{:.3f} under 1F1B"),
+    Claim("loop-cpu-1", {"model": "mlp", "arm": "trainer"}, "ratio", "{:.3f} times the bare step"),
+    Claim("gpu-h200-losses", {"step": 500}, "difference", "{:.2f} %", 100, ("README.md", "docs/gpu.md")),
+    Claim("engines-h200", {"model": "gpt-124m", "arm": "paceline fsdp bf16_master"}, "ratio", "**{:.3f}**"),
+    Claim(
+        "engines-h200",
+        {"model": "gpt-1.1b", "arm": "paceline fsdp bf16_master"},
+        "ratio",
+        "{:.3f}",
+        on=("README.md", "docs/fsdp.md"),
+    ),
+    Claim(
+        "engines-h200",
+        {"model": "gpt-1.1b", "arm": "paceline fsdp bf16_master"},
+        "peak_bytes",
+        "{:.2f} GiB",
+        2**-30,
+        ("README.md", "docs/fsdp.md"),
+    ),
+    Claim("load-cpu", {"arm": "paceline"}, "ratio", "{:.2f} x", on=("docs/huggingface.md",)),
+    Claim("muon-h200", {"arm": "muon"}, "median_ms", "{:.1f} ms", on=("docs/muon.md",)),
+)
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: f"{claim.record}-{claim.written}")
+def test_a_page_leads_with_what_one_row_of_a_record_says(claim: Claim) -> None:
+    rows = read_record(claim.record)["rows"]
+    (row,) = [row for row in rows if all(row.get(key) == value for key, value in claim.where.items())]
+    written = claim.written.format(claim.scale * row[claim.name])
+    for page in claim.on:
+        text = " ".join((ROOT / page).read_text(encoding="utf-8").split())
+        assert written in text, f"{page} does not say {written!r}: {claim.record}.json, {claim.where}, {claim.name}"
+
+
+def test_the_errors_of_the_readme_are_the_largest_of_their_records() -> None:
+    text = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    gpu, cpu = (read_record(name)["rows"] for name in ("predict-h200", "predict-cpu"))
+    for rows, name in ((gpu, "step_error"), (gpu, "memory_error"), (cpu, "step_error")):
+        assert f"{100 * max(abs(row[name]) for row in rows):.1f} %" in text
+
+
+# Tables.
+
+
+def _gpu_rows() -> Iterator[str]:
+    runs = (
+        ("gpt_124m.yaml", "gpu-h200", "gpt-124m", "paceline train"),
+        ("gpt_1b.yaml", "gpu-h200-1b", "gpt-1.1b", "paceline train"),
+        ("gpt_1b.yaml train.precision=fp8", "gpu-h200-1b", "gpt-1.1b", "paceline train fp8"),
+        ("gpt_10m_chars.yaml", "gpu-h200-10m", "gpt-10m", "paceline train"),
+        ("resnet50.yaml", "gpu-h200-resnet", "resnet50", "paceline train"),
+    )
+    for config, record, model, arm in runs:
+        rows = read_record(record)["rows"]
+        (row,) = [each for each in rows if (each["model"], each["arm"]) == (model, arm)]
+        unit = "tokens" if "tokens_per_s" in row else "images"
+        step = f"{row['step_ms']:.{2 if row['step_ms'] < 10 else 1}f} ms"
+        rate = f"{row[f'{unit}_per_s']:,.0f} {unit}/s"
+        yield f"| `paceline train configs/{config}` | {step} | {rate} | {row['peak_bytes'] / 2**30:.1f} GiB |"
+
+
+@pytest.mark.parametrize("row", list(_gpu_rows()))
+def test_the_table_of_one_gpu_is_that_of_the_records(row: str) -> None:
+    assert row in (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+
+
+def test_the_tables_of_predictions_are_those_of_the_records() -> None:
+    text = (ROOT / "docs/prediction.md").read_text(encoding="utf-8")
+    for row in read_record("predict-h200")["rows"]:
+        name = f"{row['model']}, {row['strategy']}, {'compiled' if row['is_compiled'] else 'eager'}"
+        memory = " | ".join(f"{row[key] / 2**30:.1f} GiB" for key in ("predicted_peak_bytes", "measured_peak_bytes"))
+        assert f"| {name} | {_times(row)} | {memory} | {100 * row['memory_error']:+.1f} % |" in text
+    for row in read_record("predict-cpu")["rows"]:
+        way = {"gloo": "Gloo", "shared_memory": "shared memory"}[row["backend"]]
+        assert f"| {row['model']}, {row['strategy']}, {way} | {_times(row)} |" in text
+
+
+def _times(row: dict[str, Any]) -> str:
+    error = f"{100 * row['step_error']:+.1f} %"
+    return f"{row['predicted_ms']:,.1f} ms | {row['measured_ms']:,.1f} ms | {error}"
+
+
+def test_the_table_of_one_gpu_is_what_the_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    speed = importlib.import_module("speed_table")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert speed.with_table(readme, speed.table(*map(read_record, GPU_RECORDS))) == readme
+
+
+@pytest.mark.exhaustive  # it predicts all published runs; the headline is compared by default, in tests/cli
+def test_the_table_of_scores_is_what_the_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    scores = importlib.import_module("score_table")
+    assert scores.scores(read_shipped()) in (ROOT / "docs/prediction.md").read_text(encoding="utf-8")
+
+
+def test_the_errors_on_the_page_of_claims_are_those_of_the_table_of_scores() -> None:
+    table = (ROOT / "docs/prediction.md").read_text(encoding="utf-8").splitlines()
+    claims = " ".join((ROOT / "docs/scaling-claims.md").read_text(encoding="utf-8").split())
+    for family, texts in {
+        "| DeepLearningExamples, V100 and A100 |": ("{dev} on {rows} `dev` rows and {calib} on `calib` rows",),
+        "| MPT, FSDP on A100 and H100 |": ("{calib} on {calib_rows} `calib` rows", "its {rows} `dev` rows ({dev})"),
+    }.items():
+        (line,) = [each for each in table if each.startswith(family)]
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        told = {"rows": cells[1], "dev": cells[2], "calib_rows": cells[6], "calib": cells[7]}
+        assert all(text.format(**told) in claims for text in texts), told
+
+
+def test_the_prediction_on_the_page_of_one_gpu_is_what_predict_says() -> None:
+    found = paceline.predict(ROOT / "configs/gpt_124m.yaml", "1x h200", ranks=1)
+    told = f"says {found.seconds * 1e3:.1f} ms, and {(found.total_memory - found.memory['framework']) / 2**30:.1f} GiB"
+    assert told in " ".join((ROOT / "docs/gpu.md").read_text(encoding="utf-8").split())
