@@ -43,7 +43,7 @@ def paragraphs_of_restructured_text(text: str) -> list[str]:
             continue
         inside = line.startswith("..") or (line.rstrip().endswith("::") and not line.startswith(" "))
         is_title = number + 1 < len(lines) and _RULE.match(lines[number + 1])
-        is_markup = line.startswith((".. ", ":")) or _RULE.match(line) or line.startswith(("+-", "|"))
+        is_markup = line.startswith((".. ", ":", "+-", "|")) or _RULE.match(line)
         kept.append("" if is_title or is_markup else line)
     blocks = re.split(r"\n\s*\n", "\n".join(kept))
     prose = [item for block in blocks for item in _items(block.splitlines())]
