@@ -47,9 +47,9 @@ JARGON = words("""
 
 # Abbreviations that need no entry: everyday ones, and the names of products, models and files.
 PLAIN = words("""
-    AND API APIs ARM ASCII AWS CI CLI CONTRIBUTING CPU CPUs CSS CSV CUDA DNS GB GCP GPU GPUs HTML HTTP HTTPS ID IDs IP IO
-    JSON KB MB MIT NOT NVIDIA OK OR OS OSS OUTSIDE PDF PID PNG PR RAM README SHA SHA256 SQL SSD SSH SVG TB TODO URL URLs
-    UTC UTF VM YAML AMD BERT DGX GPT GPTs LM
+    AND API APIs ARM ASCII AWS CI CLI CONTRIBUTING CPU CPUs CSS CSV CUDA DNS GB GCP GPU GPUs HTML HTTP HTTPS ID IDs IP
+    IO JSON KB MB MIT NOT NVIDIA OK OR OS OSS OUTSIDE PDF PID PNG PR RAM README SHA SHA256 SQL SSD SSH SVG TB TODO URL
+    URLs UTC UTF VM YAML AMD BERT DGX GPT GPTs LM
 """)
 _SIGNALS = re.compile(r"SIG[A-Z]+\d?s?")
 _PRODUCTS = re.compile(r"[A-Z]{1,2}\d{2,4}s?")  # A100, GB300
@@ -58,7 +58,7 @@ _PRODUCTS = re.compile(r"[A-Z]{1,2}\d{2,4}s?")  # A100, GB300
 EMPHASIS = frozenset({"between", "compute", "facts", "italics", "limited by", "on our group", "smallest"})
 
 BANNED = {
-    "is told: say who reports what": r"\b(?:is|are|was|were|be|been) told\b",
+    "is told: say who reports what": r"\b(?:is|are|was|were|be|been) told\b(?! apart)",
     "is said: say who says it": r"\b(?:is|are|was|were) said (?:to|that|not)\b",
     "anew: say again, or for each": r"\banew\b",
     "dear: say expensive": r"\bdear(?:er|ly)?\b",
