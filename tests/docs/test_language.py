@@ -55,12 +55,14 @@ _SIGNALS = re.compile(r"SIG[A-Z]+\d?s?")
 _PRODUCTS = re.compile(r"[A-Z]{1,2}\d{2,4}s?")  # A100, GB300
 
 # Italics that stress an ordinary word. All other words in italics are terms.
-EMPHASIS = frozenset({"between", "compute", "facts", "italics", "limited by", "on our group", "smallest"})
+EMPHASIS = frozenset(
+    {"all", "between", "compute", "facts", "goes on", "italics", "limited by", "on our group", "sample", "smallest"}
+)
 
 BANNED = {
-    "is told: say who reports what": r"\b(?:is|are|was|were|be|been) told\b(?! apart)",
+    "is told: say who reports what": r"\b(?:is|are|was|were|been) told\b(?! apart)",
     "is said: say who says it": r"\b(?:is|are|was|were) said (?:to|that|not)\b",
-    "anew: say again, or for each": r"\banew\b",
+    "made anew: say allocates, or makes a new one": r"\bmade anew\b",
     "dear: say expensive": r"\bdear(?:er|ly)?\b",
     "nobody's: name who": r"\bnobody's\b",
     "a sentence that begins with its verb: put the subject first": (
