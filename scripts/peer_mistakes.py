@@ -267,7 +267,7 @@ def run_rank(peer: str, mistake: str, rank: int, port: int, told: Connection) ->
     try:
         said = MISTAKES[mistake](PEERS[peer]())
     except Exception as error:
-        said = f"told ({type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''})"
+        said = f"error ({type(error).__name__}: {str(error).splitlines()[0][:150] if str(error) else ''})"
     told.send(said)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Twelve ordinary mistakes in loops of one's own: ours are right or told, and none hangs (docs/mistakes.md)."""
+"""Twelve ordinary mistakes in loops of one's own: ours are right or an error, and none hangs (docs/mistakes.md)."""
 
 from __future__ import annotations
 
@@ -186,15 +186,15 @@ def outcome(mistake: Callable[[Communicator, str], bool], strategy: str) -> str:
     try:
         found = run_virtual(lambda comm: mistake(comm, strategy), ranks=2)
     except PacelineError as error:
-        return "told" if str(error).strip() else "silent"
+        return "error" if str(error).strip() else "silent"
     return "right" if all(found) else "silent"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
 @pytest.mark.parametrize("number", range(len(MISTAKES)), ids=lambda number: MISTAKES[number].__name__)
-def test_a_mistake_is_right_or_told_as_the_page_says(number: int, strategy: str) -> None:
+def test_a_mistake_is_right_or_an_error_as_the_page_says(number: int, strategy: str) -> None:
     found = outcome(MISTAKES[number], strategy)
-    assert found in ("right", "told")
+    assert found in ("right", "error")
     rows = [row for row in PAGE.read_text().splitlines() if row.startswith(f"| {number + 1} |")]
     cells = [cell.strip() for cell in rows[0].split("|")[3:5]]
     assert found == cells[0 if strategy == "ddp" else 1].split(",")[0].strip("*"), (found, cells)
