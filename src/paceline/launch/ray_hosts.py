@@ -107,11 +107,13 @@ class Supervisor:
     def _attempt(self) -> list[HostEnd] | int:
         """Starts all hosts once; returns how they ended, or the exit code of a run that did not start."""
         hosts: list[_Host] = []
+        with contextlib.suppress(FileNotFoundError):
+            (Path(self.job.folder) / PLACES).unlink()
         try:
-            count = self._reserve()
-            if isinstance(count, int):
-                return count
-            group, number = count
+            reserved = self._reserve()
+            if isinstance(reserved, int):
+                return reserved
+            group, number = reserved
             hosts = self._start_workers(group)
             answers = self._ask(hosts)
             if problems := list(compare(self._compared(hosts), answers, _text(self.job.config))):
@@ -125,8 +127,6 @@ class Supervisor:
         except LostWorkerError as error:
             return [HostEnd(host="of the cluster", code=None, words=str(error))]
         finally:
-            with contextlib.suppress(FileNotFoundError):
-                (Path(self.job.folder) / PLACES).unlink()
             self.cluster.release([host.worker for host in hosts])
 
     def _reserve(self) -> tuple[Any, int] | int:

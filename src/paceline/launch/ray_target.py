@@ -30,10 +30,10 @@ def machines(job: LaunchJob) -> TargetMachines:
     notes = [f"the Ray cluster is {cluster.address}", *(_describe(node) for node in able)]
     if room < job.least:
         if not options.waits_for_nodes:
+            where = "a Ray node of its own" if options.strategy == "STRICT_SPREAD" else "a Ray node"
             raise UsageError(
                 f"--nodes {job.least}, and the Ray cluster {cluster.address} has room for {room}\n"
-                f"  each needs {_amounts(options)} on "
-                f"{'a Ray node of its own' if options.strategy == 'STRICT_SPREAD' else 'a Ray node'}: {_room(cluster)}\n"
+                f"  each {options.actor} needs {_amounts(options)} on {where}: {_room(cluster)}\n"
                 "  ask for less (--nodes, --gpus-per-node, --set cpus=N), or let nodes come: --set autoscale=yes"
             )
         notes.append(f"there is room for {room} hosts now; the run waits for {job.least}")

@@ -7,6 +7,7 @@ for each rank) and ``host`` (a launcher has started one process on each host, wh
 sets variables for its processes is asked in this order; the first that has is believed:
 
     torchrun            TORCHELASTIC_RUN_ID, RANK, ...                                    rank
+    Ray Train           RAY_JOB_ID, RANK, WORLD_SIZE, ...                                 rank
     Kubeflow            PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ...                   host
     the environment     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT                        rank
                         NODE_RANK, NNODES (or WORLD_SIZE), MASTER_ADDR, MASTER_PORT       host
@@ -154,6 +155,8 @@ class _Reader:
 def _recognise(read: _Reader) -> Surroundings:
     if read.has("TORCHELASTIC_RUN_ID") and read.has("RANK"):
         return _rank_of_environment(read, "torchrun")
+    if read.has("RAY_JOB_ID") and read.has("RANK"):
+        return _rank_of_environment(read, "Ray Train")
     if read.has("PET_NNODES", "PET_NODE_RANK"):
         return _host_of_kubeflow(read)
     if read.has("RANK"):
