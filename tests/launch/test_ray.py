@@ -60,7 +60,8 @@ def test_a_run_trains_on_all_nodes_and_its_log_and_code_come_back(cluster: Any, 
     assert not actors()
 
 
-def test_an_actor_that_dies_restarts_the_run_from_its_checkpoint(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_that_dies_restarts_the_run_from_its_checkpoint(tmp_path: Path) -> None:
     make_project(tmp_path, pause_s=0.05)
     assert paceline(tmp_path, "launch", "tiny.yaml", *LONG, "--nodes", "2").returncode == 0
     wait_until(lambda: checkpoints(tmp_path), "a checkpoint")
@@ -102,7 +103,8 @@ def test_a_run_goes_on_without_a_ray_node_that_is_lost_and_gives_up_without_rest
     assert "was lost" in done.stdout
 
 
-def test_what_cannot_run_is_refused_before_it_is_placed(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_what_cannot_run_is_refused_before_it_is_placed(tmp_path: Path) -> None:
     make_project(tmp_path)
     for words, told in [
         (["--nodes", "3"], "--nodes 3, and the Ray cluster"),
@@ -119,7 +121,8 @@ def test_what_cannot_run_is_refused_before_it_is_placed(cluster: Any, tmp_path: 
     assert "start again" not in refused.stdout + refused.stderr
 
 
-def test_an_actor_for_each_rank(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_an_actor_for_each_rank(tmp_path: Path) -> None:
     make_project(tmp_path, pause_s=0.05)
     words = ["train.steps=400", "checkpoint.every_steps=20", "parallel.node_ranks=2", "--on", "ray", "--nodes", "2"]
     words += ["--set", "actor=rank", "--detach"]
@@ -158,13 +161,13 @@ def loop():
 
 ray.init(address=os.environ["RAY_ADDRESS"])
 where = os.getcwd()
-TorchTrainer(
-    lambda: (os.chdir(where), loop()), scaling_config=ScalingConfig(num_workers=2), run_config=RunConfig(storage_path=where)
-).fit()
+scaling, config = ScalingConfig(num_workers=2), RunConfig(storage_path=where)
+TorchTrainer(lambda: (os.chdir(where), loop()), scaling_config=scaling, run_config=config).fit()
 """
 
 
-def test_connect_joins_the_workers_of_ray_train(cluster: Any, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("cluster")
+def test_connect_joins_the_workers_of_ray_train(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     settings = environment(RAY_TRAIN_V2_ENABLED="1", PYTHONPATH=os.environ.get("PYTHONPATH", ""))
     command = [sys.executable, "train.py"]

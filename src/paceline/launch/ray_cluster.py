@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from paceline.launch.ray_worker import RemoteWorker
 _NAMESPACE = "paceline"
 _CALLS = 4  # of an actor at once: one waits for output while others signal
 _ANSWER_S = 120.0
+_LISTEN_S = 10.0
 _ACCELERATOR = "accelerator_type:"
 
 
@@ -78,6 +80,7 @@ class RayCluster:
             ) from error
         if not ray.is_initialized():
             try:
+                _check_listens(address)
                 ray.init(address=address, namespace=_NAMESPACE, log_to_driver=False, logging_level="ERROR")
             except (OSError, RuntimeError, ValueError, TimeoutError) as error:  # ConnectionError is an OSError
                 said = str(error).strip().splitlines()
@@ -159,6 +162,13 @@ class RayCluster:
         deadline = time.monotonic() + _ANSWER_S
         while util.placement_group_table(group).get("state") != "REMOVED" and time.monotonic() < deadline:
             time.sleep(0.1)
+
+
+def _check_listens(address: str) -> None:
+    """Raises OSError at once where nothing listens at HOST:PORT: Ray itself tries for a minute."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=_LISTEN_S).close()
 
 
 class _PlacedRemoteWorker(RemoteWorker):
