@@ -101,7 +101,7 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
             with (
                 scratch_folder() as scratch,
                 watched,
-                rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as (met, told),
+                rendezvous(scratch, asked.run_id, asked.nodes, asked.facts, attempt.refusal) as (met, told),
                 _environment(told),
             ):
                 attempt.run(arguments, _agent_config(asked, scratch, met), scratch, signals)
@@ -133,6 +133,10 @@ class _Attempt:
         """Returns the processes of the ranks that this launcher has started."""
         return list(noted_processes(self.folder, os.getpid()).values())
 
+    def refusal(self) -> str:
+        """Returns why a rank has refused what was asked for; empty: none has."""
+        return next((failure.message for failure in read_failures(self.folder) if failure.is_refusal), "")
+
     def end_records(self, status: EndStatus, message: str) -> None:
         end_records(self.folder, self.ranks, status, message, since=self.started)
 
@@ -159,6 +163,9 @@ class _Attempt:
                 if isinstance(problem, UsageError):
                     forget(self.folder, FAILURES)  # refused: the folder of a resumed run stays as it was
             raise problem from None
+        except UsageError:  # refused, and told by the rendezvous of several hosts
+            forget(self.folder, FAILURES)
+            raise
 
     def _explain(self, failures: list[Failure]) -> PacelineError:
         """Ends the records of ranks that failed, and returns what the user is told."""
