@@ -148,6 +148,14 @@ def all_launches(runs: Path) -> list[LaunchJob]:
     return [job for _, job in sorted(found, key=lambda item: (-item[0], item[1].name))]
 
 
+def refuse_options(job: LaunchJob, reasons: Mapping[str, str]) -> None:
+    """Refuses options that would have no effect at a target; ``reasons`` says why, by option. Raises UsageError."""
+    given = {"--array": job.tasks, "--hosts": job.hosts, "--time": job.time, "--queue": job.queue}
+    for option, why in reasons.items():
+        if given[option]:
+            raise UsageError(f"{option} with --on {job.target}\n  {why}\n  leave it out")
+
+
 def shell(words: list[str]) -> str:
     """Returns a command for a shell."""
     return shlex.join(words)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from paceline.errors import UsageError
-from paceline.launch.job import LaunchJob
+from paceline.launch.job import LaunchJob, refuse_options
 
 # Each word: the form of its value, and what it is.
 SETTINGS: Mapping[str, tuple[str, str]] = {
@@ -23,6 +23,12 @@ SETTINGS: Mapping[str, tuple[str, str]] = {
     "wait_s": (r"\d{1,7}", "seconds to wait for Ray nodes, by default 600"),
     "autoscale": (r"yes|no", "yes: Ray nodes that are missing will come"),
     "pythonpath": (r"\S+", "PYTHONPATH of the runs, where Paceline is not installed"),
+}
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--hosts": "Ray chooses the machines",
+    "--time": "Ray has no time limits",
+    "--queue": "Ray has no queues",
 }
 _STRATEGIES = {("host", "strict"): "STRICT_SPREAD", ("host", "pack"): "PACK", ("rank", "pack"): "PACK"}
 
@@ -53,7 +59,7 @@ class RayOptions:
 
 def read_options(job: LaunchJob) -> RayOptions:
     """Returns the options of a launch. Raises UsageError for a word or a value that Ray's target does not take."""
-    _refuse_others(job)
+    refuse_options(job, _NOT_HERE)
     for word, text in job.settings.items():
         if word not in SETTINGS:
             near = difflib.get_close_matches(word, SETTINGS, n=1)
@@ -80,16 +86,3 @@ def read_options(job: LaunchJob) -> RayOptions:
         waits_for_nodes=job.settings.get("autoscale") == "yes",
         pythonpath=job.settings.get("pythonpath", ""),
     )
-
-
-def _refuse_others(job: LaunchJob) -> None:
-    """Refuses options of other targets, which would have no effect."""
-    reasons = {
-        "--array": (job.tasks is not None, "it is an option of Slurm"),
-        "--hosts": (bool(job.hosts), "Ray chooses the machines"),
-        "--time": (job.time is not None, "Ray has no time limits"),
-        "--queue": (job.queue is not None, "Ray has no queues"),
-    }
-    for option, (is_given, why) in reasons.items():
-        if is_given:
-            raise UsageError(f"{option} with --on ray\n  {why}\n  leave it out")

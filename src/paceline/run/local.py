@@ -34,7 +34,7 @@ from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run.agreement import HostFacts
 from paceline.run.failure import RunPreemptedError, RunStoppedError, explain_failures
-from paceline.run.nodes import Nodes, address_towards, interface_of
+from paceline.run.nodes import Nodes, interface_of
 from paceline.run.notes import (
     FAILURES,
     forget,
@@ -216,7 +216,7 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
         rdzv_endpoint="localhost" if nodes is None else nodes.endpoint,
         rdzv_configs={"made": met},
         # Without an address it looks this machine's name up, which laptops often cannot.
-        local_addr="localhost" if nodes is None else address_towards(nodes.host, nodes.port),
+        local_addr="localhost" if nodes is None else nodes.own_address(),
         max_restarts=asked.restarts.max_restarts,
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
@@ -227,7 +227,7 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
 
 def _settings(asked: LocalRanks) -> dict[str, str]:
     nodes, share = asked.nodes, max(1, len(usable_cores()) // asked.ranks)
-    near = loopback_interface() if nodes is None else interface_of(address_towards(nodes.host, nodes.port))
+    near = loopback_interface() if nodes is None else interface_of(nodes.own_address())
     return {
         "OMP_NUM_THREADS": str(asked.threads or share),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),
