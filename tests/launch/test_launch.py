@@ -175,6 +175,22 @@ def test_a_slurm_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path, mo
     assert any("not asked for its machines: Slurm does not answer" in line for line in settled.lines)
 
 
+def test_the_page_lists_the_words_that_every_target_takes() -> None:
+    from paceline.launch import kubernetes_settings, ray_settings
+    from paceline.launch.target import TARGETS
+
+    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    parts = {part.partition("\n")[0].lower(): part for part in page.split("\n## ")}
+    for target, words in (("kubernetes", kubernetes_settings.SETTINGS), ("ray", ray_settings.SETTINGS)):
+        listed = [
+            line.split("`")[1] for line in parts[target].splitlines() if line.startswith("| `") and "--" not in line
+        ]
+        assert listed == list(words)
+    rows = parts["what `--set` takes"]
+    assert all(f"\n| {target} | " in rows for target in TARGETS)
+    assert all(f"`{word}`" in rows for word in (*slurm._OWN, *ssh.SETTINGS))
+
+
 @pytest.mark.parametrize(("target", "option"), [("local", "time"), ("ssh", "queue")])
 def test_options_that_a_target_does_not_have_are_refused(job: LaunchJob, target: str, option: str) -> None:
     changed = {"target": target, option: "x"}

@@ -5,14 +5,13 @@ SETTINGS says which words there are, and what each means. No torch and no Ray in
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from paceline.errors import UsageError
-from paceline.launch.job import LaunchJob, refuse_options
+from paceline.launch.job import LaunchJob, refuse_options, refuse_settings
 
 # Each word: the form of its value, and what it is.
 SETTINGS: Mapping[str, tuple[str, str]] = {
@@ -60,11 +59,8 @@ class RayOptions:
 def read_options(job: LaunchJob) -> RayOptions:
     """Returns the options of a launch. Raises UsageError for a word or a value that Ray's target does not take."""
     refuse_options(job, _NOT_HERE)
+    refuse_settings(job, SETTINGS)
     for word, text in job.settings.items():
-        if word not in SETTINGS:
-            near = difflib.get_close_matches(word, SETTINGS, n=1)
-            fix = f"did you mean {near[0]}?" if near else "leave it out"
-            raise UsageError(f"--set {word} with --on ray\n  the words are {', '.join(SETTINGS)}\n  {fix}")
         form, meaning = SETTINGS[word]
         if re.fullmatch(form, text) is None:
             raise UsageError(f"--set {word}={text}\n  {meaning}\n  give another value")

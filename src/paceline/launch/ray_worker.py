@@ -76,6 +76,14 @@ class RemoteWorker:
                 return
         self._process.kill()
 
+    def close(self) -> None:
+        """Ends the orders, by which the command is asked to save and to leave, and waits for it."""
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+        self._process.wait()
+
     def _order(self, order: Mapping[str, object]) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended
