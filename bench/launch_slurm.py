@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from paceline.bench.record import BenchRecord
@@ -73,7 +73,7 @@ srun {python} -m torch.distributed.run --nnodes {nodes} --nproc-per-node 1 --rdz
 def main() -> int:
     """Measures both arms in turn, and prints the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=8, help="at least 2")
     parser.add_argument("--output", type=Path, help="also write the record to this file")
     asked = parser.parse_args()
     if "SLURM_CONF" not in os.environ:
@@ -91,17 +91,18 @@ def main() -> int:
 
 
 def measure(rounds: int) -> list[dict[str, Any]]:
-    """Returns a row for each arm, with the ratio of medians to the bare script's."""
+    """Returns a row for each arm, with the ratio to the bare script of the same round."""
     arms = {OURS: start_ours, BARE: start_bare}
     found: dict[str, list[float]] = {name: [] for name in arms}
     for number in range(rounds + 1):
-        for name, start in arms.items():
+        order = list(arms.items())
+        for name, start in order if number % 2 else reversed(order):
             with tempfile.TemporaryDirectory() as folder:
                 seconds = first_step(start, Path(folder))
             if number:  # the first round reads the libraries from the disk
                 found[name].append(seconds)
             print(f"round {number} of {rounds}: {name}: {seconds:.2f} s", file=sys.stderr, flush=True)
-    return [row(name, times, median(found[BARE])) for name, times in found.items()]
+    return [row(name, times, found[BARE]) for name, times in found.items()]
 
 
 def first_step(start: Callable[[Path], Callable[[], bool]], folder: Path) -> float:
@@ -156,16 +157,18 @@ def start_bare(folder: Path) -> Callable[[], bool]:
     return (folder / "first-step").exists
 
 
-def row(name: str, times: Sequence[float], base: float) -> dict[str, Any]:
-    """Returns what the record keeps of an arm."""
-    found = sorted(times)
-    middle = median(found)
+def row(name: str, times: Sequence[float], bare: Sequence[float]) -> dict[str, Any]:
+    """Returns what the record keeps of an arm: seconds, and the ratio within each round with its quartiles."""
+    ratios = [own / other for own, other in zip(times, bare, strict=True)]
+    low, middle, high = quantiles(ratios, n=4, method="inclusive")
     return {
         "arm": name,
-        "median_s": round(middle, 3),
-        "least_s": round(found[0], 3),
-        "most_s": round(found[-1], 3),
-        "ratio": round(middle / base, 3),
+        "median_s": round(median(times), 3),
+        "least_s": round(min(times), 3),
+        "most_s": round(max(times), 3),
+        "ratio": round(middle, 3),
+        "ratio_quartiles": [round(low, 3), round(high, 3)],
+        "seconds": [round(each, 3) for each in times],
     }
 
 
