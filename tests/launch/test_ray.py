@@ -11,10 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from launched_runs import checkpoints, environment, make_project, paceline, starts, steps, wait_until
+from launched_runs import checkpoints, environment, events, make_project, paceline, starts, steps, wait_until
 
 from paceline.launch.job import find_launch
 from paceline.launch.ray_target import PLACES
+from paceline.run.folder import is_in_use
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600), pytest.mark.filterwarnings("ignore")]
 ACTOR = "ray::_PlacedRemoteWorker"
@@ -101,6 +102,20 @@ def test_a_run_goes_on_without_a_ray_node_that_is_lost_and_gives_up_without_rest
     done = paceline(tmp_path, "launch", "logs", "once", "--follow")
     assert done.returncode == 1, done.stdout
     assert "was lost" in done.stdout
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_saves_and_leaves_when_the_process_that_holds_its_actors_is_killed(tmp_path: Path) -> None:
+    make_project(tmp_path, pause_s=0.05)
+    words = [*LONG, "checkpoint.every_steps=100000", "--nodes", "2"]
+    assert paceline(tmp_path, "launch", "tiny.yaml", *words).returncode == 0
+    wait_until(lambda: len(steps(tmp_path)) > 5, "steps")
+    found = [process for process in psutil.process_iter() if "paceline.launch.ray_hosts" in process.cmdline()[2:3]]
+    (holder,) = [process for process in found if str(tmp_path) in process.cmdline()[-1]]
+    holder.kill()
+    wait_until(lambda: "preempted" in events(tmp_path), "a save")
+    wait_until(lambda: not actors() and checkpoints(tmp_path), "the end of the actors")
+    wait_until(lambda: not is_in_use(tmp_path / "runs" / "tiny"), "the end of the run")
 
 
 @pytest.mark.usefixtures("cluster")
