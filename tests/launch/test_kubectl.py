@@ -181,7 +181,7 @@ def test_a_launch_is_submitted_and_followed_to_its_exit_code(cluster: Path) -> N
 
 def test_a_cluster_that_does_not_answer_refuses_a_launch_and_not_a_dry_run(cluster: Path) -> None:
     (cluster / "auth-can-i.last").write_text("no\n")
-    with pytest.raises(LaunchError, match="lets you create no"):
+    with pytest.raises(UsageError, match="lets you create no"):
         prepare(ROOT / "configs" / "digits.yaml", [], REQUEST)
     target, job, settled = prepare(ROOT / "configs" / "digits.yaml", [], replace(REQUEST, is_dry=True))
     assert "not asked for its machines" in settled.lines[-1]

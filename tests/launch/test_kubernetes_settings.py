@@ -13,7 +13,8 @@ from paceline.config import config_from_dict
 from paceline.errors import UsageError
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions, PodPlacement, PodResources, RunsVolume
-from paceline.launch.kubernetes_settings import SETTINGS, AskedPods, object_name, read_options, read_time
+from paceline.launch.kubernetes_settings import SETTINGS, AskedPods, object_name, read_options
+from paceline.launch.time_limit import read_time
 
 ASKED = AskedPods(name="digits", nodes=4, least=2, gpus=8, ranks=8, queue="training", time="1:30:00")
 IMAGE = {"image": "paceline:0.1"}

@@ -150,6 +150,56 @@ def test_a_name_that_a_launch_will_use_is_not_given_twice(tmp_path: Path, monkey
         prepare(Path("tiny.yaml"), ["train.seed={task}"], asked)
 
 
+@pytest.mark.parametrize("time", ["abc", "1:2:3:4", "0", "-5", "1h"])
+def test_a_time_that_is_none_is_refused_before_the_script_is_shown(job: LaunchJob, time: str) -> None:
+    with pytest.raises(UsageError, match=f"--time {time}"):
+        slurm.render(replace(job, time=time))
+    assert "#SBATCH --time=unlimited\n" in slurm.render(replace(job, time="unlimited"))
+
+
+def test_a_slurm_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sinfo").write_text(
+        "#!/bin/sh\necho 'sinfo: error: Unable to contact slurm controller (connect failure)' >&2\n"
+        "echo 'slurm_load_partitions: error: Unable to contact slurm controller (connect failure)' >&2\nexit 1\n"
+    )
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.chdir(make_project(tmp_path))
+    asked = LaunchRequest(target="slurm")
+    with pytest.raises(UsageError) as refused:
+        prepare(Path("tiny.yaml"), [], asked)
+    first, *rest = str(refused.value).splitlines()
+    assert first == "Slurm does not answer: Unable to contact slurm controller (connect failure)"
+    assert len(rest) == 2
+    _, _, settled = prepare(Path("tiny.yaml"), [], replace(asked, is_dry=True))
+    assert any("not asked for its machines: Slurm does not answer" in line for line in settled.lines)
+
+
+def test_the_page_lists_the_words_that_every_target_takes() -> None:
+    from paceline.launch import kubernetes_settings, ray_settings
+    from paceline.launch.target import TARGETS
+
+    page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
+    parts = {part.partition("\n")[0].lower(): part for part in page.split("\n## ")}
+    for target, words in (("kubernetes", kubernetes_settings.SETTINGS), ("ray", ray_settings.SETTINGS)):
+        listed = [
+            line.split("`")[1]
+            for line in parts[target].splitlines()
+            if line.startswith("| `") and not line.startswith("| `--set")
+        ]
+        assert listed == list(words)
+    rows = parts["what `--set` takes"]
+    assert all(f"\n| {target} | " in rows for target in TARGETS)
+    assert all(f"`{word}`" in rows for word in (*slurm._OWN, *ssh.SETTINGS))
+
+
+@pytest.mark.parametrize(("target", "option"), [("local", "time"), ("ssh", "queue")])
+def test_options_that_a_target_does_not_have_are_refused(job: LaunchJob, target: str, option: str) -> None:
+    changed = {"target": target, option: "x"}
+    with pytest.raises(UsageError, match=f"--{option} with --on {target}"):
+        find_target(target).machines(replace(job, **changed))  # type: ignore[arg-type]
+
+
 @pytest.mark.exhaustive
 def test_a_run_in_the_background_is_followed_to_its_code(tmp_path: Path) -> None:
     make_project(tmp_path)

@@ -68,8 +68,8 @@ def records(folder: Path, run: str = "tiny", rank: int = 0) -> list[Record]:
     return list(read_records(path)) if path.exists() else []
 
 
-def starts(folder: Path, run: str = "tiny") -> list[RunRecord]:
-    return [each for each in records(folder, run) if isinstance(each, RunRecord)]
+def starts(folder: Path, run: str = "tiny", rank: int = 0) -> list[RunRecord]:
+    return [each for each in records(folder, run, rank) if isinstance(each, RunRecord)]
 
 
 def steps(folder: Path, run: str = "tiny") -> list[int]:

@@ -10,6 +10,8 @@ from free_ports import free_port
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError
 
 from paceline.comm.control.wire import Address
+from paceline.errors import UsageError
+from paceline.run.agreement import HostFacts
 from paceline.run.nodes import Nodes
 from paceline.run.rendezvous import Rendezvous, rendezvous
 
@@ -41,6 +43,23 @@ def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Nodes, tmp_p
         second.shutdown()
         with pytest.raises(RendezvousClosedError, match="ended on another host"):
             first.next_rendezvous()
+
+
+def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Nodes, tmp_path: Path) -> None:
+    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
+    told = ["optim.lr = -1"]
+    facts = HostFacts(host="a", paceline="1", torch="2", ranks=1, config={}, folders=(), mark="m")
+    with (
+        ThreadPoolExecutor(2) as pool,
+        rendezvous(tmp_path, "run", both, facts, lambda: told[0]) as (first, _),
+        rendezvous(tmp_path, "run", both, facts) as (second, _),
+    ):
+        list(pool.map(Rendezvous.next_rendezvous, (first, second)))  # notes of an earlier run do not count
+        refused = [pool.submit(first.next_rendezvous), pool.submit(second.next_rendezvous)]
+        assert {str(each.exception()) for each in refused[1:]} == {"optim.lr = -1"}
+        assert isinstance(refused[1].exception(), UsageError)
+        second.__exit__()
+        assert isinstance(refused[0].exception(), UsageError)
 
 
 def test_another_secret_is_told(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.errors import CommunicationError, ConfigError
+from paceline.errors import CommunicationError, ConfigError, UsageError
 from paceline.run.own_loop import connect
 from paceline.run.whereami import Surroundings, first_host, recognise, tasks_of_node
 
@@ -43,6 +43,8 @@ TASKS = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_TASKS_PER_NODE": "3,2", "SLURM
         ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "WORLD_SIZE": "1"}, "no launcher", ("alone", 0, 1)),
         ({"RANK": "2", "WORLD_SIZE": "4", "TORCHELASTIC_RUN_ID": "x", **MASTER}, "torchrun", ("rank", 2, 4)),
         ({"RANK": "2", "WORLD_SIZE": "4", **MASTER, **SLURM}, "the environment", ("rank", 2, 4)),
+        ({"RANK": "2", "WORLD_SIZE": "4", "NODE_RANK": "1", "RAY_JOB_ID": "1", **MASTER}, "Ray Train", ("rank", 2, 4)),
+        ({"RAY_JOB_ID": "1", **SLURM}, "no launcher", ("alone", 0, 1)),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "unix:/tmp/s", "MASTER_PORT": "0"}, "the", ("rank", 0, 2)),
         ({"NODE_RANK": "1", "WORLD_SIZE": "2", **MASTER}, "the environment", ("host", 1, 2)),
         ({"NODE_RANK": "1", "NNODES": "3", "WORLD_SIZE": "24", **MASTER}, "the environment", ("host", 1, 3)),
@@ -80,6 +82,23 @@ def test_the_first_node_of_a_job_is_where_its_tasks_meet() -> None:
     assert first_host("r[1-2]n[3,4]") == "r1n3"
     assert first_host("a,b") == "a"
     assert [tasks_of_node("2(x2),1", node) for node in range(4)] == [2, 2, 1, None]
+
+
+@pytest.mark.parametrize(
+    ("environment", "named_by"),
+    [
+        ({"NODE_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no.such.host.invalid"}, "MASTER_ADDR = "),
+        ({"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "no.such.host.invalid"}, "PET_MASTER_ADDR = "),
+        ({**SLURM, "SLURM_STEP_NODELIST": "no.such.host.invalid"}, "SLURM_STEP_NODELIST = "),
+    ],
+)
+def test_a_host_that_is_not_known_is_told_with_the_variable_that_named_it(
+    environment: dict[str, str], named_by: str
+) -> None:
+    with pytest.raises(UsageError) as refused:
+        recognise(environment).nodes().own_address()
+    assert str(refused.value).startswith(f"{named_by}no.such.host.invalid: ")
+    assert "--rdzv" not in str(refused.value)
 
 
 def test_a_rank_gets_the_variables_of_torch() -> None:

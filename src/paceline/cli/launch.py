@@ -40,16 +40,16 @@ app = typer.Typer(
 def start(
     config: ConfigPath,
     overrides: Overrides = None,
-    on: str = typer.Option("local", help="Where: local, slurm, ssh or kubernetes."),
+    on: str = typer.Option("local", help="Where: local, slurm, ssh, ray or kubernetes."),
     nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough."),
     gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
     time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),
     queue: str = typer.Option(None, help="The queue or partition; else the target's default."),
     hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines."),
     hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line."),
-    port: int = typer.Option(None, min=1, max=65535, help="ssh: the port at which the machines meet."),
+    port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet."),
     array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it."),
-    max_requeues: int = typer.Option(10, min=0, help="slurm: how often a job that was preempted is queued again."),
+    max_requeues: int = typer.Option(10, min=0, help="slurm, ray: how often a job that was preempted starts again."),
     settings: list[str] = typer.Option(None, "--set", metavar="KEY=VALUE", help="An option of the target's own."),
     setup: list[str] = typer.Option(None, help="A line of shell before the run, such as 'module load cuda'."),
     python: str = typer.Option(sys.executable, help="The Python of the machines."),
@@ -67,6 +67,8 @@ def start(
       paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --time 1:00:00 --set qos=high
 
       paceline launch configs/gpt_pydoc.yaml --on ssh --hosts host1,host2
+
+      paceline launch configs/gpt_pydoc.yaml --on ray --nodes 2 --set address=10.0.0.1:6379
     """
     from paceline.launch.start import LaunchRequest, prepare
     from paceline.launch.start import start as submit

@@ -11,10 +11,11 @@ Making the folder reserves the name: of two launches of one config at the same m
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import json
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
@@ -146,6 +147,24 @@ def all_launches(runs: Path) -> list[LaunchJob]:
         except (OSError, ValueError, TypeError):
             continue
     return [job for _, job in sorted(found, key=lambda item: (-item[0], item[1].name))]
+
+
+def refuse_options(job: LaunchJob, reasons: Mapping[str, str]) -> None:
+    """Refuses options that would have no effect at a target; ``reasons`` says why, by option. Raises UsageError."""
+    given = {"--array": job.tasks, "--hosts": job.hosts, "--time": job.time, "--queue": job.queue}
+    for option, why in reasons.items():
+        if given[option]:
+            raise UsageError(f"{option} with --on {job.target}\n  {why}\n  leave it out")
+
+
+def refuse_settings(job: LaunchJob, known: Collection[str]) -> None:
+    """Refuses words of ``--set`` that a target does not know. Raises UsageError with those that it does."""
+    for word in job.settings:
+        if word not in known:
+            near = difflib.get_close_matches(word, known, n=1)
+            fix = f"did you mean {near[0]}?" if near else "leave it out"
+            rule = f"the words are {', '.join(known)}" if known else "it takes none"
+            raise UsageError(f"--set {word} with --on {job.target}\n  {rule}\n  {fix}")
 
 
 def shell(words: list[str]) -> str:

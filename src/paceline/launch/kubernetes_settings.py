@@ -21,6 +21,7 @@ from paceline.launch.kubernetes_options import (
     PodResources,
     RunsVolume,
 )
+from paceline.launch.time_limit import read_time
 
 _NAME_PARTS = re.compile(r"[^a-z0-9]+")
 _MOST_NAME = 40
@@ -134,19 +135,3 @@ def object_name(name: str) -> str:
     """Returns the name of a run as Kubernetes takes it: small letters, digits and dashes."""
     found = _NAME_PARTS.sub("-", name.lower()).strip("-")[:_MOST_NAME].strip("-")
     return found if found[:1].isalpha() else f"run-{found}".strip("-")[:_MOST_NAME].strip("-")
-
-
-def read_time(text: str) -> int:
-    """Returns the seconds of ``1:30:00``, ``90:00`` (minutes), ``1-00:00:00`` (a day) or ``90`` (minutes), as Slurm."""
-    found = re.fullmatch(r"(?:(?P<days>\d{1,4})-)?(?P<rest>\d{1,6}(?::\d{1,2}){0,2})", text)
-    parts = [int(part) for part in found["rest"].split(":")] if found else []
-    if found and found["days"]:
-        hours, minutes, seconds = (*parts, 0, 0)[:3]
-    elif len(parts) == 3:
-        hours, minutes, seconds = parts
-    elif parts:
-        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
-    total = 0 if not found else int(found["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
-    if total <= 0:
-        raise UsageError(f"--time {text}\n  it is hours, minutes and seconds\n  try --time 1:30:00")
-    return total

@@ -5,12 +5,20 @@ from __future__ import annotations
 from paceline.cluster.detect import detect_machine
 from paceline.errors import UsageError
 from paceline.launch import background
-from paceline.launch.job import JobState, LaunchJob, shell
+from paceline.launch.job import JobState, LaunchJob, refuse_options, refuse_settings, shell
 from paceline.launch.target import TargetMachines
+
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--time": "this machine has no time limits",
+    "--queue": "this machine has no queues",
+}
 
 
 def machines(job: LaunchJob) -> TargetMachines:
     """Returns what this machine has. Raises UsageError for several nodes, or more GPUs than there are."""
+    refuse_options(job, _NOT_HERE)
+    refuse_settings(job, ())
     if job.nodes != 1:
         raise UsageError(f"--nodes {job.nodes} with --on local\n  it is one machine\n  use --on ssh --hosts a,b")
     here = detect_machine(with_gpus=job.gpus > 0)

@@ -7,12 +7,13 @@
     {"do": "signal", "number": 15}                              goes on to the command
 
 The environment has the job's secret, which so is on no command line. When the input ends, whoever started the run is
-gone: the command is asked to save and to leave.
+gone: the command is asked to save and to leave. On Linux it is asked so, too, when this process is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -30,6 +31,7 @@ from paceline.untrusted import parse_json_object, read_regular
 
 _MARK = ".launch-mark"
 _MOST_BYTES = 2**20
+_PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
 
 
 def main(orders: IO[bytes], answers: IO[str]) -> int:
@@ -101,8 +103,14 @@ def _free_port(address: str, asked: int) -> int | str:
 
 def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
     environment = {**os.environ, **order["environment"]}
+    system = ctypes.CDLL(None)
     process = subprocess.Popen(
-        order["command"], cwd=order["workdir"], env=environment, stdin=subprocess.DEVNULL, start_new_session=True
+        order["command"],
+        cwd=order["workdir"],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=lambda: _hear_parent_die(system),  # no other thread runs yet
     )
 
     def listen() -> None:
@@ -116,6 +124,11 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
         signal.signal(number, lambda *_: _send(process, signal.SIGTERM))
     code = process.wait()
     return 128 - code if code < 0 else code
+
+
+def _hear_parent_die(system: ctypes.CDLL) -> None:
+    if sys.platform == "linux":
+        system.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

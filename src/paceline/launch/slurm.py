@@ -21,6 +21,7 @@ from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED
 from paceline.launch.job import LAUNCHED, JobState, LaunchJob
 from paceline.launch.target import TargetMachines
+from paceline.launch.time_limit import read_time
 
 _ASK_S = 60.0
 _OWN = ("task", "save_s")  # settings that are not options of sbatch
@@ -36,6 +37,8 @@ _ENDED = (
     "DEADLINE",
     "PREEMPTED",
 )
+_SILENT = ("Unable to contact slurm controller", "Unable to establish config", "Could not establish a configuration")
+_NO_LIMIT = ("UNLIMITED", "INFINITE")
 _CANCELLED = 143  # as ended by SIGTERM
 _TASK = "{task}"  # in an override: the number of the array's task
 
@@ -44,6 +47,7 @@ def machines(job: LaunchJob) -> TargetMachines:
     """Asks Slurm for the nodes of the queue. Raises UsageError for a queue that there is not, or that is too small."""
     if job.hosts:
         raise UsageError("--hosts with --on slurm\n  Slurm chooses the machines\n  give --nodes N, or --on ssh")
+    _check_time(job)
     asked = _slurm("sinfo", "--noheader", "--format=%R|%D|%m|%G")
     rows = [line.strip().split("|") for line in asked.splitlines() if line.count("|") == 3]
     known = sorted({row[0] for row in rows})
@@ -77,6 +81,7 @@ def machines(job: LaunchJob) -> TargetMachines:
 
 def render(job: LaunchJob) -> str:
     """Returns the batch script."""
+    _check_time(job)
     save_s, tasks = job.settings.get("save_s", "90"), max(1, job.gpus) if job.settings.get("task") == "gpu" else 1
     if not save_s.isdecimal() or job.settings.get("task", "node") not in ("node", "gpu"):
         raise UsageError("--set save_s=SECONDS and --set task=node|gpu are what Slurm's script knows besides sbatch")
@@ -208,8 +213,25 @@ def _slurm(program: str, *words: str, is_needed: bool = True) -> str:
     except subprocess.TimeoutExpired as error:
         raise LaunchError(f"{program} did not answer within {_ASK_S:g} s\n  is slurmctld running?") from error
     if done.returncode and is_needed:
-        raise LaunchError(f"{program}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+        raise LaunchError(_explain(program, done.stderr.strip() or f"exit code {done.returncode}"))
     return done.stdout
+
+
+def _explain(program: str, said: str) -> str:
+    """Returns what one of Slurm's commands says; one sentence where its controller does not answer."""
+    if not any(sign in said for sign in _SILENT):
+        return f"{program}: {said}"
+    last = said.splitlines()[-1].rpartition("error: ")[2].strip()
+    return (
+        f"Slurm does not answer: {last}\n  {program} asks slurmctld, the controller of the cluster\n"
+        "  run scontrol ping, and try again when the controller is up"
+    )
+
+
+def _check_time(job: LaunchJob) -> None:
+    """Raises UsageError for a time limit that sbatch would not take."""
+    if job.time is not None and job.time.upper() not in _NO_LIMIT:
+        read_time(job.time)
 
 
 _SCRIPT = """#!/bin/bash

@@ -20,12 +20,14 @@ from typing import Any
 from paceline import __version__
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
 from paceline.launch import background
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, shell
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, refuse_options, refuse_settings, shell
 from paceline.launch.remote import forget_mark
 from paceline.launch.target import TargetMachines
 from paceline.untrusted import parse_json_object
 
 ANSWER_S = 10
+SETTINGS = ("ssh", "pythonpath")
+_NOT_HERE = {"--array": "it is an option of Slurm", "--time": "ssh has no time limits", "--queue": "ssh has no queues"}
 _LOOK_S = 90.0
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
 
@@ -46,6 +48,8 @@ def train_command(job: LaunchJob, address: str, port: int) -> list[str]:
 
 def machines(job: LaunchJob) -> TargetMachines:
     """Asks all hosts at once. Raises UsageError without hosts, and ConfigError with all that is wrong with them."""
+    refuse_options(job, _NOT_HERE)
+    refuse_settings(job, SETTINGS)
     wrong = [host for host in job.hosts if host.startswith("-") or not host.isprintable() or " " in host]
     if len(job.hosts) < 1 or wrong:
         raise UsageError(

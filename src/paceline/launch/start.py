@@ -82,7 +82,7 @@ def prepare(path: Path, overrides: Sequence[str], asked: LaunchRequest) -> tuple
         machines = target.machines(job)
     except LaunchError as error:  # the target does not answer: what would be submitted can be shown all the same
         if not asked.is_dry:
-            raise
+            raise UsageError(str(error)) from error  # nothing was started
         given = getattr(target, "given", None)  # what is known without asking: the memory that a pod asks for
         known = TargetMachines(where=f"--on {asked.target}") if given is None else given(job)
         machines = replace(known, notes=(f"not asked for its machines: {error.headline}",))

@@ -16,6 +16,7 @@ TARGETS = {
     "local": "paceline.launch.local",
     "slurm": "paceline.launch.slurm",
     "ssh": "paceline.launch.ssh",
+    "ray": "paceline.launch.ray_target",
     "kubernetes": "paceline.launch.kubernetes_target",
 }
 

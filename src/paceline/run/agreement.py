@@ -89,8 +89,13 @@ def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
     if problems:
         refusal = "\n".join(problems)
         if not may_go_without:
-            store.set(_REFUSED, refusal)
+            refuse(store, refusal)
         raise UsageError(refusal)
+
+
+def refuse(store: Any, why: str) -> None:
+    """Tells all hosts why the run cannot go on."""
+    store.set(_REFUSED, why)
 
 
 def refusal_of(store: Any) -> str:

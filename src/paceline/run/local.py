@@ -34,7 +34,7 @@ from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run.agreement import HostFacts
 from paceline.run.failure import RunPreemptedError, RunStoppedError, explain_failures
-from paceline.run.nodes import Nodes, address_towards, interface_of
+from paceline.run.nodes import Nodes, interface_of
 from paceline.run.notes import (
     FAILURES,
     forget,
@@ -101,7 +101,7 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
             with (
                 scratch_folder() as scratch,
                 watched,
-                rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as (met, told),
+                rendezvous(scratch, asked.run_id, asked.nodes, asked.facts, attempt.refusal) as (met, told),
                 _environment(told),
             ):
                 attempt.run(arguments, _agent_config(asked, scratch, met), scratch, signals)
@@ -132,6 +132,10 @@ class _Attempt:
     def processes(self) -> list[int]:
         """Returns the processes of the ranks that this launcher has started."""
         return list(noted_processes(self.folder, os.getpid()).values())
+
+    def refusal(self) -> str:
+        """Returns why a rank has refused what was asked for; empty: none has."""
+        return next((failure.message for failure in read_failures(self.folder) if failure.is_refusal), "")
 
     def end_records(self, status: EndStatus, message: str) -> None:
         end_records(self.folder, self.ranks, status, message, since=self.started)
@@ -164,6 +168,9 @@ class _Attempt:
                 if isinstance(problem, UsageError):
                     forget(self.folder, FAILURES)  # refused: the folder of a resumed run stays as it was
             raise problem from None
+        except UsageError:  # refused, and told by the rendezvous of several hosts
+            forget(self.folder, FAILURES)
+            raise
 
     def _explain(self, failures: list[Failure]) -> PacelineError:
         """Ends the records of ranks that failed, and returns what the user is told."""
@@ -214,7 +221,7 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
         rdzv_endpoint="localhost" if nodes is None else nodes.endpoint,
         rdzv_configs={"made": met},
         # Without an address it looks this machine's name up, which laptops often cannot.
-        local_addr="localhost" if nodes is None else address_towards(nodes.host, nodes.port),
+        local_addr="localhost" if nodes is None else nodes.own_address(),
         max_restarts=asked.restarts.max_restarts,
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
@@ -225,7 +232,7 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
 
 def _settings(asked: LocalRanks) -> dict[str, str]:
     nodes, share = asked.nodes, max(1, len(usable_cores()) // asked.ranks)
-    near = loopback_interface() if nodes is None else interface_of(address_towards(nodes.host, nodes.port))
+    near = loopback_interface() if nodes is None else interface_of(nodes.own_address())
     return {
         "OMP_NUM_THREADS": str(asked.threads or share),
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", near or loopback_interface()),

@@ -28,18 +28,26 @@ LAST_CALL_S = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU."""
+    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU.
+
+    ``named_by`` is the option or the variable that named the host where they meet.
+    """
 
     least: int
     most: int
     host: str
     port: int
     ranks: int | None = None
+    named_by: str = "--rdzv"
 
     @property
     def endpoint(self) -> str:
         """Where the launchers meet."""
         return f"{self.host}:{self.port}"
+
+    def own_address(self) -> str:
+        """Returns the address under which the others reach this machine. Raises UsageError without one."""
+        return address_towards(self.host, self.port, self.named_by)
 
 
 def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Nodes:
@@ -60,8 +68,11 @@ def parse_nodes(counts: str, endpoint: str, ranks: int | None = None) -> Nodes:
     return Nodes(least=least, most=most, host=place["host"].strip("[]"), port=int(place["port"]), ranks=ranks)
 
 
-def address_towards(host: str, port: int) -> str:
-    """Returns the address under which others that reach ``host`` reach this machine. Raises UsageError without one."""
+def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
+    """Returns the address under which others that reach ``host`` reach this machine. Raises UsageError without one.
+
+    The error names the option or the variable that ``host`` comes from.
+    """
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -69,7 +80,8 @@ def address_towards(host: str, port: int) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise UsageError(
-            f"--rdzv {host}:{port}: {error.strerror or error}\n  all launchers must reach that host\n  check its name"
+            f"{named_by}{' ' if named_by.startswith('-') else ' = '}{host}: {error.strerror or error} (port {port})\n"
+            "  all launchers must reach that host\n  check its name"
         ) from error
 
 

@@ -13,6 +13,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from paceline.comm.control.server import ControlServer, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
 from paceline.errors import CommunicationError, UsageError
-from paceline.run.agreement import HostFacts, agree, refusal_of
+from paceline.run.agreement import HostFacts, agree, refusal_of, refuse
 from paceline.run.nodes import LAST_CALL_S, Nodes
 from paceline.run.signals import start_thread
 
@@ -40,16 +41,22 @@ BACKEND = "paceline"
 _SERVER_S = 60.0  # for the launcher that has the server to start
 _JOIN_S = 600.0
 _BEAT_S = 0.5
+_READ_S = 5.0  # for other hosts to read why the run is refused
 # The address is another host's, or another launcher on this one has it already.
 _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 @contextlib.contextmanager
 def rendezvous(
-    folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts | None = None
+    folder: Path,
+    run_id: str,
+    nodes: Nodes | None,
+    facts: HostFacts | None = None,
+    refusal: Callable[[], str] = lambda: "",
 ) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
     """Has the launchers meet, in ``folder`` where there is but one; yields what the ranks are told, too.
 
+    ``refusal`` returns why ranks have refused what was asked for, which none of them would do otherwise another time.
     Raises RendezvousConnectionError where the server cannot be reached, UsageError where this host's ``facts`` are not
     those of the first one.
     """
@@ -60,15 +67,16 @@ def rendezvous(
             yield made, {SECRET_FILE: str(secret_file)}
             return
         address, own, secret = Address(nodes.host, nodes.port), _own_name(), lambda: secret_of(os.environ)
+        hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
         try:
             listener = listen(address)
         except OSError as error:
             if error.errno not in _ELSEWHERE:
                 raise
         else:
-            hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
             stack.enter_context(ControlServer(listener, secret, hosts, own))
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
+        made.refusal, made.hosts = refusal, hosts
         if facts is not None:
             made.agree(facts, may_go_without=nodes.least < nodes.most)
         yield made, {}
@@ -97,6 +105,8 @@ class Rendezvous(RendezvousHandler):
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True) if attends_as else None
         self._stores: list[ControlStore] = []  # see ControlStore
+        self.refusal: Callable[[], str] = lambda: ""
+        self.hosts = Hosts()  # those of the server, where this launcher has it
 
     def __enter__(self) -> Rendezvous:
         _explained(self._client.wait_for_server, _SERVER_S)
@@ -123,13 +133,30 @@ class Rendezvous(RendezvousHandler):
             raise
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Joins the next round. Raises UsageError where ranks or a host have refused what was asked for."""
+        told = self.refusal() if self._round else ""
+        if told:
+            self._refuse(told)
+            raise UsageError(told)
         found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
         if not found:
             refused = refusal_of(self._stores[0]) if self._stores else ""
-            raise RendezvousClosedError(refused or "the run has ended on another host")
+            if refused:
+                raise UsageError(refused)
+            raise RendezvousClosedError("the run has ended on another host")
         self._round, rank, size = found
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(str(self._client.address), self._round))
+
+    def _refuse(self, told: str) -> None:
+        """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
+        for store in self._stores[:1]:
+            with contextlib.suppress(CommunicationError, TimeoutError):  # then another host has told it
+                refuse(store, told)
+        self.set_closed()
+        deadline = time.monotonic() + _READ_S
+        while len(self.hosts.present) > 1 and time.monotonic() < deadline:
+            self._is_over.wait(_BEAT_S / 10)
 
     def num_nodes_waiting(self) -> int:
         if self._problem is not None:

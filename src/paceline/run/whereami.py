@@ -7,6 +7,7 @@ for each rank) and ``host`` (a launcher has started one process on each host, wh
 sets variables for its processes is asked in this order; the first that has is believed:
 
     torchrun            TORCHELASTIC_RUN_ID, RANK, ...                                    rank
+    Ray Train           RAY_JOB_ID, RANK, WORLD_SIZE, ...                                 rank
     Kubeflow            PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR, ...                   host
     the environment     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT                        rank
                         NODE_RANK, NNODES (or WORLD_SIZE), MASTER_ADDR, MASTER_PORT       host
@@ -42,7 +43,7 @@ class Surroundings:
     """How this process was started: ``number`` of ``count`` ranks or hosts, which meet at ``address`` and ``port``.
 
     ``least`` hosts are enough where the launcher may start fewer. ``host_ranks`` is how many ranks a host has; None:
-    one per GPU. ``because`` are the variables that were read.
+    one per GPU. ``because`` are the variables that were read, and ``named_by`` is the one with the address.
     """
 
     launcher: str
@@ -54,6 +55,7 @@ class Surroundings:
     host_ranks: int | None = None
     address: str = ""
     port: int = 0
+    named_by: str = "MASTER_ADDR"
     because: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -77,7 +79,14 @@ class Surroundings:
     def nodes(self) -> Nodes:
         """Returns where the launchers of all hosts meet, and the ranks of this one."""
         least = self.count if self.least is None else self.least
-        return Nodes(least=least, most=self.count, host=self.address, port=self.port, ranks=self.host_ranks)
+        return Nodes(
+            least=least,
+            most=self.count,
+            host=self.address,
+            port=self.port,
+            ranks=self.host_ranks,
+            named_by=self.named_by,
+        )
 
 
 def recognise(environment: Mapping[str, str]) -> Surroundings:
@@ -154,6 +163,8 @@ class _Reader:
 def _recognise(read: _Reader) -> Surroundings:
     if read.has("TORCHELASTIC_RUN_ID") and read.has("RANK"):
         return _rank_of_environment(read, "torchrun")
+    if read.has("RAY_JOB_ID") and read.has("RANK"):
+        return _rank_of_environment(read, "Ray Train")
     if read.has("PET_NNODES", "PET_NODE_RANK"):
         return _host_of_kubeflow(read)
     if read.has("RANK"):
@@ -221,10 +232,11 @@ def _host_of_kubeflow(read: _Reader) -> Surroundings:
     host_ranks = int(ranks) if ranks.isdecimal() else None
     if most == 1 and host_ranks is None:
         return Surroundings(launcher="Kubeflow TrainJob", because=("PET_NNODES",))
-    endpoint = read.environment.get("PET_RDZV_ENDPOINT", "")
+    endpoint, named_by = read.environment.get("PET_RDZV_ENDPOINT", ""), "PET_MASTER_ADDR"
     if endpoint and not read.has("PET_MASTER_ADDR"):
         address, _, digits = endpoint.rpartition(":") if ":" in endpoint else (endpoint, "", "")
         port = int(digits) if digits.isdecimal() else _PORT
+        named_by = "PET_RDZV_ENDPOINT"
     elif most == 1:
         address, port = read.environment.get("PET_MASTER_ADDR", "127.0.0.1"), read.port("PET_MASTER_PORT", _PORT)
     else:
@@ -240,6 +252,7 @@ def _host_of_kubeflow(read: _Reader) -> Surroundings:
         host_ranks=host_ranks,
         address=address,
         port=port,
+        named_by=named_by,
         because=because,
     )
 
@@ -336,7 +349,14 @@ def _task_of_slurm(read: _Reader) -> Surroundings:
     port = read.port("MASTER_PORT", _port_for(f"{job}.{read.environment['SLURM_STEP_ID']}"))
     because = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
     host = Surroundings(
-        launcher="Slurm", kind="host", number=task, count=tasks, address=address, port=port, because=because
+        launcher="Slurm",
+        kind="host",
+        number=task,
+        count=tasks,
+        address=address,
+        port=port,
+        named_by="MASTER_ADDR" if read.has("MASTER_ADDR") else "SLURM_STEP_NODELIST",
+        because=because,
     )
     if tasks == nodes:
         return host

@@ -1,0 +1,304 @@
+"""The process that holds the actors of a run on Ray, until it has ended.
+
+    python -m paceline.launch.ray_hosts FOLDER
+
+Attempt after attempt: it asks Ray for a placement group, compares the machines, has the run started on each, prints
+what they print, and asks ``ray_policy.py`` what to do when they have ended. ``--nodes 2:4`` takes as many hosts as the
+cluster has room for, at each start.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from paceline.comm.control.wire import SECRET
+from paceline.config import load_config
+from paceline.errors import LaunchError, UsageError
+from paceline.health.diagnosis import TrainedSteps
+from paceline.health.exit_codes import DONE, FAILED, REFUSED
+from paceline.launch.job import LAUNCHED, LaunchJob
+from paceline.launch.ray_cluster import LostWorkerError, PlacedWorker, RayCluster
+from paceline.launch.ray_policy import HostEnd, Leave, RestartBudget, after_end
+from paceline.launch.ray_settings import RayOptions, read_options
+from paceline.launch.ray_target import PLACES, command_of, num_hosts
+from paceline.launch.remote import forget_mark
+from paceline.launch.ssh import compare
+from paceline.run.folder import is_in_use
+from paceline.run.notes import read_progress
+from paceline.run.self_watch import HOST
+from paceline.run.whereami import SWITCH
+from paceline.terminal import echo
+
+_LOOK_S = 0.1
+_ASK_S = 2.0  # Ray, for bundles
+_ANSWER_S = 120.0
+_LATE_S = 10.0  # for the others, when a host is lost or has failed: they may be saving
+_DONE_S = 60.0  # for the others, when one is done
+_FREE_S = 60.0  # until a launcher that lost its actor has left the run's folder
+_CANCELLED = 143  # as ended by SIGTERM
+
+
+@dataclass(slots=True, kw_only=True)
+class _Host:
+    """An actor with its name in messages, and how its command ended."""
+
+    name: str
+    worker: PlacedWorker
+    is_first: bool
+    end: HostEnd | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class Supervisor:
+    """Runs a launch on a cluster. ``signals`` are those that have come, and are to be handed on."""
+
+    job: LaunchJob
+    options: RayOptions
+    cluster: RayCluster
+    budget: RestartBudget
+    secret: str = field(default_factory=lambda: secrets.token_hex(32))
+    signals: list[int] = field(default_factory=list)
+    is_cancelled: bool = False
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder, which all hosts see."""
+        return Path(self.job.folder).parent.parent / self.job.run
+
+    def run(self) -> int:
+        """Runs attempts until one says that the run has ended; returns its exit code."""
+        while True:
+            ended = self._attempt()
+            if isinstance(ended, int):
+                return ended
+            progress = read_progress(self.folder).values()
+            steps = TrainedSteps(
+                first_step=min((each.first_step for each in progress), default=0),
+                last_step=max((each.last_step for each in progress), default=0),
+            )
+            decision = after_end(ended, steps, self.budget, options=self.options, is_cancelled=self.is_cancelled)
+            if isinstance(decision, Leave):
+                if decision.words:
+                    echo(f"paceline: {decision.words}", err=True)
+                return decision.code
+            if decision.attempt is None:
+                self.budget = replace(self.budget, preempted=self.budget.preempted + 1)
+            else:
+                self.budget = replace(self.budget, failed=(*self.budget.failed, decision.attempt))
+            echo(f"paceline: {decision.words}: all hosts start again from the newest checkpoint", err=True)
+            self._wait_until_free()
+
+    def hear(self, number: int, _: object = None) -> None:
+        """Takes a signal, which the loop hands on."""
+        self.signals.append(number)
+        self.is_cancelled = True
+
+    def _attempt(self) -> list[HostEnd] | int:
+        """Starts all hosts once; returns how they ended, or the exit code of a run that did not start."""
+        hosts: list[_Host] = []
+        with contextlib.suppress(FileNotFoundError):
+            (Path(self.job.folder) / PLACES).unlink()
+        try:
+            reserved = self._reserve()
+            if isinstance(reserved, int):
+                return reserved
+            group, number = reserved
+            hosts = self._start_workers(group)
+            answers = self._ask(hosts)
+            if problems := list(compare(self._compared(hosts), answers, _text(self.job.config))):
+                echo("paceline: " + "\n\n".join(map(str, problems)), err=True)
+                return REFUSED
+            first = answers[hosts[0].name]
+            assert isinstance(first, dict)
+            self._run(hosts, number, int(first["port"]))
+            (Path(self.job.folder) / PLACES).write_text(_places(hosts), encoding="utf-8")
+            return self._follow(hosts)
+        except LostWorkerError as error:
+            return [HostEnd(host="of the cluster", code=None, words=str(error))]
+        finally:
+            self.cluster.release([host.worker for host in hosts])
+
+    def _reserve(self) -> tuple[Any, int] | int:
+        """Waits for a placement group; returns it and its hosts, or an exit code: cancelled, or nothing came."""
+        deadline, said = time.monotonic() + self.options.wait_s, ""
+        group, number = None, 0
+        while not self.is_cancelled:
+            room = num_hosts(self.cluster.nodes(), self.options)
+            wanted = min(self.job.nodes, max(self.job.least, room))
+            if wanted != number:
+                if group is not None:
+                    self.cluster.release([])
+                number, group = wanted, self.cluster.reserve(self.options, wanted * self.options.actors_of_host)
+            if self.cluster.is_reserved(group, _ASK_S):
+                return group, number
+            if time.monotonic() > deadline:
+                echo(f"paceline: Ray had no room for {number} hosts within {self.options.wait_s:g} s", err=True)
+                return FAILED
+            words = f"waiting for room on the Ray cluster: {number} hosts, and {room} would fit if nothing else ran"
+            if words != said:
+                echo(f"paceline: {words}", err=True)
+                said = words
+        return _CANCELLED
+
+    def _start_workers(self, group: Any) -> list[_Host]:
+        path, job = self.options.pythonpath, self.job
+        start = [*(["env", f"PYTHONPATH={path}"] if path else []), job.python, "-m", "paceline.launch.remote"]
+        if job.setup:
+            start = ["bash", "-c", " && ".join([*job.setup, f"exec {shlex.join(start)}"])]
+        workers = self.cluster.start_workers(group, self.options, start, job.workdir)
+        names = _names([worker.address for worker in workers])
+        return [
+            _Host(name=name, worker=worker, is_first=index == 0)
+            for index, (name, worker) in enumerate(zip(names, workers, strict=True))
+        ]
+
+    def _ask(self, hosts: Sequence[_Host]) -> dict[str, dict[str, Any] | str]:
+        """Asks all machines what they have, the first one before the others: it leaves a mark in the shared folder."""
+        runs, mark = Path(self.job.folder).parent.parent, secrets.token_hex(8)
+        found: dict[str, dict[str, Any] | str] = {}
+        order = {"do": "look", "config": self.job.config, "folder": str(runs), "mark": mark}
+        try:
+            for some in (hosts[:1], hosts[1:]):
+                orders = [
+                    order
+                    | {"is_first": host.is_first, "port": self.job.port or 0}
+                    | {"address": host.worker.address if host.is_first else ""}
+                    for host in some
+                ]
+                calls = [host.worker.actor.ask.remote(each) for host, each in zip(some, orders, strict=True)]
+                for host, call in zip(some, calls, strict=True):
+                    found[host.name] = self.cluster.call(call, _ANSWER_S)
+        finally:
+            forget_mark(runs)
+        return found
+
+    def _compared(self, hosts: Sequence[_Host]) -> LaunchJob:
+        """Returns the job as machines are compared with it: an actor of one rank has one GPU."""
+        count = len(hosts)
+        return replace(
+            self.job, hosts=tuple(host.name for host in hosts), nodes=count, least=count, gpus=self.options.gpus
+        )
+
+    def _run(self, hosts: Sequence[_Host], number: int, port: int) -> None:
+        command = command_of(self.job, self.options, number, hosts[0].worker.address, str(port))
+        ranks = list(rank_variables(hosts, port)) if self.options.actor == "rank" else [{SWITCH: "none"}] * len(hosts)
+        calls = []
+        for host, variables in zip(hosts, ranks, strict=True):
+            environment = {SECRET: self.secret, LAUNCHED: self.job.name, HOST: host.name, **variables}
+            if self.options.pythonpath:
+                environment["PYTHONPATH"] = self.options.pythonpath
+            order = {"do": "run", "command": command, "workdir": self.job.workdir, "environment": environment}
+            calls.append(host.worker.actor.run.remote(order))
+        for call in calls:
+            self.cluster.call(call, _ANSWER_S)
+
+    def _follow(self, hosts: Sequence[_Host]) -> list[HostEnd]:
+        """Prints what all hosts print, hands signals on, and ends the others when one is lost; returns all ends."""
+        threads = [threading.Thread(target=self._print, args=(host,), daemon=True) for host in hosts]
+        for thread in threads:
+            thread.start()
+        since, is_stopping = None, False
+        while any(thread.is_alive() for thread in threads):
+            while self.signals:
+                number = self.signals.pop(0)
+                for host in hosts:
+                    host.worker.actor.signal.remote(number)
+            ended = [host.end for host in hosts if host.end is not None]
+            if ended and since is None:
+                since = time.monotonic()
+            patience = _DONE_S if any(end.code == DONE for end in ended) else _LATE_S
+            if since is not None and time.monotonic() - since > patience and not is_stopping:
+                is_stopping = True
+                for host in hosts:
+                    if host.end is None:
+                        host.worker.actor.stop.remote()
+            time.sleep(_LOOK_S)
+        return [host.end for host in hosts if host.end is not None]
+
+    def _print(self, host: _Host) -> None:
+        """Prints what a host prints, with its name before that of all but the first, until it has ended."""
+        prefix = "" if host.is_first else f"{host.name}: "
+        code: int | None = None
+        try:
+            while code is None:
+                lines, code = self.cluster.call(host.worker.actor.news.remote(), _ANSWER_S)
+                for line in lines:
+                    echo(f"{prefix}{line}")
+            host.end = HostEnd(host=host.name, code=code)
+        except LostWorkerError as error:
+            host.end = HostEnd(host=host.name, code=None, words=str(error))
+
+    def _wait_until_free(self) -> None:
+        """Waits for the launcher of a lost actor, which is asked to save when its actor is gone."""
+        deadline = time.monotonic() + _FREE_S
+        while is_in_use(self.folder) and time.monotonic() < deadline:
+            time.sleep(_LOOK_S)
+
+
+def rank_variables(hosts: Sequence[_Host], port: int) -> Iterator[dict[str, str]]:
+    """Yields what torch's own launcher would set for each actor, where an actor is a rank; ranks of a node adjoin."""
+    of_node = Counter(host.worker.node for host in hosts)
+    gpus = {node: [gpu for host in hosts if host.worker.node == node for gpu in host.worker.gpus] for node in of_node}
+    seen: Counter[str] = Counter()
+    for rank, host in enumerate(hosts):
+        node = host.worker.node
+        yield {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(len(hosts)),
+            "LOCAL_RANK": str(seen[node]),
+            "LOCAL_WORLD_SIZE": str(of_node[node]),
+            "MASTER_ADDR": hosts[0].worker.address,
+            "MASTER_PORT": str(port),
+            **({"CUDA_VISIBLE_DEVICES": ",".join(gpus[node])} if gpus[node] else {}),
+        }
+        seen[node] += 1
+
+
+def _names(addresses: Sequence[str]) -> list[str]:
+    """Returns a name for each: its address, with a number where several Ray nodes share one."""
+    counts, seen = Counter(addresses), Counter[str]()
+    names = []
+    for address in addresses:
+        names.append(address if counts[address] == 1 else f"{address}#{seen[address]}")
+        seen[address] += 1
+    return names
+
+
+def _places(hosts: Sequence[_Host]) -> str:
+    return ", ".join(f"{host.name} on Ray node {host.worker.node[:8]}" for host in hosts) + "\n"
+
+
+def _text(path: str) -> str:
+    return Path(path).read_text(encoding="utf-8")
+
+
+def main(folder: Path) -> int:
+    """Runs the launch of a folder until it has ended."""
+    job = LaunchJob.read(folder)
+    try:
+        options = read_options(job)
+        policy = load_config(Path(job.config), [word.replace("{task}", "0") for word in job.overrides]).recovery
+        cluster = RayCluster.connect(options.address)
+    except (LaunchError, UsageError) as error:
+        echo(f"paceline: {error}", err=True)
+        return REFUSED if isinstance(error, UsageError) else FAILED
+    budget = RestartBudget(policy=policy, max_requeues=job.max_requeues)
+    supervisor = Supervisor(job=job, options=options, cluster=cluster, budget=budget)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
+        signal.signal(number, supervisor.hear)
+    return supervisor.run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

@@ -1,0 +1,156 @@
+"""What a launch on Ray decides, without Ray: its options, its placement, and what follows when hosts have ended."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paceline.config.sections import RecoveryConfig
+from paceline.errors import UsageError
+from paceline.health.diagnosis import FailedAttempt, TrainedSteps
+from paceline.launch import ray_target
+from paceline.launch.job import LaunchJob
+from paceline.launch.ray_cluster import PlacedWorker, RayNode
+from paceline.launch.ray_hosts import _Host, _names, rank_variables
+from paceline.launch.ray_policy import HostEnd, Leave, RestartBudget, StartAgain, after_end
+from paceline.launch.ray_settings import read_options
+from paceline.launch.ray_worker import RemoteWorker
+
+JOB = LaunchJob(
+    name="tiny",
+    target="ray",
+    run="tiny",
+    config="/w/tiny.yaml",
+    workdir="/w",
+    folder="/w/runs/.launches/tiny",
+    python="python",
+    nodes=2,
+    least=1,
+    ranks=4,
+)
+STEPS = TrainedSteps(first_step=10, last_step=37)
+
+
+def ends(*codes: int | None) -> list[HostEnd]:
+    return [HostEnd(host=f"h{number}", code=code) for number, code in enumerate(codes)]
+
+
+def decide(*codes: int | None, budget: RestartBudget | None = None, **options: Any) -> Leave | StartAgain:
+    job = replace(JOB, settings={"actor": options.pop("actor", "host")})
+    given = budget or RestartBudget(policy=RecoveryConfig(max_restarts=2))
+    return after_end(ends(*codes), STEPS, given, options=read_options(job), **{"is_cancelled": False, **options})
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [((0, 0), 0), ((0, None), 0), ((2, 1), 2), ((None, 2), 2), ((1, 1), 1), ((1, 77), 77), ((76, 1), 76)],
+)
+def test_a_run_leaves_with_the_code_that_says_most(codes: tuple[int | None, ...], code: int) -> None:
+    assert decide(*codes) == Leave(code=code)
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"),
+    [
+        ((1, None), "host h1 was lost after step 37 (restart 1 of 2)"),
+        ((137, 1), "the launcher on host h0 was killed by signal 9 after step 37 (restart 1 of 2)"),
+        ((75, None), "host h1 was lost after step 37 (restart 1 of 2)"),
+        ((75, 75), "the run was asked to leave and saved after step 37"),
+    ],
+)
+def test_hosts_start_again_after_a_loss_and_after_a_preemption(codes: tuple[int | None, ...], words: str) -> None:
+    decision = decide(*codes)
+    assert isinstance(decision, StartAgain)
+    assert decision.words == words
+    assert (decision.attempt is not None) is (None in codes or 137 in codes)
+
+
+def test_restarts_are_limited_and_a_run_that_was_cancelled_does_not_start_again() -> None:
+    before = FailedAttempt(first_step=0, kind="killed", rank=0, step=10, message="host h0 was lost")
+    policy = RecoveryConfig(max_restarts=1)
+    spent = decide(1, None, budget=RestartBudget(policy=policy, failed=(before,)))
+    assert isinstance(spent, Leave)
+    assert (spent.code, "recovery.max_restarts = 1 is reached" in spent.words) == (77, True)
+    never = decide(None, budget=RestartBudget(policy=RecoveryConfig(max_restarts=0)))
+    assert never == Leave(code=1, words="host h0 was lost after step 37")
+    often = decide(75, 75, budget=RestartBudget(policy=policy, preempted=3, max_requeues=3))
+    assert often == Leave(code=75, words="saved, and not started again: --max-requeues is 3")
+    assert decide(75, 75, is_cancelled=True) == Leave(code=75)
+    assert decide(None, 1, is_cancelled=True) == Leave(code=1)
+    assert isinstance(decide(1, 1, actor="rank"), StartAgain)  # no launcher has started the rank again
+
+
+def test_the_placement_is_shown() -> None:
+    text = ray_target.render(JOB)
+    assert 'placement group: STRICT_SPREAD, 2 bundles of {"CPU": 4.0}\n' in text
+    assert "bundle 0: ranks 0 to 3, where the others meet\nbundle 1: ranks 4 to 7\n" in text
+    assert "--nnodes 2 --rdzv ADDRESS-OF-BUNDLE-0:PORT --node-ranks 4" in text
+    ranks = ray_target.render(replace(JOB, gpus=4, settings={"actor": "rank"}))
+    assert 'PACK, 8 bundles of {"CPU": 1.0, "GPU": 1.0}' in ranks
+    assert "bundle 7: rank 7\n" in ranks
+    assert "--nnodes" not in ranks
+    fewer = ray_target.command_of(JOB, read_options(JOB), 1, "a", "1")
+    assert "parallel.ranks=4" in fewer
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"settings": {"adress": "x"}}, "did you mean address?"),
+        ({"settings": {"cpus": "many"}}, "--set cpus=many"),
+        ({"settings": {"actor": "gpu"}}, "--set actor=gpu"),
+        ({"settings": {"actor": "rank", "spread": "strict"}}, "ranks of one host share a Ray node"),
+        ({"time": "1:00:00"}, "--time with --on ray\n  Ray has no time limits"),
+        ({"hosts": ("a",)}, "--hosts with --on ray"),
+    ],
+)
+def test_options_that_ray_does_not_have_are_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        read_options(replace(JOB, **changes))
+    assert told in str(refused.value)
+
+
+def test_hosts_that_fit_are_counted() -> None:
+    nodes = [
+        RayNode(id="a", address="1", resources={"CPU": 8.0, "accelerator_type:H100": 1.0}),
+        RayNode(id="b", address="2", resources={"CPU": 2.0}),
+    ]
+    assert ray_target.num_hosts(nodes, read_options(JOB)) == 1
+    assert ray_target.num_hosts(nodes, read_options(replace(JOB, settings={"spread": "pack"}))) == 2
+    assert ray_target.num_hosts(nodes, read_options(replace(JOB, settings={"actor": "rank"}))) == 2
+    assert ray_target.num_hosts(nodes, read_options(replace(JOB, gpus=1))) == 0
+    assert nodes[1].gpu_bytes is None
+
+
+def test_ranks_of_a_node_share_its_gpus() -> None:
+    workers = [PlacedWorker(actor=None, node=node, address=node, gpus=(gpu,)) for node, gpu in ("a0", "a3", "b1")]
+    hosts = [_Host(name=str(rank), worker=worker, is_first=rank == 0) for rank, worker in enumerate(workers)]
+    found = list(rank_variables(hosts, 29500))
+    assert [each["CUDA_VISIBLE_DEVICES"] for each in found] == ["0,3", "0,3", "1"]
+    assert [(each["RANK"], each["LOCAL_RANK"], each["LOCAL_WORLD_SIZE"]) for each in found] == [
+        ("0", "0", "2"),
+        ("1", "1", "2"),
+        ("2", "0", "1"),
+    ]
+    assert {(each["MASTER_ADDR"], each["WORLD_SIZE"]) for each in found} == {("a", "3")}
+    assert _names(["x", "y", "x"]) == ["x#0", "y", "x#1"]
+
+
+def test_a_worker_hands_over_orders_output_and_the_exit_code(tmp_path: Path) -> None:
+    script = 'read order; echo hello; echo \'{"gpus": 0}\'; read order; echo "got $order"; read order; exit 7'
+    worker = RemoteWorker(["bash", "-c", script], str(tmp_path))
+    assert worker.ask({"do": "look"}) == {"gpus": 0}
+    worker.run({"do": "run"})
+    assert worker.news() == (['got {"do": "run"}'], None)
+    worker.signal(15)
+    code = None
+    while code is None:
+        lines, code = worker.news()
+    assert (lines, code) == ([], 7)
+    worker.close()
+    dumb = RemoteWorker(["bash", "-c", "echo no such module; exit 1"], str(tmp_path))
+    assert dumb.ask({"do": "look"}) == "does not start Paceline: no such module"
+    dumb.close()
