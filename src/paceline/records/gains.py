@@ -157,7 +157,9 @@ class Gains:
         )
         total = goodput.useful_s + goodput.repeated_s + goodput.down_s
         saved = goodput.repeated_s / 2 / total if total > 0 else 0.0
-        yield self._change("save twice as often (checkpoint.every)", 1.0 / (1.0 - saved), "half the steps made again")
+        yield self._change(
+            "save twice as often (checkpoint.every_steps)", 1.0 / (1.0 - saved), "half the steps made again"
+        )
 
     def _for_compute(self, share: float, facts: RunFacts) -> Iterator[Change]:
         del share
