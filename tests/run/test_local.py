@@ -222,6 +222,13 @@ def test_a_signal_to_the_launcher_ends_all_ranks(launch: Launch, name: str, capf
     assert capfd.readouterr() == ("", "")
 
 
+def test_ranks_that_were_asked_to_leave_are_not_started_again(launch: Launch, folder: Path) -> None:
+    """Not by the agent either, which takes a rank that a signal ended for one that failed."""
+    with pytest.raises(RunStoppedError, match="ended by SIGTERM"):
+        launch("signal:SIGTERM", restarts=RecoveryConfig(max_restarts=2))
+    assert len(list(folder.glob("pid-*"))) == 1  # start
+
+
 @pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "watching"])
 def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     real = getattr(local, moment)

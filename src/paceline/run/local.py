@@ -104,6 +104,7 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
                 rendezvous(scratch, asked.run_id, asked.nodes, asked.facts, attempt.refusal) as (met, told),
                 _environment(told),
             ):
+                met.before_joining_again = lambda: attempt.leave_if_asked(signals)
                 attempt.run(arguments, _agent_config(asked, scratch, met), scratch, signals)
     except SignalException as error:
         with signals_ignored():
@@ -136,6 +137,16 @@ class _Attempt:
     def refusal(self) -> str:
         """Returns why a rank has refused what was asked for; empty: none has."""
         return next((failure.message for failure in read_failures(self.folder) if failure.is_refusal), "")
+
+    def leave_if_asked(self, asked: Sequence[signal.Signals]) -> None:
+        """Raises RunPreemptedError, or ends by the signal, where this launcher was asked to make room.
+
+        A second request ends ranks at once, with a code that the agent takes for a failure to start them again after.
+        """
+        if asked and was_preempted(self.folder, since=self.started):
+            raise RunPreemptedError
+        if asked:
+            _stop(asked[0])
 
     def end_records(self, status: EndStatus, message: str) -> None:
         end_records(self.folder, self.ranks, status, message, since=self.started)

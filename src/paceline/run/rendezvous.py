@@ -106,6 +106,7 @@ class Rendezvous(RendezvousHandler):
         self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True) if attends_as else None
         self._stores: list[ControlStore] = []  # see ControlStore
         self.refusal: Callable[[], str] = lambda: ""
+        self.before_joining_again: Callable[[], None] = lambda: None  # may raise, and so end this launcher's part
         self.hosts = Hosts()  # those of the server, where this launcher has it
 
     def __enter__(self) -> Rendezvous:
@@ -134,6 +135,8 @@ class Rendezvous(RendezvousHandler):
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Joins the next round. Raises UsageError where ranks or a host have refused what was asked for."""
+        if self._round:
+            self.before_joining_again()
         told = self.refusal() if self._round else ""
         if told:
             self._refuse(told)
