@@ -7,7 +7,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all browser soak fuzz slurm hosts check format docs bench container clean
+.PHONY: help run test test-all browser soak fuzz slurm hosts ray check format docs bench container clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -25,7 +25,7 @@ test: $(VENV)/ready  ## run the tests
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slurm and not hosts" --hypothesis-profile=all
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slurm and not hosts and not ray" --hypothesis-profile=all
 
 browser:         ## install Chromium, for the tests of the page (Debian, Ubuntu)
 	@command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium
@@ -41,6 +41,12 @@ slurm: $(VENV)/ready  ## install and start a Slurm of four nodes on this machine
 
 hosts: $(VENV)/ready  ## four hosts in network namespaces with a real sshd, and their tests (root; minutes)
 	$(BIN)/python -m pytest -q -m hosts tests/launch
+
+ray: $(VENV)/ready  ## install Ray apart, and run the tests on two Ray nodes of this machine (minutes)
+	test -x $(VENV)/ray/bin/python || $(BIN)/python -m venv $(VENV)/ray
+	$(VENV)/ray/bin/python -c "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'paceline.pth').write_text('import site; site.addsitedir(%r)\n' % '$(shell $(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")')"
+	$(VENV)/ray/bin/python -m pip install --quiet 'ray[train]>=2.40'
+	$(VENV)/ray/bin/python -m pytest -q -n 0 -m ray tests/launch
 
 check: $(VENV)/ready  ## ruff, mypy --strict, bandit
 	$(BIN)/ruff format --check src tests bench scripts

@@ -99,7 +99,7 @@ def whole_command() -> Any:
 def parameters_of(words: list[str]) -> dict[str, Any]:
     """Parses a command without running it. Raises what the command line raises for a call that it cannot read."""
     command: Any = whole_command()
-    while hasattr(command, "commands"):
+    while hasattr(command, "commands") and words:
         if words[0] not in command.commands and "start" in command.commands:  # paceline launch CONFIG
             words = ["start", *words]
         name, *words = words

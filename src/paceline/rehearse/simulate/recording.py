@@ -120,7 +120,7 @@ class ClockMeter(StepMeter):
             now_s = ends.get(record.step, self._clock.now_s)
             host_s = self._host_s.pop(record.step, None)
             expected = replace(record, memory_bytes=self._expected_bytes, peak_bytes=self._expected_bytes)
-            # Launches of kernels that wait for other ranks hide behind the wait: they count up to the time of the step.
+            # Launches that hide behind a wait for other ranks count too, but never for more than the step.
             host_s = None if host_s is None else min(host_s, record.step_s)
             yield replace(expected, allocated_bytes=None, time=now_s, host_s=host_s)
 
