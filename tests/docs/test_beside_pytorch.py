@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
+from page_figures import ROOT, read_record
 
-ROOT = Path(__file__).parents[2]
 GIB = 2**30
-MLP, GPT, CPU = "engines-cpu-mlp.json", "engines-cpu-gpt.json", "engines-cpu.json"
-
-
-@functools.cache
-def rows(record: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((ROOT / "bench" / "results" / record).read_text(encoding="utf-8"))["rows"]
-    return found
+MLP, GPT, CPU = "engines-cpu-mlp", "engines-cpu-gpt", "engines-cpu"
 
 
 def row(record: str, model: str, arm: str, ranks: int) -> dict[str, Any]:
-    (found,) = [each for each in rows(record) if (each["model"], each["arm"], each["ranks"]) == (model, arm, ranks)]
+    rows: list[dict[str, Any]] = read_record(record)["rows"]
+    (found,) = [each for each in rows if (each["model"], each["arm"], each["ranks"]) == (model, arm, ranks)]
     return found
 
 
@@ -32,11 +24,11 @@ def ratio(record: str, model: str, arm: str, ranks: int = 2) -> str:
 
 
 def peak(model: str, arm: str) -> str:
-    return f"{row('engines-h200.json', model, arm, 1)['peak_bytes'] / GIB:.2f}"
+    return f"{row('engines-h200', model, arm, 1)['peak_bytes'] / GIB:.2f}"
 
 
 def h200(model: str) -> str:
-    return ratio("engines-h200.json", model, "paceline fsdp bf16_master", 1)
+    return ratio("engines-h200", model, "paceline fsdp bf16_master", 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +91,15 @@ CLAIMS = [
     ),
     Claim(
         begins="8 microbatches of 64 tokens) takes",
-        figures=tuple(ratio("pipeline-cpu.json", "gpt-11m", f"paceline {name}") for name in ("gpipe", "1f1b")),
+        figures=tuple(ratio("pipeline-cpu", "gpt-11m", f"paceline {name}") for name in ("gpipe", "1f1b")),
     ),
     Claim(
         begins="The trainer with its timing",
-        figures=tuple(ratio("loop-cpu-1.json", model, "trainer", 1) for model in ("mlp", "gpt-11m")),
+        figures=tuple(ratio("loop-cpu-1", model, "trainer", 1) for model in ("mlp", "gpt-11m")),
     ),
     Claim(
         begins="on two Gloo ranks 1.0",
-        figures=tuple(ratio("loop-cpu.json", model, "trainer") for model in ("mlp", "gpt-11m")),
+        figures=tuple(ratio("loop-cpu", model, "trainer") for model in ("mlp", "gpt-11m")),
     ),
     Claim(
         page="README.md",
@@ -133,3 +125,20 @@ def test_a_figure_is_that_of_its_record(claim: Claim) -> None:
     start = text.index(claim.begins)
     place = re.split(r"\.\s|;|\|\n", text[start:], maxsplit=1)[0]
     assert tuple(re.findall(r"\b\d+\.\d{2,3}\b", place)) == claim.figures
+
+
+def speedups(arm: str) -> str:
+    """Returns the least and the largest speed-up over Gloo of an arm from 1 to 64 MiB."""
+    rows = [each for each in read_record("comm-cpu-2")["rows"] if each["arm"] == arm]
+    found = [each["speedup"] for each in rows if 2**20 <= each["bytes"] <= 2**26]
+    return f"{min(found):.1f} to {max(found):.1f} times"
+
+
+def test_all_reduces_through_shared_memory_are_those_of_the_record() -> None:
+    text = " ".join((ROOT / "docs/beside-pytorch.md").read_text(encoding="utf-8").split())
+    segment = "shared_memory native, tensor in the segment"
+    rows = read_record("comm-cpu-2")["rows"]
+    (smallest,) = [each for each in rows if (each["arm"], each["bytes"]) == (segment, 1024)]
+    assert f"of 1 to 64 MiB on two ranks is {speedups('shared_memory')} as fast as Gloo's" in text
+    assert f"in the common segment it is {speedups(segment)} as fast" in text
+    assert f"one of 1 KiB takes {smallest['median_us']:.0f} us" in text

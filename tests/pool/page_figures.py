@@ -93,9 +93,7 @@ def _in_unit(unit: str, key: str, value: float) -> Iterator[float]:
         yield value / _UNIT_BYTES[unit]
     elif unit in ("tokens/s", "images/s") and key.endswith("_per_s"):
         yield value
-    elif unit == "%" and (
-        "error" in key or "ratio" in key or "mfu" in key or key in ("accuracy", "bubble", "difference")
-    ):
+    elif unit == "%" and ("error" in key or "ratio" in key or "mfu" in key or key in _SHARES):
         yield from (100 * abs(value), 100 * abs(value - 1))
     elif unit == "%" and ("percent" in key or "points" in key):
         yield abs(value)
