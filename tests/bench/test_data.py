@@ -35,6 +35,7 @@ def test_a_ratio_is_a_share_of_the_tokenizers_speed_in_the_same_round() -> None:
     assert make_rows("char", 1, {"tokenizer": [turn(1.0)], "paceline": [turn(2.0, 10)]})[1]["goal"] is None
 
 
+@pytest.mark.exhaustive
 def test_the_text_is_that_of_the_library_and_as_long_as_asked(tmp_path: Path) -> None:
     content = write_library_text(tmp_path / "text", 300_000).read_bytes()
     assert 300_000 - 4 < len(content) <= 300_000

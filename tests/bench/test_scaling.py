@@ -34,6 +34,7 @@ def test_ranks_beyond_the_machine_are_simulated_and_far_ones_predicted(monkeypat
         cases([64], ["ddp"], [64], ["strong"], gpus=0, to=0)
 
 
+@pytest.mark.exhaustive
 def test_speed_up_is_against_the_fewest_ranks_of_the_same_kind(tmp_path: Path) -> None:
     same = {"mode": "strong", "strategy": "ddp", "batch": 64}
     rates = (("measured", 2, 30.0), ("measured", 1, 20.0), ("predicted", 2, 300.0), ("predicted", 4, 500.0))

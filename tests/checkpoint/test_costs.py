@@ -121,6 +121,7 @@ def load_on_real_ranks(comm: Communicator, folder: str) -> tuple[dict[str, torch
     return engine.full_state_dict(), found.step, found.extra
 
 
+@pytest.mark.exhaustive
 def test_real_ranks_save_and_others_load(gloo_pool: GlooPool, tmp_path: Path) -> None:
     saved = gloo_pool.run(save_on_real_ranks, str(tmp_path), ranks=2)[0]
     for loaded, step, extra in gloo_pool.run(load_on_real_ranks, str(tmp_path), ranks=3):

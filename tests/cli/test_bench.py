@@ -91,6 +91,7 @@ def test_memory_writes_a_record_of_the_rows_asked_for(call: Call, tmp_path: Path
     assert f"{row['parameters'] / 1e3:.1f}k" in called.out
 
 
+@pytest.mark.exhaustive
 def test_pipeline_writes_the_parts_asked_for(call: Call, tmp_path: Path) -> None:
     file = tmp_path / "record.json"
     called = call("bench", "pipeline", "--parts", "modelled,bubbles", "--output", str(file))

@@ -73,6 +73,7 @@ def test_the_first_plan_is_written(call: Call, tmp_path: Path) -> None:
     assert "cannot be written" in nowhere.err
 
 
+@pytest.mark.exhaustive
 def test_scaling_tables(call: Call) -> None:
     shown = call("plan", CONFIG, "train.global_batch=16", "--cluster", "dgx-h100", "--gpus", "1,8")
     assert "strong scaling" in shown.out

@@ -116,7 +116,7 @@ def data(step: int, samples: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def train_alone(model: nn.Module, shares: Shares) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for step, counts in enumerate(shares):
         x, y = data(step, sum(count or 0 for count in counts))
         optimizer.zero_grad()
@@ -126,7 +126,7 @@ def train_alone(model: nn.Module, shares: Shares) -> dict[str, torch.Tensor]:
 
 
 def train_rank(model: nn.Module, comm: Communicator, shares: Shares) -> dict[str, torch.Tensor]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     for step, counts in enumerate(shares):
         total = sum(count or 0 for count in counts)
         x, y = data(step, total)
@@ -239,7 +239,7 @@ def test_checkpointed_blocks_ask_once(policy: str) -> None:
 def train_engine(comm: Communicator, name: str, shares: Shares, strategy: str) -> dict[str, torch.Tensor]:
     groups = 2 if strategy == "hybrid" else 0
     engine = parallelize(make(name), comm, strategy, shard_ranks=groups, checkpoint_activations="every_2")
-    optimizer = torch.optim.SGD(engine.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(engine.parameters(), lr=0.01, momentum=0.9)
     for step, counts in enumerate(shares):
         total = sum(count or 0 for count in counts)
         x, y = data(step, total)

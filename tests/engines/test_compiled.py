@@ -67,6 +67,7 @@ def test_batches_that_are_all_alike_get_a_graph_of_their_size(counter: CompileCo
     assert counter.frame_count == 2  # one for each size
 
 
+@pytest.mark.exhaustive
 def test_each_block_is_noted(counter: CompileCounterWithBackend) -> None:
     model = make_gpt()
     compile_model(model, whole=False)

@@ -154,6 +154,7 @@ def test_frozen_weights_and_inputs_without_gradients_cost_no_product(by_row: boo
     assert len(calls) == 4
 
 
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch's compiler does
 @BOTH
 def test_layers_that_read_the_same_input_share_its_cast(by_row: bool) -> None:

@@ -128,6 +128,7 @@ def test_hybrid_sharding_inside_a_pipeline() -> None:
     check(settings_of(8, 2, "hybrid", pipeline=2))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("strategy", "spread"),
     [

@@ -145,6 +145,7 @@ def test_gradients_that_are_compressed_are_those_of_whole_models() -> None:
     assert found.config.comm.compression.policy == "topk"
 
 
+@pytest.mark.exhaustive
 def test_a_trillion_parameters_on_4096_devices() -> None:
     found = paceline.plan(ROOT / "configs" / "gpt_1t.yaml", "512x dgx-h100")
     assert found.request.tasks[0].model.params == pytest.approx(1e12, rel=0.02)

@@ -273,6 +273,7 @@ def test_published_models_have_their_parameters(values: dict[str, Any], billions
     assert read(tmp_path, values).shape.params == pytest.approx(billions * 1e9, rel=0.003)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("values", "billions", "active"), [(MIXTRAL, 46.7, 12.8), (QWEN2_MOE, 14.3, 2.4), (QWEN3_MOE, 30.5, 3.0)]
 )

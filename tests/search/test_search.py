@@ -314,6 +314,7 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
 # Scaling.
 
 
+@pytest.mark.exhaustive
 def test_scaling_keeps_or_grows_the_batch() -> None:
     task = TrainingTask(model=SMALL, global_batch=64, seq_len=1024)
     strong = scaling_rows(task, NODES, [8, 1, 16, 16], weak=False)

@@ -32,6 +32,7 @@ def train(comm: Communicator, strategy: str, bucket_mb: Any) -> tuple[dict[str, 
     return trainer.parts.engine.full_state_dict(), sink.events
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_run_trains_to_the_same_and_records_its_choice_once(gloo_pool: GlooPool, strategy: str) -> None:
     expected, nothing = run_virtual(lambda comm: train(comm, strategy, 25.0), 2)[0]

@@ -663,6 +663,7 @@ def test_real_processes_compute_what_one_would(
         assert max(errors) < 1e-12
 
 
+@pytest.mark.exhaustive
 @pytest.mark.some(1)
 @pytest.mark.parametrize(
     ("name", "strategy", "options"),

@@ -58,7 +58,7 @@ def verify(model: Any = Net, batch: Any = make_batch, **options: Any) -> Certifi
     return paceline.verify(model, batch, F.cross_entropy, **options)
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(2)
 @covering(
     always={"strategy": ["fsdp"]},
     strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
@@ -75,6 +75,7 @@ def test_mixed_precision_passes_within_the_rounding_of_float32(strategy: str, pr
         assert found.reference.startswith(f"one process of {precision} on batches in {pieces} pieces, from the ranks'")
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_any_number_of_ranks_rounds_alike(ranks: int) -> None:
     """A third of a loss is another number in half precision, and must be weighed there as on a rank."""

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paceline.learn.exercise import Exercise
     from paceline.learn.progress import Progress
 
-app = typer.Typer(no_args_is_help=True, help="Check answers to the exercises of the course (docs/learn), and play.")
+app = typer.Typer(no_args_is_help=True, help="The course: check answers, get hints, play with layouts.")
 
 
 @app.command(context_settings={"ignore_unknown_options": True})  # -3 is a number
