@@ -67,7 +67,7 @@ def _shape_words(names: Sequence[str]) -> str:
     split = block_splits()[names[0]]
     outputs, inputs = split.shape
     own_outputs, own_inputs = split.local_shape(0, RANKS)
-    return f"{inputs} {TIMES} {outputs}; of each, a rank holds {own_inputs} {TIMES} {own_outputs}"
+    return f"{inputs} {TIMES} {outputs}, of which a rank holds {own_inputs} {TIMES} {own_outputs}"
 
 
 def _draw_whole(picture: Picture, x: float, y: float, name: str, words: str) -> None:
@@ -113,7 +113,7 @@ def draw_mlp() -> str:
     )
     y = picture.top + 20
     middle = y + 106
-    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", f"T {TIMES} d, whole")
+    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", f"b S {TIMES} d, whole")
     left = MARGIN + 78
     picture.text(left - 14, middle + 4, TIMES, "name ink mid")
     wide, tall = _draw_weight(picture, left, middle - 78, "mlp.gate")
@@ -146,7 +146,7 @@ def draw_attention() -> str:
         "the split of engines/tensor/apply.py for gpt-7b on 4 virtual ranks",
     )
     middle = picture.top + 128
-    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", f"T {TIMES} d, whole")
+    _draw_whole(picture, MARGIN, middle - _TALL / 2, "X", f"b S {TIMES} d, whole")
     left = MARGIN + 84
     picture.text(left - 13, middle + 4, TIMES, "name ink mid")
     wide = 0.0

@@ -40,6 +40,7 @@ def test_the_states_of_one_rank() -> None:
         (6, "FSDP"),
         (27 / 4, "4 bytes"),
         (24, "slice"),
+        (15, "One kind is missing"),
         (25.5, "two moments"),
         (27e9 / 2**30, "GiB"),
         (27e9, "bytes"),
@@ -68,6 +69,10 @@ def sharded_step(
 
 def with_sum(comm: Communicator, parameters: torch.Tensor, gradients: torch.Tensor, step_size: float) -> torch.Tensor:
     return sharded_step(comm, parameters, gradients, step_size * comm.size)
+
+
+def uphill(comm: Communicator, parameters: torch.Tensor, gradients: torch.Tensor, step_size: float) -> torch.Tensor:
+    return sharded_step(comm, parameters, gradients, -step_size)
 
 
 def without_reduction(
@@ -119,6 +124,7 @@ def test_a_step_that_shares_the_update() -> None:
     ("function", "words"),
     [
         (with_sum, "not their sum"),
+        (uphill, "up the gradient"),
         (without_reduction, "averaged over the ranks first"),
         (without_gather, "different parameters"),
         (with_all_reduce, "you call all_reduce"),

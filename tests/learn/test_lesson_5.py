@@ -43,6 +43,8 @@ def test_count_the_gathers() -> None:
         (33, "forward alone"),
         (11, "forward of one microbatch"),
         (40, "freed after each microbatch"),
+        (58, "ends with all units freed"),
+        (57, "did you count the root"),
         (30, "factor of 2"),
         (61, "a little"),
     ],

@@ -79,6 +79,22 @@ def whole_and_summed(comm: Communicator, x: Any, up: Any, down: Any, bias: torch
     return y + bias
 
 
+def whole_and_averaged(comm: Communicator, x: Any, up: Any, down: Any, bias: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = F.gelu(x @ up.T) @ down.T
+    comm.all_reduce(y, "avg").wait()
+    return y + bias
+
+
+def parts_averaged(comm: Communicator, x: Any, up: Any, down: Any, bias: torch.Tensor) -> torch.Tensor:
+    y = part_of_mlp(comm, x, up, down)
+    comm.all_reduce(y, "avg").wait()
+    return y + bias
+
+
+def share_of_the_bias(comm: Communicator, x: Any, up: Any, down: Any, bias: torch.Tensor) -> torch.Tensor:
+    return bias_before_the_sum(comm, x, up, down, bias / comm.size)
+
+
 def whole_alone(_: Communicator, x: Any, up: Any, down: Any, bias: Any) -> Any:
     return F.gelu(x @ up.T) @ down.T + bias
 
@@ -104,8 +120,9 @@ def summed_with_padding(comm: Communicator, x: Any, up: Any, down: Any, bias: to
     return part[: len(x)] + bias
 
 
-def test_an_mlp_with_a_bias() -> None:
-    verdict = BY_NUMBER["6.2"].check(split_mlp)
+@pytest.mark.parametrize("function", [split_mlp, share_of_the_bias])
+def test_an_mlp_with_a_bias(function: Any) -> None:
+    verdict = BY_NUMBER["6.2"].check(function)
     assert verdict.is_right, verdict.words
     assert "bias is added once" in verdict.words
 
@@ -116,6 +133,8 @@ def test_an_mlp_with_a_bias() -> None:
         (bias_before_the_sum, "the bias is added 2 times"),
         (lambda *given: split_mlp(*given[:4], 0 * given[4]), "bias is missing"),
         (whole_and_summed, "whole matrices"),
+        (whole_and_averaged, "the same tensor"),
+        (parts_averaged, "not averaged"),
         (row_before_column, "not parts of sums"),
         (lambda *given: part_of_mlp(*given[:4]) + given[4], "different values"),
         (gathered, "1 x all_gather"),

@@ -42,6 +42,10 @@ def _check_states(answer: Any) -> Verdict:
             value=others["fsdp"], words="That is FSDP: in ZeRO 1 parameters and gradients stay whole on every rank."
         ),
         Mistake(value=truth / 4, words="You counted numbers: a number in fp32 has 4 bytes."),
+        Mistake(
+            value=truth - 4 * _PARAMETERS / _GB,
+            words="One kind is missing: a rank holds parameters and gradients besides its moments.",
+        ),
         Mistake(value=8 * _PARAMETERS / _GB, words="You left out the slice: a rank keeps the moments of its part."),
         Mistake(
             value=truth - 4 * _PARAMETERS / _RANKS / _GB,
@@ -105,6 +109,8 @@ def _judge_values(
         )
     if all(torch.allclose(value, before) for value in values):
         return wrong("The parameters are those from before the step.")
+    if all(torch.allclose(value, before + 0.1 * mean) for value in values):
+        return wrong("The step goes up the gradient: subtract it.")
     own = torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(gradients)])
     if all(torch.allclose(value, before - 0.1 * own) for value in values):
         return wrong(
@@ -115,7 +121,10 @@ def _judge_values(
             f"The {ranks} ranks return different parameters. After the update each rank has only its own slice new: "
             "the others must get it."
         )
-    return wrong("The ranks agree, but the parameters are not those of one process: compare one slice by hand.")
+    return wrong(
+        "The ranks agree, but the parameters are not those of one process: compare one slice by hand. A tensor has "
+        "what a collective puts into it only after wait()."
+    )
 
 
 def _judge_operations(operations: dict[str, int]) -> Verdict:

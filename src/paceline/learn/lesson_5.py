@@ -73,6 +73,11 @@ def _check_gathers(answer: Any) -> Verdict:
             value=_BLOCKS + _BLOCKS * _MICROBATCHES,
             words="Parameters are freed after each microbatch, so that the next forward gathers them again.",
         ),
+        Mistake(
+            value=truth - (_MICROBATCHES - 1),
+            words="You gather one unit once for the whole step: each microbatch ends with all units freed.",
+        ),
+        Mistake(value=truth - _MICROBATCHES, words="One gather too few in each microbatch: did you count the root?"),
     ]
     praise = "The root and the last block stay whole between forward and backward, in each microbatch."
     return judge_number(answer, truth, mistakes, praise=praise, tolerance=1e-6)
@@ -235,7 +240,8 @@ EXERCISES: tuple[Exercise, ...] = (
         title="Count the gathers",
         asks=(
             "A model has L = 10 blocks and a root. FSDP trains it with k = 3 microbatches in a step, prefetch=1 and "
-            "reshard_after_forward=True. How many all-gathers does a rank take part in during one step (not the first)?"
+            "reshard_after_forward=True, the defaults. Each microbatch runs as the diary of the lesson shows. How many "
+            "all-gathers does a rank take part in during one step (not the first)?"
         ),
         answer="number",
         hints=(
@@ -248,8 +254,9 @@ EXERCISES: tuple[Exercise, ...] = (
         number="5.2",
         title="A linear layer that is gathered",
         asks=(
-            "Write sharded_linear(comm, x, mine, shape). mine is this rank's flat slice of a weight of shape (outputs, "
-            "inputs), and has requires_grad=True. Return x @ weight.T. After backward, mine.grad must be this rank's "
+            "Write sharded_linear(comm, x, mine, shape). x is a matrix (samples, inputs), each rank's own. mine is "
+            "this rank's flat slice of a weight of shape (outputs, inputs). Both have requires_grad=True. Return "
+            "x @ weight.T. After backward, mine.grad must be this rank's "
             "slice of the mean of the ranks' gradients, and x.grad must be right too. The whole weight must not stay "
             "in memory from forward to backward: gather it twice."
         ),
@@ -266,7 +273,7 @@ EXERCISES: tuple[Exercise, ...] = (
         number="5.3",
         title="Enough tokens",
         asks=(
-            "A rank computes at F = 400 TFLOP/s (400 x 10**12), the link moves W = 50 GB/s (50 x 10**9 bytes/s), and "
+            "A rank computes at F_r = 400 TFLOP/s (400 x 10**12), the link moves W = 50 GB/s (50 x 10**9 bytes/s), and "
             "N = 64 ranks gather parameters in bf16, 2 bytes each. How many tokens must a rank's microbatch have at "
             "least, so that the gathers hide behind forward? Leave latency out."
         ),

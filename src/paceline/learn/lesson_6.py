@@ -19,7 +19,7 @@ from paceline.search.from_config import model_shape
 if TYPE_CHECKING:
     import torch
 
-    from paceline.comm.base import Communicator
+    from paceline.comm.base import Communicator, ReduceOp, Work
 
 # 6.1
 _RANKS, _SAMPLES, _LENGTH, _WIDTH, _ELEMENT_BYTES = 4, 2, 2048, 4096, 2
@@ -73,15 +73,25 @@ def _check_mlp_on(function: Any, ranks: int) -> Verdict:
 
     x, up, down, bias = _mlp_tensors()
 
+    summands: dict[int, torch.Tensor] = {}
+
+    class Kept(TracedCommunicator):
+        """Keeps what its rank brings to the first all-reduce."""
+
+        def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+            summands.setdefault(self.rank, tensor.detach().clone())
+            return super().all_reduce(tensor, op)
+
     def work(comm: Communicator) -> tuple[Any, dict[str, int], int]:
         trace = Trace(comm.device)
-        found = function(TracedCommunicator(comm, trace), x.clone(), up.clone(), down.clone(), bias.clone())
+        found = function(Kept(comm, trace), x.clone(), up.clone(), down.clone(), bias.clone())
         return found, dict(trace.num_operations), trace.num_bytes["all_reduce"]
 
     found = run_virtual(work, ranks)
     product = F.gelu(x @ up.T) @ down.T
     verdict = _judge_mlp([each[0] for each in found], product, bias)
-    return verdict or _judge_sums(found[0][1], found[0][2], product.nbytes)
+    verdict = verdict or _judge_sums(found[0][1], found[0][2], product.nbytes)
+    return _judge_summands(summands) if verdict.is_right else verdict
 
 
 def _mlp_tensors() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,6 +117,8 @@ def _judge_mlp(values: list[Any], product: torch.Tensor, bias: torch.Tensor) -> 
         return wrong(f"On {ranks} ranks the bias is added {ranks} times: add it after the sum, or on one rank alone.")
     if all(torch.allclose(value, product) for value in values):
         return wrong("The bias is missing.")
+    if all(torch.allclose(value, product / ranks + bias) for value in values):
+        return wrong(f"The product is {ranks} times too small: the ranks' parts must be added up, not averaged.")
     if all(torch.allclose(value, ranks * product + bias) for value in values):
         return wrong(
             f"The product is {ranks} times too large: every rank computes with whole matrices, then they are summed."
@@ -128,6 +140,18 @@ def _judge_sums(operations: dict[str, int], num_bytes: int, expected: int) -> Ve
     if num_bytes != expected:
         return wrong(
             f"The output is right, but the all-reduce carried {num_bytes} bytes: the output itself has {expected}."
+        )
+    return right("")
+
+
+def _judge_summands(summands: dict[int, torch.Tensor]) -> Verdict:
+    """Refuses ranks that bring the same to the sum: none of them computed a part."""
+    import torch
+
+    if all(torch.allclose(each, summands[0]) for each in summands.values()):
+        return wrong(
+            "The output is right, but all ranks bring the same tensor to the sum: each computed the whole MLP. Use "
+            "only this rank's part of up and down."
         )
     return right("")
 
