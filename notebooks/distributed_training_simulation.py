@@ -55,8 +55,9 @@ for epoch, loss, accuracy in zip(metrics["epoch"], metrics["train_loss"], metric
 #
 # A rank computes the gradient of its own samples, and an all-reduce averages the gradients of all ranks. The average is
 # the gradient of the whole batch, so the losses must be those of one rank with the same batch. Dropout is the one
-# exception: every rank draws its own numbers. `paceline.verify` switches dropout off and compares losses, gradients and
-# parameters after every step in float64:
+# exception: every rank draws its own numbers. So the two losses of the last line below are near one another, and not
+# equal. `paceline.verify` switches dropout off and compares losses, gradients and parameters after every step in
+# float64:
 
 # %%
 import torch
@@ -79,7 +80,8 @@ print(f"loss of the last epoch: {metrics['train_loss'][-1]:.3f} on four ranks, {
 # %% [markdown]
 # ## Where the time goes
 #
-# Each rank has two rows: what it computes or waits for, and what is on its way for it. The picture is the last step.
+# The picture is the last step. Each rank has two bars: the lower one is what it computes, and the upper one is its
+# messages. A gap in the lower bar is time in which the rank waits.
 
 # %%
 COLOURS = {"data": "#999999", "forward": "#4c78a8", "backward": "#f58518", "optimizer": "#54a24b"}
@@ -120,8 +122,8 @@ report = analyzer.generate_performance_report()
 print(report)
 
 # %% [markdown]
-# Four GPUs are no faster than one here. The report gives the reason: the kernels of so small a model are over before
-# the host has launched the next one, and a quarter of the batch takes as many launches as the whole batch. The charts
+# Four GPUs are no faster than one here. The report gives the reason: the host needs longer to launch a kernel than the
+# kernel of so small a model takes, and a quarter of the batch takes as many launches as the whole batch. The charts
 # show the same by epoch:
 
 # %%
@@ -184,8 +186,10 @@ keep(draw_scaling(), "simulation-scaling.png")
 # %% [markdown]
 # ## How large is the all-reduce?
 #
-# A ring all-reduce of M bytes on N ranks sends 2 (N - 1) / N M bytes from every rank. The gradients here are 4 bytes a
-# parameter. The clocks show how long the network was busy, and NCCL's cost model what one such all-reduce takes alone:
+# A ring all-reduce of M bytes on N ranks sends 2 M (N - 1) / N bytes from every rank. The gradients here have 4 bytes a
+# parameter. The engine sends about a hundred bytes more: it pads each tensor to 32 numbers, and adds one number for
+# each tensor, which says whether any rank had a gradient for it. The clocks show how long the all-reduce took, and
+# NCCL's cost model what such an all-reduce takes alone:
 
 # %%
 from paceline.cluster.devices import load_cluster

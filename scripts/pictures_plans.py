@@ -216,9 +216,9 @@ def draw_landscape() -> str:
     found = landscape()
     picture = Picture(
         f"The planner's landscape: gpt-7b on {LANDSCAPE_CLUSTER}",
-        "Ways to train it on 32 GPUs with 256 samples a step. Each cell is the fastest of the layouts that fit there, "
-        f"of {found.num_fit} in all; the number is its step in seconds, and a stronger colour is a longer step. The "
-        "star is the layout that paceline plan chooses. Left: the mesh. Right: no tensor or pipeline parallelism, "
+        "Ways to train it on 32 GPUs with 256 samples a step. A number is a step in seconds, and a stronger colour is "
+        f"a longer step. Left: the fastest layout of each mesh, of {found.num_fit} that fit; the star is the one that "
+        "paceline plan chooses. Right: single layouts with buckets of 25 MiB, no tensor or pipeline parallelism, and "
         "nothing computed again in backward.",
         "the search of paceline plan for configs/gpt_7b.yaml",
     )

@@ -84,7 +84,7 @@ def _draw_kind(
         y = top + _ROW * schedule.placement[action.stage]
         boxes.append((_LEFT + start * scale, y, (end - start) * scale - 0.6, _ROW - 2))
         digits.append((_LEFT + (start + end) / 2 * scale - 0.3, y + 13))
-        letters += str(action.microbatch + 1)
+        letters += str(action.microbatch)
     if is_second:
         picture.boxes(boxes, "page")
     picture.boxes(boxes, f"{colour} thin" if is_second else colour)

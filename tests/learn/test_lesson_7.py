@@ -73,6 +73,15 @@ def row(p: int, m: int, rank: int, first: int | None = None) -> list[str]:
     return done + [f"B{each}" for each in range(m - first, m)]
 
 
+def unlimited_row(p: int, m: int, rank: int) -> list[str]:
+    """1F1B by somebody who forgot that m may be less than the forwards of the first part."""
+    first = p - 1 - rank
+    done = [f"F{each}" for each in range(first)]
+    for each in range(m - first):
+        done += [f"F{first + each}", f"B{each}"]
+    return done + [f"B{each}" for each in range(max(0, m - first), m)]
+
+
 def test_7_3_right() -> None:
     assert BY_NUMBER["7.3"].check(row).is_right
 
@@ -84,6 +93,8 @@ def test_7_3_right() -> None:
         (lambda p, m, r: row(p, m, r, 0), "too few forwards first"),
         (lambda p, m, r: row(p, m, r)[:-1], "B0.3"),
         (lambda p, m, r: row(p, m, r)[::-1], "B0.3 comes before F0.3"),
+        (lambda p, m, r: row(p, m, r)[::-1], "B1.0 is B0 in the row of rank 1"),
+        (lambda p, m, r: unlimited_row(p, m, r), "p = 5, m = 2"),
         (lambda _p, _m, _r: "F0 B0", "a row is a list of texts"),
         (lambda _p, _m, _r: ["X0"], "an action is F or B"),
         (lambda p, m, r: row(p, m, r, r), "deadlocks"),

@@ -16,18 +16,20 @@ BY_NUMBER: dict[str, Exercise] = {each.number: each for each in EXERCISES}
 def test_9_1_right() -> None:
     assert BY_NUMBER["9.1"].check(6 * 6.7e9 * 1e12 / (80 * 989e12 * 0.4) / 86_400).is_right
     assert BY_NUMBER["9.1"].check(14.7).is_right
+    assert BY_NUMBER["9.1"].check(15).is_right
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
+        (2.45, "6 FLOPs for each parameter and token"),
         (4.9, "the forward alone"),
         (117.6, "You counted nodes"),
         (5.88, "MFU of 100 %"),
         (2.35, "multiplied by the MFU"),
         (1.27e6, "Those are seconds"),
         (352.8, "Those are hours"),
-        (20, "too large"),
+        (25, "too large"),
     ],
 )
 def test_9_1_wrong(answer: float, words: str) -> None:
@@ -45,6 +47,7 @@ def test_states_are_those_of_the_table(strategy: str, each: float) -> None:
 
 def test_9_2_right() -> None:
     assert BY_NUMBER["9.2"].check("zero2").is_right
+    assert BY_NUMBER["9.2"].check("zero 2").is_right
 
 
 @pytest.mark.parametrize(

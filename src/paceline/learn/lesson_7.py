@@ -6,6 +6,7 @@ The truth comes from the closed form of predictions (7.1), and from schedules th
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,8 @@ from paceline.schedule.measure import ScheduleMeasure, measure_schedule
 from paceline.schedule.schedules import make_schedule
 
 _STAGES, _MOST_BUBBLE = 8, 0.05
-_SIZES = ((2, 4), (4, 8), (4, 3), (3, 7))  # stages and microbatches; of (4, 3) there are fewer microbatches
+_NAME = "yours"
+_SIZES = ((2, 4), (4, 8), (4, 3), (3, 7), (5, 2))  # stages and microbatches; two with fewer microbatches than stages
 
 
 def fewest_microbatches(stages: int, most: float, *, idle_over: Literal["step", "work"] = "step") -> int:
@@ -79,7 +81,7 @@ def _about_held(schedule: str, stages: int, microbatches: int, given: Sequence[A
     if given == [min(microbatches, stages)] * stages:
         return "Only rank 0 holds that many: the last rank runs a backward right after its forward."
     if given == [min(microbatches, stages - 1 - rank) for rank in range(stages)]:
-        return "That is the number of forwards before the first alternation. One more is in flight while it alternates."
+        return "So many forwards run before the rank begins to alternate. One more is in flight while it alternates."
     return "Count the ranks from this one to the last: a microbatch passes all of them before it comes back."
 
 
@@ -100,9 +102,15 @@ def _problem_of_rows(rows: Sequence[Any], stages: int, microbatches: int) -> str
         schedule = _schedule_of(rows, stages, microbatches)
         check_schedule(schedule)
     except UsageError as error:
-        return str(error)
+        return _without_name(error)
     ours = measure_schedule(make_schedule("1f1b", ranks=stages, microbatches=microbatches))
     return _compare(measure_schedule(schedule), ours)
+
+
+def _without_name(error: UsageError) -> str:
+    """Returns the words of an error of ``check_schedule``, whose actions have the rank too: B1.0 is B0 of rank 1."""
+    words = str(error).removeprefix(f"schedule {_NAME!r}, ")
+    return f"{words}\n  B1.0 is B0 in the row of rank 1" if re.search(r"[FB]\d+\.\d", words) else words
 
 
 def _compare(theirs: ScheduleMeasure, ours: ScheduleMeasure) -> str:
@@ -127,10 +135,10 @@ def _schedule_of(rows: Sequence[Any], stages: int, microbatches: int) -> Schedul
     """
     orders = [[_action(text, rank) for text in _texts(row, rank)] for rank, row in enumerate(rows)]
     try:
-        return align("yours", orders, range(stages), microbatches)
+        return align(_NAME, orders, range(stages), microbatches)
     except KeyError:  # an action that never runs has no time
         return Schedule(
-            name="yours", rows=tuple(map(tuple, orders)), placement=tuple(range(stages)), microbatches=microbatches
+            name=_NAME, rows=tuple(map(tuple, orders)), placement=tuple(range(stages)), microbatches=microbatches
         )
 
 
@@ -181,7 +189,7 @@ EXERCISES: tuple[Exercise, ...] = (
         number="7.3",
         title="Write 1F1B",
         asks="Write one_f_one_b_row(p, m, rank): the list of what one rank does, in order, as texts: "
-        '"F0" is the forward of microbatch 0, "B0" its backward.',
+        '"F0" is the forward of microbatch 0, "B0" its backward. There may be fewer microbatches than stages.',
         answer="function",
         function="one_f_one_b_row",
         hints=(

@@ -48,7 +48,7 @@ def _check_mfu(answer: float) -> Verdict:
 # 8.2
 
 _WEIGHTS = (1.0, 1.9921875, 0.0546875, 3.0, 300.0, 0.0078125)  # all of them are bf16 numbers
-_PARTS = (0.1, 0.3, 0.45, 0.55, 0.8, 1.3)  # updates, in distances to the next number
+_PARTS = (0.05, 0.1, 0.3, 0.45, 0.55, 0.8, 1.3)  # updates, in distances to the next number
 
 
 def _distance(weight: float, significant_bits: int = 8) -> float:
@@ -74,7 +74,12 @@ _MOVE_SLIPS: tuple[tuple[Callable[[float, float], bool], str], ...] = (
     (lambda w, u: u > w / 256, _SHARE),
     (lambda w, u: u > w / 128, _SHARE),
     (lambda w, u: u > _distance(w, 9) / 2, "Your limit is half of the right one: bf16 has 8 significant bits, not 9."),
-    (lambda w, u: w + u != w, "Your function adds in Python's own 64 bits. The sum must be rounded to bf16."),
+    (lambda w, u: u > _distance(w, 11) / 2, "That is the limit of fp16, which has 11 significant bits. bf16 has 8."),
+    (
+        lambda w, u: w + u != w,
+        "Your function returns True for all updates of the check, as a sum in Python's own 64 bits does. The sum must "
+        "be rounded to bf16.",
+    ),
 )
 
 
@@ -132,13 +137,14 @@ EXERCISES: tuple[Exercise, ...] = (
         number="8.2",
         title="Does it move?",
         asks="Write moves(weight, update): whether a positive bf16 weight changes when a positive update is added to "
-        "it, True or False. Use no torch. The updates are never exactly half a distance.",
+        "it and the sum is rounded to bf16, True or False. Both are Python numbers. Use no torch. The updates are "
+        "never exactly half a distance.",
         answer="function",
         function="moves",
         hints=(
             "bf16 has 8 significant bits. How far is the next number from the weight? The function spacing of the "
-            "lesson tells it.",
-            "The sum goes to the nearest number. So which part of the distance must the update have?",
+            "lesson computes it.",
+            "The sum goes to the nearest number. How large must the update be, as a part of that distance?",
         ),
         check=_check_moves,
     ),
