@@ -56,6 +56,19 @@ def element_by_element(comm: Any, tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def straight_to_its_owner(comm: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Sends slice j straight to rank j: right sums and bytes, and no ring."""
+    slices, others = tensor.chunk(comm.size), [rank for rank in range(comm.size) if rank != comm.rank]
+    sends = [comm.send(slices[rank], to=rank) for rank in others]
+    total, received = slices[comm.rank].clone(), torch.empty_like(slices[0])
+    for rank in others:
+        comm.recv(received, source=rank).wait()
+        total += received
+    for each in sends:
+        each.wait()
+    return total
+
+
 def by_library(comm: Any, tensor: torch.Tensor) -> torch.Tensor:
     part = tensor.chunk(comm.size)[0].clone()
     comm.reduce_scatter(part, tensor).wait()
@@ -96,7 +109,9 @@ def test_a_reduce_scatter_in_a_ring_passes() -> None:
         (one_step, "In a world of 3, every rank returned its own part alone"),
         (lambda comm, tensor: scatter(comm, tensor) + 1, "some parts are missing from the sums"),
         (whole_tensor, "send one slice in each round, not the whole tensor"),
-        (element_by_element, "1 slices of 16 bytes are enough"),
+        (element_by_element, "N-1 = 1 of 16 bytes, one slice each, are enough"),
+        (straight_to_its_owner, "in a world of 3 rank 0 sends to ranks 1 and 2"),
+        (lambda comm, tensor: scatter(comm, tensor, start=0), "which slice is complete on rank r after the last round"),
         (by_library, "Your function calls reduce_scatter"),
         (
             lambda comm, tensor: tensor.chunk(comm.size)[comm.rank],

@@ -106,6 +106,7 @@ def test_the_bytes_of_a_step() -> None:
         (4e9, "use N-1"),
         (60e9, "what all ranks send together"),
         (2e9, "That is M"),
+        (3.75, "gigabytes or megabytes"),
         (1, "Take M = 2 P bytes"),
     ],
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from paceline.comm.base import Communicator, Work
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 
@@ -20,6 +21,7 @@ class Counted:
 
     results: list[Any]
     traces: list[Trace]
+    receivers: list[frozenset[int]]  # the ranks to which each rank sent
 
     @property
     def sent_bytes(self) -> list[int]:
@@ -36,15 +38,27 @@ class Counted:
         return [trace.num_operations[kind] for trace in self.traces]
 
 
+class _CountingCommunicator(TracedCommunicator):
+    """Counts what passes through, and keeps the ranks to which messages go."""
+
+    def __init__(self, inner: Communicator, trace: Trace) -> None:
+        super().__init__(inner, trace)
+        self.receivers: set[int] = set()
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
+        self.receivers.add(to)
+        return super().send(tensor, to, tag)
+
+
 def run_counted(work: Callable[[Any], Any], ranks: int) -> Counted:
     """Runs ``work(comm)`` on virtual ranks, each with a communicator that counts."""
 
-    def counted(comm: Any) -> tuple[Any, Trace]:
-        trace = Trace(comm.device)
-        return work(TracedCommunicator(comm, trace)), trace
+    def counted(comm: Any) -> tuple[Any, Trace, frozenset[int]]:
+        counting = _CountingCommunicator(comm, Trace(comm.device))
+        return work(counting), counting.trace, frozenset(counting.receivers)
 
-    found = run_virtual(counted, ranks=ranks, timeout_s=_TIMEOUT_S)
-    return Counted(results=[result for result, _ in found], traces=[trace for _, trace in found])
+    results, traces, receivers = zip(*run_virtual(counted, ranks=ranks, timeout_s=_TIMEOUT_S), strict=True)
+    return Counted(results=list(results), traces=list(traces), receivers=list(receivers))
 
 
 def tensor_of(rank: int, elements: int) -> torch.Tensor:

@@ -36,13 +36,13 @@ def check_ring_bytes(answer: float) -> Verdict:
 
 
 def check_reduce_scatter(function: Callable[[Any, torch.Tensor], Any]) -> Verdict:
-    """Runs the reader's reduce-scatter on two, three and four ranks: the values first, and then the bytes."""
+    """Runs the reader's reduce-scatter on two, three and four ranks: the values, then the bytes, then the ring."""
     for size in _WORLDS:
         elements = 2 * size
         found = run_counted(lambda comm, n=elements: function(comm, tensor_of(comm.rank, n)), size)  # type: ignore[misc]
         if called := other_operations(found):
             return wrong(f"Your function calls {called}. Use comm.send and comm.recv alone.")
-        words = _sums_wrong(found.results, size) or _bytes_wrong(found, size)
+        words = _sums_wrong(found.results, size) or _bytes_wrong(found, size) or _ring_wrong(found, size)
         if words:
             return wrong(words)
     return right("Each rank sends N-1 slices, M (N-1)/N bytes. An all-gather in the same ring makes it an all-reduce.")
@@ -67,7 +67,10 @@ def _sums_wrong(results: list[Any], size: int) -> str:
             return f"{where}, rank r returned the sum of slice r + {shift}. Begin with another slice."
     own = [tensor_of(rank, 2 * size).chunk(size)[rank] for rank in range(size)]
     if all(map(torch.equal, results, own)):
-        return f"{where}, every rank returned its own part alone. Add what comes in, in every round of a slice."
+        return (
+            f"{where}, every rank returned its own part alone: no round added anything to the slice that it returned. "
+            "Does each round add what comes in? And which slice is complete on rank r after the last round?"
+        )
     if any(torch.equal(result * size, whole) for result, whole in zip(results, expected, strict=True)):
         return f"{where}, rank 0 returned the mean. The sum is asked for."
     return f"{where}, some parts are missing from the sums, or are in them twice. How many rounds does a slice need?"
@@ -87,8 +90,20 @@ def _bytes_wrong(found: Counted, size: int) -> str:
         )
     return (
         f"The sums are right, but in a world of {size} rank {rank} sends {sends} messages with "
-        f"{found.sent_bytes[rank]} bytes: {size - 1} slices of 16 bytes are enough."
+        f"{found.sent_bytes[rank]} bytes: N-1 = {size - 1} of 16 bytes, one slice each, are enough."
     )
+
+
+def _ring_wrong(found: Counted, size: int) -> str:
+    """Says which rank sends to more than one other; "" if none does."""
+    for rank, receivers in enumerate(found.receivers):
+        if len(receivers) > 1:
+            named = " and ".join(map(str, sorted(receivers)))
+            return (
+                f"The sums and the bytes are right, but in a world of {size} rank {rank} sends to ranks {named}. "
+                "In a ring a rank sends to the next rank alone, which adds its own part and passes the slice on."
+            )
+    return ""
 
 
 def check_host_bytes(answer: float) -> Verdict:
@@ -133,7 +148,8 @@ EXERCISES: tuple[Exercise, ...] = (
         title="A reduce-scatter in a ring",
         asks=(
             "Write ring_reduce_scatter(comm, tensor) with comm.send and comm.recv alone. It returns slice comm.rank of "
-            "the sum of all ranks' tensors. Each rank sends N-1 slices and no more."
+            "the sum of all ranks' tensors. The number of elements is a multiple of N. Each rank sends N-1 slices and "
+            "no more, all to the next rank."
         ),
         answer="function",
         function="ring_reduce_scatter",

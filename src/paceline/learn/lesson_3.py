@@ -98,6 +98,8 @@ def check_gradient_bytes(answer: float) -> Verdict:
         return wrong("That is what all ranks send together.")
     if answer == num_bytes:
         return wrong("That is M, the size of the gradients. How much of it does a rank send, and how often?")
+    if answer in (truth / 1e9, truth / 1e6):
+        return wrong("That looks like gigabytes or megabytes. Give bytes.")
     return wrong("Take M = 2 P bytes, and the bytes that a rank of a ring sends for M.")
 
 
@@ -148,8 +150,8 @@ EXERCISES: tuple[Exercise, ...] = (
         number="3.2",
         title="The bytes of a step",
         asks=(
-            "A model has 1,000,000,000 parameters, and its gradients are in bf16. "
-            "How many bytes does each of 16 ranks send in a step?"
+            "A model has 1,000,000,000 parameters, and its gradients are in bf16. 16 ranks all-reduce them in a ring. "
+            "How many bytes does each rank send in a step?"
         ),
         answer="number",
         hints=("M is 2 P bytes in bf16.", "A rank of a ring sends 2 M (N-1)/N bytes for an all-reduce of M bytes."),
