@@ -27,7 +27,7 @@ def test_7_1_right() -> None:
         (140, "share of the whole step"),
         (152, "one stage too many"),
         (132, "just above 5 %"),
-        (9, "far too small"),
+        (9, "too small, by more than ten times"),
         (150, "too large"),
     ],
 )

@@ -27,7 +27,7 @@ def test_8_1_right() -> None:
         (55.1, "computed again"),
         (330, "There are 8"),
         (47.4, "too large"),
-        (3, "far too small"),
+        (3, "too small, by more than ten times"),
     ],
 )
 def test_8_1_wrong(answer: float, words: str) -> None:
@@ -78,7 +78,7 @@ def test_8_3_right() -> None:
         (886, "1 byte for each number"),
         (590.7, "Three matrices move"),
         (2363, "two FLOPs"),
-        (20, "far too small"),
+        (20, "too small, by more than ten times"),
     ],
 )
 def test_8_3_wrong(answer: float, words: str) -> None:

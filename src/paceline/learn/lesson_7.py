@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from paceline.errors import UsageError
 from paceline.learn.exercise import Exercise, Verdict, right, wrong
-from paceline.learn.slips import Slip, judge_number
+from paceline.learn.number_answers import Mistake, judge_number
 from paceline.predict.formulas.step import StageSeconds, pipeline_seconds
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Action, Schedule, align, parse_action
@@ -37,21 +37,21 @@ def fewest_microbatches(stages: int, most: float, *, idle_over: Literal["step", 
 
 def _check_microbatches(answer: float) -> Verdict:
     truth = fewest_microbatches(_STAGES, _MOST_BUBBLE)
-    slips = (
-        Slip(
+    mistakes = (
+        Mistake(
             fewest_microbatches(_STAGES, _MOST_BUBBLE, idle_over="work"),
             "That is where idle time is 5 % of the work. The exercise asks for a share of the whole step, which is "
             "work and idle time together.",
         ),
-        Slip(
+        Mistake(
             fewest_microbatches(_STAGES + 1, _MOST_BUBBLE),
             "You counted one stage too many: a microbatch waits for the other stages, not for its own.",
         ),
-        Slip(truth + _STAGES - 1, "That is m + p - 1, all places of a row. The exercise asks for m alone."),
-        Slip(truth - 1, "Close: with one microbatch fewer than needed the bubble is just above 5 %."),
+        Mistake(truth + _STAGES - 1, "That is m + p - 1, all places of a row. The exercise asks for m alone."),
+        Mistake(truth - 1, "Close: with one microbatch fewer than needed the bubble is just above 5 %."),
     )
     words = "1F1B with 8 stages needs that many: on one data rank, a batch of as many samples at least."
-    return judge_number(answer, truth, slips, tolerance=0.0, words=words)
+    return judge_number(answer, truth, mistakes, tolerance=0.0, praise=words)
 
 
 # 7.2

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.cluster.devices import Device, load_cluster
 from paceline.learn.exercise import Exercise, Verdict, right, wrong
-from paceline.learn.slips import Slip, judge_number
+from paceline.learn.number_answers import Mistake, judge_number
 
 _CLUSTER = "1x dgx-h100"
 _PARAMETERS, _TOKENS, _STEP_S = 6.7e9, 1_048_576, 12.9
@@ -32,17 +32,21 @@ def mfu_percent(flops_per_parameter_and_token: float = 6.0, *, devices: int = 8,
 
 def _check_mfu(answer: float) -> Verdict:
     truth = mfu_percent()
-    slips = (
-        Slip(truth / 100, "That is the share, not the percentage: multiply it by 100."),
-        Slip(mfu_percent(2.0), "You counted the forward alone. Backward takes twice as much."),
-        Slip(mfu_percent(4.0), "You counted the backward alone. The forward counts too."),
-        Slip(mfu_percent(3.0), "Each parameter takes a multiplication and an addition: two FLOPs a token in forward."),
-        Slip(mfu_percent(8.0), "You counted a forward that is computed again. MFU counts the model's own FLOPs alone."),
-        Slip(mfu_percent(devices=1), "You divided by the peak of one device. There are 8."),
-        Slip(mfu_percent(dtype="fp8"), "You took the peak of fp8. The step computes in bf16."),
+    mistakes = (
+        Mistake(truth / 100, "That is the share, not the percentage: multiply it by 100."),
+        Mistake(mfu_percent(2.0), "You counted the forward alone. Backward takes twice as much."),
+        Mistake(mfu_percent(4.0), "You counted the backward alone. The forward counts too."),
+        Mistake(
+            mfu_percent(3.0), "Each parameter takes a multiplication and an addition: two FLOPs a token in forward."
+        ),
+        Mistake(
+            mfu_percent(8.0), "You counted a forward that is computed again. MFU counts the model's own FLOPs alone."
+        ),
+        Mistake(mfu_percent(devices=1), "You divided by the peak of one device. There are 8."),
+        Mistake(mfu_percent(dtype="fp8"), "You took the peak of fp8. The step computes in bf16."),
     )
     words = "The rest of the time goes to attention, memory-bound kernels, communication, and products below the peak."
-    return judge_number(answer, truth, slips, tolerance=0.015, words=words)
+    return judge_number(answer, truth, mistakes, tolerance=0.015, praise=words)
 
 
 # 8.2
@@ -108,16 +112,16 @@ def balanced_width(num_bytes: float = 4.0, *, flops: float = 2.0, dtype: str = "
 
 
 def _check_width(answer: float) -> Verdict:
-    slips = (
-        Slip(balanced_width(6.0), "You moved 2 bytes for each number. The operands are in fp8."),
-        Slip(balanced_width(3.0), "You moved 1 byte for each number. The result is written in bf16."),
-        Slip(balanced_width(2.0), "You counted the reads or the write alone. Three matrices move."),
-        Slip(balanced_width(flops=1.0), "A multiplication and an addition are two FLOPs: the product takes 2 d^3."),
-        Slip(balanced_width(dtype="bf16"), "You took the peak of bf16. The operands are in fp8."),
-        Slip(balanced_width(8.0), "Your traffic is twice what moves: each matrix is read or written once."),
+    mistakes = (
+        Mistake(balanced_width(6.0), "You moved 2 bytes for each number. The operands are in fp8."),
+        Mistake(balanced_width(3.0), "You moved 1 byte for each number. The result is written in bf16."),
+        Mistake(balanced_width(2.0), "You counted the reads or the write alone. Three matrices move."),
+        Mistake(balanced_width(flops=1.0), "A multiplication and an addition are two FLOPs: the product takes 2 d^3."),
+        Mistake(balanced_width(dtype="bf16"), "You took the peak of bf16. The operands are in fp8."),
+        Mistake(balanced_width(8.0), "Your traffic is twice what moves: each matrix is read or written once."),
     )
     words = "Faster arithmetic moves the limit up: the same memory must feed twice the FLOPs of bf16."
-    return judge_number(answer, balanced_width(), slips, tolerance=0.015, words=words)
+    return judge_number(answer, balanced_width(), mistakes, tolerance=0.015, praise=words)
 
 
 EXERCISES: tuple[Exercise, ...] = (

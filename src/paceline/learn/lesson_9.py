@@ -13,7 +13,7 @@ from typing import Any
 from paceline.cluster.devices import load_cluster
 from paceline.config import config_from_dict
 from paceline.learn.exercise import Exercise, Verdict, right, wrong
-from paceline.learn.slips import Slip, judge_number
+from paceline.learn.number_answers import Mistake, judge_number
 from paceline.predict.formulas.saving import best_interval, time_between_failures
 from paceline.predict.memory.planned import rank_estimates
 
@@ -34,19 +34,19 @@ def training_days(flops: float = 6.0, *, devices: int | None = None, mfu: float 
 
 def _check_days(answer: float) -> Verdict:
     truth = training_days()
-    slips = (
-        Slip(training_days(1.0), "You counted P D. Training takes 6 FLOPs for each parameter and token."),
-        Slip(training_days(2.0), "You counted the forward alone. Training takes three times as much."),
-        Slip(training_days(8.0), "You counted a forward that is computed again. The exercise asks for 6 P D."),
-        Slip(training_days(devices=10), "You counted nodes. Each of the ten has 8 devices."),
-        Slip(training_days(devices=8), "You counted one node. There are ten."),
-        Slip(training_days(mfu=1.0), "That is at an MFU of 100 %. Devices give the model 40 % of their peak."),
-        Slip(training_days(mfu=1.0) * _MFU, "You multiplied by the MFU. A lower MFU makes the run longer."),
-        Slip(truth * _DAY_S, "Those are seconds. The exercise asks for days."),
-        Slip(truth * 24, "Those are hours. The exercise asks for days."),
+    mistakes = (
+        Mistake(training_days(1.0), "You counted P D. Training takes 6 FLOPs for each parameter and token."),
+        Mistake(training_days(2.0), "You counted the forward alone. Training takes three times as much."),
+        Mistake(training_days(8.0), "You counted a forward that is computed again. The exercise asks for 6 P D."),
+        Mistake(training_days(devices=10), "You counted nodes. Each of the ten has 8 devices."),
+        Mistake(training_days(devices=8), "You counted one node. There are ten."),
+        Mistake(training_days(mfu=1.0), "That is at an MFU of 100 %. Devices give the model 40 % of their peak."),
+        Mistake(training_days(mfu=1.0) * _MFU, "You multiplied by the MFU. A lower MFU makes the run longer."),
+        Mistake(truth * _DAY_S, "Those are seconds. The exercise asks for days."),
+        Mistake(truth * 24, "Those are hours. The exercise asks for days."),
     )
     words = "Ask next whether the batch has enough tokens for each device, and add what failures cost."
-    return judge_number(answer, truth, slips, tolerance=0.025, words=words)  # 15 whole days are right
+    return judge_number(answer, truth, mistakes, tolerance=0.025, praise=words)  # 15 whole days are right
 
 
 # 9.2

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from paceline.learn.exercise import Verdict, right, wrong
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Mistake:
     """A usual mistake: the number that it leads to, and what to say to somebody who gives it."""
 
