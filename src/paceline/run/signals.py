@@ -2,9 +2,10 @@
 
 [Note: preemption] SIGTERM (Kubernetes, Slurm), SIGUSR1 and SIGUSR2 (what users ask Slurm for) ask a run to make room.
 The launcher hands them on to the ranks, which save and leave together after the same step
-(``train/survive/consensus.py``). A second one after a second or more ends the run at once, and so does the end of the
-grace time. Schedulers signal all processes of a job, and launchers hand signals on: what comes within that second is
-the same request. Where torch's agent cannot be told which signals to leave alone, it takes SIGTERM itself.
+(``train/survive/consensus.py``). A second one after five seconds or more ends the run at once, and so does the end of
+the grace time. Schedulers signal all processes of a job, launchers hand signals on, and on busy hosts that takes
+seconds: what comes within five is the same request. Where torch's agent cannot be told which signals to leave alone,
+it takes SIGTERM itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BY_SIGNAL = 128  # plus its number: the code of a rank that a signal ended before it had saved
 _HANDLED = (*ENDING, *PREEMPTING)
-_SAME_REQUEST_S = 1.0
+_SAME_REQUEST_S = 5.0
 
 
 def hear_requests(ask: Callable[[int], None], *, grace_s: float, leave: Callable[[int], object]) -> None:
