@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import sys
 from collections import defaultdict
@@ -108,9 +109,10 @@ def read_code() -> Code:
 def without_implied(imports: set[Arrow]) -> set[Arrow]:
     """Leaves out every import that a longer way through other rooms implies."""
 
-    def below(room: str) -> set[str]:
+    @functools.cache
+    def below(room: str) -> frozenset[str]:
         direct = {target for source, target in imports if source == room}
-        return direct.union(*map(below, direct))
+        return frozenset(direct.union(*map(below, direct)))
 
     return {
         (source, target)

@@ -179,7 +179,7 @@ def test_mixed_precision_in_a_pipeline(precision: str) -> None:
     assert found.passed, found
 
 
-@pytest.mark.some(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("ranks", "strategy", "spread"),
     [
