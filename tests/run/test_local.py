@@ -82,7 +82,7 @@ def act(deed, *details):
         print("so long", file=sys.stderr, flush=True)
         os._exit(int(details[0]))
     if deed == "signal":  # the launcher
-        os.kill(os.getppid(), getattr(signal, details[0]))
+        os.kill(int(os.environ["LAUNCHER"]), getattr(signal, details[0]))
         time.sleep(600)
     if deed == "breed":  # a child that is left behind
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -111,6 +111,7 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
     """Launches a rank for each deed, and checks that nothing is left of them, in this process or elsewhere."""
     (tmp_path / "deeds.py").write_text(RANK)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LAUNCHER", str(os.getpid()))  # the parent of ranks is the server that forks them
 
     def run(*deeds: str, **settings: Any) -> None:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}

@@ -46,9 +46,9 @@ MULTIPLE = 16  # of which all sizes of a product are multiples: what tensor core
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 _TWO_TO_127, _NAN = 0x7F000000, 0x7FC00000  # the bits of fp32
 _TOP = {E4M3: 8, E5M2: 15}  # the largest number is 1.75 times two to this power
-# Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs bear it; in gradients, sums
-# over all tokens of a batch, the loss would show.
-_FAST_OUTPUT, _FAST_GRADIENTS = True, False
+# Whether a product may sum a few terms with 14 bits before it adds them in fp32. Outputs and the gradients of inputs,
+# which are sums over a layer's width, bear it; the gradients of weights are sums over all tokens of a batch.
+_FAST_OVER_WIDTH, _FAST_OVER_TOKENS = True, False
 
 
 def float8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, by_row: bool) -> Tensor:
@@ -85,12 +85,12 @@ class _Float8Product(Function):
             x8, x_inverse = _cast(x, E4M3, 1)
             w8, w_inverse = _cast(weight, E4M3, 1)
             ctx.save_for_backward(x, weight)
-            return _product(x8, w8.t(), x_inverse, w_inverse.t(), x.dtype, fast=_FAST_OUTPUT)
+            return _product(x8, w8.t(), x_inverse, w_inverse.t(), x.dtype, fast=_FAST_OVER_WIDTH)
         x_scale, x_inverse = scales_of(_largest(x), E4M3)
         x8, x8_columns = _cast_both(x, x_scale, E4M3) if keeps else (round_to(x, x_scale, E4M3), None)
         w8, w_inverse = _cast(weight, E4M3, None)
         ctx.save_for_backward(x8_columns, x_inverse, weight, w_inverse)
-        return _product(x8, w8.t(), x_inverse, w_inverse, x.dtype, fast=_FAST_OUTPUT)
+        return _product(x8, w8.t(), x_inverse, w_inverse, x.dtype, fast=_FAST_OVER_WIDTH)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -105,9 +105,9 @@ def _backward_by_tensor(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tens
     for_x = for_weight = None
     if ctx.needs_input_grad[0]:
         _, w8_columns = _cast_both(weight, _inverted(w_inverse), E4M3)
-        for_x = _product(g8, w8_columns.t(), inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
+        for_x = _product(g8, w8_columns.t(), inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
     if ctx.needs_input_grad[1]:
-        for_weight = _product(g8_columns, x8_columns.t(), inverse, x_inverse, weight.dtype, fast=_FAST_GRADIENTS)
+        for_weight = _product(g8_columns, x8_columns.t(), inverse, x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS)
     return for_x, for_weight
 
 
@@ -117,12 +117,12 @@ def _backward_by_row(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor 
     if ctx.needs_input_grad[0]:
         g8, g_inverse = _cast(gradient, E4M3, 1)
         w8, w_inverse = _cast(weight, E4M3, 0)
-        for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_GRADIENTS)
+        for_x = _product(g8, _by_columns(w8), g_inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
     if ctx.needs_input_grad[1]:
         g8, g_inverse = _cast(gradient, E4M3, 0)
         x8, x_inverse = _cast(x, E4M3, 0)
         for_weight = _product(
-            g8.t().contiguous(), _by_columns(x8), g_inverse.t(), x_inverse, weight.dtype, fast=_FAST_GRADIENTS
+            g8.t().contiguous(), _by_columns(x8), g_inverse.t(), x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS
         )
     return for_x, for_weight
 
