@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
     from gloo_pool import GlooPool
 
 # A deadline would be an assertion about time. The same examples every time: a change is judged by what it changed;
-# `pytest --hypothesis-profile=explore` looks for new ones, `make test-all` takes seven times as many.
-settings.register_profile("paceline", deadline=None, max_examples=15, derandomize=True)
+# `pytest --hypothesis-profile=explore` looks for new ones, `make test-all` takes ten times as many.
+settings.register_profile("paceline", deadline=None, max_examples=10, derandomize=True)
 settings.register_profile("all", deadline=None, max_examples=100, derandomize=True)
 settings.register_profile("explore", deadline=None, max_examples=500)
 settings.load_profile("paceline")
@@ -74,6 +75,34 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         gc.collect()
         gc.freeze()
         item.config.stash[FROZEN_MODULES] = len(sys.modules)
+
+
+class _Kept(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[logging.LogRecord]]:
+    """What the test logs, by any logger.
+
+    pytest's own ``caplog`` is switched off: for every test it visits all loggers that keep their records to themselves,
+    and torch has dozens.
+    """
+    kept = _Kept()
+    known = [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]
+    chosen = [logging.root, *(each for each in known if not each.propagate)]
+    for logger in chosen:
+        logger.addHandler(kept)
+    yield kept.records
+    for logger in chosen:
+        logger.removeHandler(kept)
 
 
 @pytest.fixture

@@ -49,9 +49,9 @@ def check_ranks(attempts: list[dict[str, Any]]) -> None:
 
 
 def test_a_save_that_is_killed_costs_no_more_than_itself(tmp_path: Path) -> None:
-    found = kill(tmp_path, 4, ranks=2)
-    check(found[:4])
-    check_ranks(found[4:])
+    found = kill(tmp_path, 3, ranks=1)
+    check(found[:3])
+    check_ranks(found[3:])
 
 
 @pytest.mark.soak

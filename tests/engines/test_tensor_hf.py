@@ -105,7 +105,7 @@ def train(model: nn.Module) -> tuple[list[float], Values]:
     return losses, gradients
 
 
-@pytest.mark.some(9)
+@pytest.mark.some(6)
 @pytest.mark.parametrize("is_sequence", [False, True])
 @pytest.mark.parametrize(
     ("name", "ranks"),

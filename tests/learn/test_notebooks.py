@@ -54,6 +54,7 @@ def test_the_notebooks_are_those_of_the_pages() -> None:
     assert not script.stale(), "run: python scripts/make_notebooks.py"
 
 
+@pytest.mark.some(4)
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_prints_what_it_shows(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -72,11 +73,8 @@ def test_a_notebook_runs_and_prints_what_it_shows(
             assert printed == expected, cell["id"]
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=[pytest.mark.exhaustive] if place else []) for place, path in enumerate(NOTEBOOKS)],
-    ids=lambda path: path.stem,
-)
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")  # of the kernel's own packages
 def test_a_real_kernel_runs_a_notebook(path: Path, tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient")

@@ -36,9 +36,15 @@ def test_cells_are_those_between_the_marks() -> None:
 
 def test_the_notebook_is_a_valid_one() -> None:
     nbformat = pytest.importorskip("nbformat")
-    nbformat.validate(nbformat.reads(NOTEBOOK.read_text(encoding="utf-8"), as_version=4))
+    text = NOTEBOOK.read_text(encoding="utf-8")
+    nbformat.validate(nbformat.reads(text, as_version=4))
+    broken = json.loads(text)
+    del broken["cells"][0]["cell_type"]
+    with pytest.raises(nbformat.ValidationError):
+        nbformat.validate(broken)
 
 
+@pytest.mark.exhaustive
 def test_its_cells_run_and_show_what_they_say(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -210,18 +210,27 @@ def _server_number() -> int:
     return _server_pid
 
 
+ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
+
+
 def install() -> None:
     """Has processes forked from here on, in this process and in those."""
-    subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    _set_popen(ForkedPopen)
     spawning.Popen = ForkedSpawn  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = forked_spawnv
 
 
 def uninstall() -> None:
     """Has all processes started as ever."""
-    subprocess.Popen = plain_popen  # type: ignore[misc]
+    _set_popen(plain_popen)
     spawning.Popen = plain_spawn  # type: ignore[misc]
     multiprocessing.util.spawnv_passfds = plain_spawnv
+
+
+def _set_popen(kind: type[subprocess.Popen[Any]]) -> None:
+    subprocess.Popen = kind  # type: ignore[misc]
+    if ELASTIC in sys.modules:  # torch's agent, which keeps a name of its own for it
+        sys.modules[ELASTIC].Popen = kind  # type: ignore[attr-defined]
 
 
 def end() -> None:

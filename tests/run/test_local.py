@@ -81,6 +81,14 @@ def act(deed, *details):
     if deed == "leave":
         print("so long", file=sys.stderr, flush=True)
         os._exit(int(details[0]))
+    if deed == "train":  # a step
+        from paceline.run.notes import StepNote
+        StepNote(folder, rank, 0).write(1)
+        act(*details)
+    if deed == "save":  # as ranks of all hosts do together, and tell so
+        from paceline.run.notes import note_preemption
+        note_preemption(folder)
+        act(*details)
     if deed == "signal":  # the launcher
         os.kill(int(os.environ["LAUNCHER"]), getattr(signal, details[0]))
         time.sleep(600)
@@ -226,8 +234,21 @@ def test_a_signal_to_the_launcher_ends_all_ranks(launch: Launch, name: str, capf
 def test_ranks_that_were_asked_to_leave_are_not_started_again(launch: Launch, folder: Path) -> None:
     """Not by the agent either, which takes a rank that a signal ended for one that failed."""
     with pytest.raises(RunStoppedError, match="ended by SIGTERM"):
-        launch("signal:SIGTERM", restarts=RecoveryConfig(max_restarts=2))
+        launch("train:signal:SIGTERM", restarts=RecoveryConfig(max_restarts=2))
     assert len(list(folder.glob("pid-*"))) == 1  # start
+
+
+@pytest.mark.parametrize(
+    ("deed", "message"),
+    [("signal:SIGTERM", "no step was trained yet"), ("train:save:signal:SIGUSR1", "the state is saved")],
+)
+def test_a_request_for_room_that_finds_nothing_to_save_is_a_preemption(
+    launch: Launch, folder: Path, deed: str, message: str
+) -> None:
+    """A scheduler then starts the run again: nothing is lost. On several hosts others may have saved before."""
+    with pytest.raises(RunPreemptedError, match=message):
+        launch(deed)
+    assert not list(folder.glob("logs/*.error.json"))
 
 
 @pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "watching"])
@@ -248,7 +269,7 @@ def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: p
 def test_a_signal_that_is_ignored_stays_so(launch: Launch) -> None:
     """With nohup, a run outlives its terminal."""
     with answered(signal.SIGHUP, signal.SIG_IGN), pytest.raises(RunStoppedError, match="ended by SIGTERM"):
-        launch("signal:SIGHUP", "signal:SIGTERM")
+        launch("signal:SIGHUP", "train:signal:SIGTERM")
 
 
 def test_ranks_get_the_threads_that_were_asked_for(launch: Launch, folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ Serve = Callable[..., str]
 
 
 @pytest.fixture
-def serve(caplog: pytest.LogCaptureFixture) -> Iterator[Serve]:
+def serve(logged: list[logging.LogRecord]) -> Iterator[Serve]:
     """Serves the page of some folders; returns its address."""
     running: list[tuple[object, threading.Thread]] = []
 
@@ -32,11 +33,11 @@ def serve(caplog: pytest.LogCaptureFixture) -> Iterator[Serve]:
         return f"http://127.0.0.1:{found.getsockname()[1]}"
 
     yield start
-    caplog.clear()
+    logged.clear()
     for server, thread in running:
         server.should_exit = True  # type: ignore[attr-defined]
         thread.join()
-    assert caplog.text == ""  # open streams of events end by themselves
+    assert not logged  # open streams of events end by themselves
 
 
 @pytest.fixture(scope="session")

@@ -271,12 +271,14 @@ def _problems_of(values: Mapping[str, Any]) -> list[Problem]:
 
 def _open_empty_sections(values: dict[str, Any]) -> None:
     """Reads a section without keys (``optim:`` with all lines below commented out) as one with defaults."""
-    sections = [each.path for each in known_fields() if each.is_section]
-    for path in sections:
-        place, _, key = path.rpartition(".")
-        content = values.get(place) if place else values
-        if isinstance(content, dict) and key in content and content[key] is None:
-            content[key] = {}
+    contents = {"": values} | {name: content for name, content in values.items() if isinstance(content, dict)}
+    empty = [(place, key) for place, content in contents.items() for key in content if content[key] is None]
+    if not empty:
+        return  # without a look at the schema, which takes 0.1 s to make
+    sections = {each.path for each in known_fields() if each.is_section}
+    for place, key in empty:
+        if (f"{place}.{key}" if place else key) in sections:
+            contents[place][key] = {}
 
 
 def _check_the_rest(values: Mapping[str, Any], broken: set[str]) -> list[Problem]:

@@ -26,12 +26,12 @@ class RunFailedError(LaunchError):
 
 
 class RunPreemptedError(LaunchError):
-    """A run that was asked to make room, and has saved its state."""
+    """A run that was asked to make room, and has saved its state, or had trained no step that could be lost."""
 
     code = PREEMPTED
 
-    def __init__(self) -> None:
-        super().__init__("preempted: the state is saved")
+    def __init__(self, *, is_saved: bool = True) -> None:
+        super().__init__(f"preempted: {'the state is saved' if is_saved else 'no step was trained yet'}")
 
 
 class RunStoppedError(LaunchError):

@@ -40,6 +40,7 @@ from paceline.run.notes import (
     forget,
     forget_attempt,
     forget_processes,
+    has_trained,
     is_over,
     noted_processes,
     read_failures,
@@ -109,8 +110,8 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
     except SignalException as error:
         with signals_ignored():
             end_groups(attempt.processes())
-            attempt.end_records("stopped", f"ended by {error.sigval.name}")
-        raise RunStoppedError(error.sigval) from None
+            reason = attempt.end_by(error.sigval)
+        raise reason from None
     except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
         raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
     finally:
@@ -147,6 +148,19 @@ class _Attempt:
             raise RunPreemptedError
         if asked:
             _stop(asked[0])
+
+    def end_by(self, number: signal.Signals) -> LaunchError:
+        """Ends the records of ranks that a signal has ended, and returns what is said of it.
+
+        Where a signal asks for room, nothing may be lost: ranks, perhaps all of them on other hosts, have saved and
+        left before it came here, or none of them had trained a step.
+        """
+        is_saved = was_preempted(self.folder, since=self.started)
+        if number in PREEMPTING and (is_saved or not has_trained(self.folder, since=self.started)):
+            self.end_records("stopped", "preempted")
+            return RunPreemptedError(is_saved=is_saved)
+        self.end_records("stopped", f"ended by {number.name}")
+        return RunStoppedError(number)
 
     def end_records(self, status: EndStatus, message: str) -> None:
         end_records(self.folder, self.ranks, status, message, since=self.started)

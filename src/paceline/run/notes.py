@@ -102,6 +102,16 @@ def read_progress(folder: Path) -> dict[int, TrainedSteps]:
     return found
 
 
+def has_trained(folder: Path, *, since: float) -> bool:
+    """Says whether any rank that began after the time ``since`` has trained a step."""
+    notes = [
+        folder / "logs" / f"rank-{rank}.step"
+        for rank, each in read_progress(folder).items()
+        if each.last_step > each.first_step
+    ]
+    return any(note.stat().st_mtime >= since for note in notes)
+
+
 # Failures
 
 
