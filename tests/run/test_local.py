@@ -20,7 +20,7 @@ from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import first_cause
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run import local
-from paceline.run.failure import RunStoppedError
+from paceline.run.failure import RunPreemptedError, RunStoppedError
 from paceline.run.local import LocalRanks, _Attempt, launch_local
 from paceline.run.notes import noted_processes, read_failures
 
