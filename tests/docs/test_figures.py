@@ -120,7 +120,7 @@ _SAVE = {"what": "save", "arm": "paceline at once"}
 _LOAD = {"what": "load 2 to 3", "arm": "paceline, hashes compared"}
 _RESTART = {"arm": "paceline train"}
 _FSDP_1B = ("engines-h200", {"model": "gpt-1.1b", "arm": "paceline fsdp bf16_master"})
-_STEP_500 = ("gpu-h200-losses", {"step": 500}, "difference", "{:.2f} % above", 100)
+_STEP_500 = ("gpu-h200-losses", {"step": 500}, "difference", "{:.2f} % below", -100)
 CLAIMS = (
     Claim(_SHARED, *_mlp("paceline ddp"), "torch DDP on Gloo | {:.3f} |"),
     Claim(_SHARED, *_mlp("paceline ddp shared memory"), "| **{:.3f}** | | our `fsdp`"),
