@@ -22,7 +22,7 @@ from paceline.untrusted import file_inside, open_regular, parse_json_object
 from paceline.view.runs import Run, find_runs, names_of
 
 _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
-_FIRST_S, _BUDGET_S = 0.05, 0.5  # of reading at a stretch, with the lock held
+_FIRST_S, _BUDGET_S = 0.02, 0.05  # of reading at a stretch, with the lock held
 _WORDS_EVERY_S = 20.0
 
 

@@ -22,7 +22,7 @@ from paceline.records.records import SCHEMA_VERSION, Record, StepRecord, parse_l
 from paceline.untrusted import file_inside, open_regular
 from paceline.view.columns import KEYS
 
-CHUNK_BYTES = 4 * 2**20
+CHUNK_BYTES = 2**20
 _STEP = b'{"type":"step"'
 _VALUES = itemgetter("schema", *KEYS)
 _NAME = re.compile(r"(rank|host)-(.{1,200})\.jsonl")
