@@ -43,6 +43,9 @@ from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
 from paceline.predict.memory.parts import RankPart, parts_of
 from paceline.units import MIB
 
+# cuBLAS works in 32 MiB for each stream of each of the two threads, and takes them from torch's allocator.
+WORKSPACE_BYTES = 64 * MIB
+
 
 def framework_bytes(device: str) -> int:
     """Returns what a process takes by itself on "cpu"; on "cuda" the context, libraries and workspaces."""

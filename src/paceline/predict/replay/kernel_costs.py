@@ -31,8 +31,8 @@ _STATISTICS = "statistics"
 # (torch/_functorch/partitioners.py: ban_if_reduction): a mean, a maximum, the statistics of a norm.
 _SMALLER = 4
 # What a kernel that writes casts of 8 bits and their transposed copies reaches of the rate of strided copies. Fitted to
-# "paceline train fp8" of GPT-1.1B on an H200 when layers shared no casts (168.0 ms a step); today it takes 163.6 ms, and
-# 162.1 are predicted (bench/results/gpu-h200-1b.json).
+# "paceline train fp8" of GPT-1.1B on an H200 when layers shared no casts (168.0 ms a step); today it takes 163.6 ms,
+# and 162.1 are predicted (bench/results/gpu-h200-1b.json).
 _TRANSPOSED = 0.55
 _RECAST = "recast"
 _SCALAR_BYTES = 8  # what a reduction of a whole tensor writes at most: one number

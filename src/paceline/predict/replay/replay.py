@@ -30,7 +30,7 @@ from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.step import slowest_device
 from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
-from paceline.predict.memory.memory import framework_bytes
+from paceline.predict.memory.memory import WORKSPACE_BYTES, framework_bytes
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
 from paceline.predict.replay.program import Program
@@ -74,14 +74,15 @@ def replay(
         return tuple(actor.times() for actor in actors)
 
     graphs = "off" if cluster.device.is_cpu else rows[0].graphs
-    found = times(is_graphed=graphs == "on")
+    is_graphed = graphs == "on"
+    found = times(is_graphed=is_graphed)
     if graphs == "auto" and found[0].seconds - found[0].compute > _HOST_BOUND * found[0].seconds:
-        found = times(is_graphed=True)
+        is_graphed, found = True, times(is_graphed=True)
     return ReplayedStep(
         programs=tuple(rows),
         cluster=cluster,
         times=found,
-        memory=_memory(rows, cluster),
+        memory=_memory(rows, cluster, is_graphed=is_graphed),
         is_fitted=is_fitted or bool(cluster.device.memory_rates),
         slow=dict(slow),
     )
@@ -129,13 +130,18 @@ def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Prog
     return found
 
 
-def _memory(rows: Sequence[Program], cluster: Cluster) -> dict[str, int]:
-    """Returns bytes by category of the rank that needs the most."""
+def _memory(rows: Sequence[Program], cluster: Cluster, *, is_graphed: bool) -> dict[str, int]:
+    """Returns bytes by category of the rank that needs the most.
+
+    A graph is recorded on a stream of its own, which has workspaces of its own.
+    """
     peaks = [
         (replace(row, events=without_what_is_made_again(row.events)) if row.is_compiled else row).peak_memory()
         for row in rows
     ]
     most = max(peaks, key=lambda peak: sum(peak.values()))
+    if is_graphed:
+        most = {**most, "temporary": most["temporary"] + WORKSPACE_BYTES}
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
 
 

@@ -26,16 +26,15 @@ from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_from_dict
 from paceline.config.yaml_text import parse_document
 from paceline.errors import PacelineError
+from paceline.predict.memory.memory import WORKSPACE_BYTES
 from paceline.predict.replay.replayed import ReplayedStep
 from paceline.search.expect import present_cluster, unpriced
 from paceline.search.expectation import Expectation
-from paceline.units import MIB
 
 _MODULE = "paceline.rehearse.dryrun.expected"
 _NICENESS = 19
 # What a replay of measured kernels was off by at most on the machines that it was tried on: see docs/prediction.md.
 _BAND = 0.15
-_WORKSPACES = 64 * MIB  # cuBLAS works in 32 MiB for each of the two threads, and takes them from the allocator
 
 
 def expect_by_dry_run(
@@ -74,7 +73,7 @@ def _allocated(found: ReplayedStep, cluster: Cluster) -> float | None:
     """Returns what a GPU's allocator holds, as records have it; on a CPU they have the process's, as estimates do."""
     if cluster.device.is_cpu:
         return None
-    return float(found.total_memory - found.memory["framework"] + _WORKSPACES)
+    return float(found.total_memory - found.memory["framework"] + WORKSPACE_BYTES)
 
 
 def plain_start(command: Sequence[str]) -> list[str]:
