@@ -43,8 +43,11 @@ from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
 from paceline.predict.memory.parts import RankPart, parts_of
 from paceline.units import MIB
 
-# cuBLAS works in 32 MiB for each stream of each of the two threads, and takes them from torch's allocator.
-WORKSPACE_BYTES = 64 * MIB
+# What records of an H200 have beside the tensors (131 to 165 MiB, bench/results/gpu-h200*.json): cuBLAS and cuBLASLt
+# take workspaces from torch's allocator, 32 MiB each, for each of the two threads.
+WORKSPACE_BYTES = 128 * MIB
+# And besides, where a step is recorded as a CUDA graph (gpu-h200-10m.json).
+GRAPH_BYTES = 64 * MIB
 
 
 def framework_bytes(device: str) -> int:

@@ -30,7 +30,7 @@ from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.step import slowest_device
 from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
-from paceline.predict.memory.memory import WORKSPACE_BYTES, framework_bytes
+from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
 from paceline.predict.replay.program import Program
@@ -131,17 +131,14 @@ def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Prog
 
 
 def _memory(rows: Sequence[Program], cluster: Cluster, *, is_graphed: bool) -> dict[str, int]:
-    """Returns bytes by category of the rank that needs the most.
-
-    A graph is recorded on a stream of its own, which has workspaces of its own.
-    """
+    """Returns bytes by category of the rank that needs the most."""
     peaks = [
         (replace(row, events=without_what_is_made_again(row.events)) if row.is_compiled else row).peak_memory()
         for row in rows
     ]
     most = max(peaks, key=lambda peak: sum(peak.values()))
     if is_graphed:
-        most = {**most, "temporary": most["temporary"] + WORKSPACE_BYTES}
+        most = {**most, "temporary": most["temporary"] + GRAPH_BYTES}
     return {**most, "framework": framework_bytes("cpu" if cluster.device.is_cpu else "cuda")}
 
 
