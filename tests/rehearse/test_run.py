@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,8 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, RankFailedError, RunFolderError, UsageError
 from paceline.health.straggler import find_straggler
-from paceline.records.records import EndRecord, EvalRecord, RunRecord, StepRecord
+from paceline.records import meter
+from paceline.records.records import CommRecord, EndRecord, EvalRecord, RunRecord, StepRecord
 from paceline.records.report import summarize
 from paceline.rehearse.simulate.recording import Memory, write_records
 from paceline.rehearse.simulate.run import Conditions, Simulation, prepare, simulate
@@ -183,3 +186,13 @@ def test_a_rank_that_fails_is_named() -> None:
 
     with pytest.raises(RankFailedError, match="rank 1"):
         simulate(make_config(), MODELLED, watch=fail)
+
+
+def test_records_of_communication_follow_the_simulated_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long this machine takes, and once a second of the machine that is simulated."""
+    slow = dataclasses.replace(MODELLED, slow={1: 10_000.0})
+    days = itertools.count(step=86_400.0)
+    monkeypatch.setattr(meter, "time", SimpleNamespace(time=lambda: next(days)))
+    short, long = (simulate(make_config(ranks=2), each).records[0] for each in (MODELLED, slow))
+    assert not [each for each in short if isinstance(each, CommRecord)]
+    assert [each.step for each in long if isinstance(each, CommRecord)]

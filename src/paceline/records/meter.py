@@ -193,7 +193,7 @@ class StepMeter:
 
     def drain_comm(self, step: int, *, wait: bool = False) -> list[CommRecord]:
         """Returns records of the operations that ended, by kind and group: once a second, or of all with ``wait``."""
-        now = time.time()
+        now = self._now()
         if not wait and abs(now - self._comm_at) < _COMM_S:
             return []
         self._comm_at = now
@@ -210,6 +210,10 @@ class StepMeter:
             )
             for total in self._trace.take_totals(wait=wait)
         ]
+
+    def _now(self) -> float:
+        """Returns the time that records of communication have."""
+        return time.time()
 
     def _rate(self, record: StepRecord) -> None:
         """Completes a record with FLOP/s and MFU, where a sample's FLOPs are known."""

@@ -90,7 +90,7 @@ class ClockMeter(StepMeter):
         self.steps: list[StepBounds] = []
         self._clock = clock
         self._expected_bytes = memory_bytes
-        self._began_s = clock.take()
+        self._began_s = self._comm_at = clock.take()
         self._host_s: dict[int, float | None] = {}
         self._launched = (0.0, 0.0)
 
@@ -123,6 +123,9 @@ class ClockMeter(StepMeter):
             # Launches that hide behind a wait for other ranks count too, but never for more than the step.
             host_s = None if host_s is None else min(host_s, record.step_s)
             yield replace(expected, allocated_bytes=None, time=now_s, host_s=host_s)
+
+    def _now(self) -> float:
+        return self._clock.now_s
 
     def _issue_s(self) -> float | None:
         """Returns the host's time for the step that ends now if the device had less to do, 0 if it had more."""
