@@ -32,8 +32,9 @@ def started(*command: str) -> Iterator[subprocess.Popen[str]]:
 def test_a_stopped_process_is_found() -> None:
     with started("sh", "-c", "sleep 60 & wait") as shell:
         process = psutil.Process(shell.pid)
-        while not (children := process.children()):
-            pass
+        children: list[psutil.Process] = []
+        while [each.name() for each in children] != ["sleep"]:  # it is a shell at first
+            children = process.children()
         assert alive(shell.pid) == ""
         os.kill(children[0].pid, signal.SIGSTOP)
         while children[0].status() != psutil.STATUS_STOPPED:

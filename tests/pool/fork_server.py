@@ -43,7 +43,6 @@ FORKED = (
     "torch.distributed.run",
     "faulty_rank",
     "kill_saves",
-    "deeds",
     "own_loop",
 )  # of python -m
 FORKED_CODE = ("import gloo_pool;", "from multiprocessing.spawn import spawn_main;")  # of python -c

@@ -2,8 +2,9 @@
 
     python -m own_loop STRATEGY FAULT BACKEND TIMEOUT STEP_S
 
-"late update" is the fault "update" near the end of the loop, and "first leave" is "leave" on rank 0. Lines that a
-verdict is to name end in ``# stands here: <fault>``.
+"late update" is the fault "update" near the end of the loop, "first leave" is "leave" on rank 0, and "unwatched hang"
+is "hang" where no thread watches the ranks, as on a machine that is too busy to let it. Lines that a verdict is to name
+end in ``# stands here: <fault>``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ def train(comm: paceline.Communicator, engine: paceline.Engine, fault: str, step
     """Trains plainly, but for the fault; for 20 s if steps take a while."""
     optimizer = torch.optim.AdamW(engine.parameters(), lr=1e-3)
     when, _, fault = fault.rpartition(" ")
+    if when == "unwatched":
+        comm.loop._watch.end_thread()  # type: ignore[attr-defined]
     bad_step, guilty = STEPS - 2 if when == "late" else BAD_STEP, 0 if when == "first" else GUILTY
     for step in range(int(20 / step_s) if step_s else STEPS):
         time.sleep(step_s)

@@ -278,7 +278,9 @@ class OwnLoop:
         has_waited = any(sign in str(error) for sign in _WAITED) and not is_told
         if not has_waited:
             return None
-        return judge(views, now, _NO_LIMIT) if self._watch.left is None else self._watch.left.explain(views, now)
+        if self._watch.left is not None:
+            return self._watch.left.explain(views, now)
+        return judge(self._watch.with_lines(views), now, _NO_LIMIT)
 
     def _clear(self) -> None:
         """Removes what this rank has in a temporary folder, and the folder with the last one."""

@@ -301,6 +301,12 @@ class SelfWatch:
         self._watch.observe(now)
         return self._watch.views(now)
 
+    def with_lines(self, views: Sequence[LedgerView]) -> list[LedgerView]:
+        """Asks other processes of this host at which line they stand, and returns all views."""
+        others = self._watch.with_lines([view for view in views if view.pid != os.getpid()])
+        lines = {view.rank: view for view in others}
+        return [lines.get(view.rank, view) for view in views]
+
     def states(self) -> list[RankState]:
         """Returns what the ranks of this host do, for the details of a verdict."""
         now = time.monotonic()

@@ -24,6 +24,7 @@ STACK_SIGNAL = signal.SIGURG
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^\s+File "(.+)", line (\d+) in (.+)$')
 _LOOK_S = 0.02
+_STEADY_S = 0.2  # on a busy machine a process may rest for so long in the middle of its stacks
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ def dump_stacks_into(path: Path) -> None:
 def ask_for_stacks(asked: Iterable[tuple[int, Path]], *, patience_s: float = 2.0) -> dict[int, str]:
     """Asks processes for their stacks and returns what each wrote, by process; those that write nothing are left out.
 
-    Costs the time until the last has written, or ``patience_s``.
+    Costs the time until the last has written, and a little to see that no more comes; at most ``patience_s``.
     """
     waiting: dict[int, tuple[Path, int]] = {}
     for pid, path in asked:
@@ -68,15 +69,16 @@ def ask_for_stacks(asked: Iterable[tuple[int, Path]], *, patience_s: float = 2.0
             waiting[pid] = (path, before)
     found: dict[int, str] = {}
     deadline = time.monotonic() + patience_s
-    sizes = dict.fromkeys(waiting, -1)
-    while waiting and time.monotonic() < deadline:
+    grown = {pid: (before, deadline) for pid, (_, before) in waiting.items()}  # the last size, and since when
+    while waiting and (now := time.monotonic()) < deadline:
         time.sleep(_LOOK_S)
         for pid, (path, before) in list(waiting.items()):
             size = _size(path)
-            if size > before and size == sizes[pid]:  # written, and no more to come
+            if size != grown[pid][0]:
+                grown[pid] = (size, now)
+            elif size > before and now - grown[pid][1] >= _STEADY_S:
                 found[pid] = _read(path, before)
                 del waiting[pid]
-            sizes[pid] = size
     for pid, (path, before) in waiting.items():
         if _size(path) > before:
             found[pid] = _read(path, before)

@@ -18,7 +18,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -274,18 +274,22 @@ class Watch:
 
     def _with_lines(self, found: HangVerdict, now: float) -> HangVerdict:
         """Asks the ranks where they stand, and judges again."""
+        self.last_views = self.with_lines(self.views(now))
+        return judge(self.last_views, now, self._limits()) or found
+
+    def with_lines(self, views: Sequence[LedgerView]) -> list[LedgerView]:
+        """Asks ranks at which line they stand, and returns their views with it."""
         # Virtual ranks share a process; one that is stopped cannot answer.
-        processes = {rank.reader.pid for rank in self._ranks.values() if not rank.process.halted}
-        texts = ask_for_stacks((pid, stack_path(self._folder, pid)) for pid in sorted(processes))
-        views = []
-        for view in self.views(now):
+        asked = {view.pid for view in views if view.rank in self._ranks and not view.halted}
+        texts = ask_for_stacks((pid, stack_path(self._folder, pid)) for pid in sorted(asked))
+        found = []
+        for view in views:
             rank = self._ranks.get(view.rank)
             line = "" if rank is None else line_of_thread(texts.get(view.pid, ""), rank.reader.thread)
             if view.phase == DATA and view.waits_in is None:
                 line = self._line_of_worker(view) or line
-            views.append(replace(view, stands_at=line))
-        self.last_views = views
-        return judge(views, now, self._limits()) or found
+            found.append(replace(view, stands_at=line))
+        return found
 
     def _line_of_worker(self, view: LedgerView) -> str:
         """Returns where a loader worker of a rank stands in the user's code, if one was forked from it."""
