@@ -188,11 +188,14 @@ class Watch:
             looks = self._looks(views)
             if looks and self.lateness is not None:
                 self.straggler = self.lateness.look(looks)
-        found = judge(views, now, self._limits())
+        limits = self._limits()
+        found = judge(views, now, limits)
         suspect, self._suspect = self._suspect, found
         if found is None or suspect is None or suspect.kind != found.kind:
             return None
-        return self._with_lines(found, now)
+        # With the limits of before: a rank that gives up while it is asked would make them longer.
+        self.last_views = self.with_lines(self.views(now))
+        return judge(self.last_views, now, limits) or found
 
     def observe(self, now: float) -> None:
         """Notes which ranks have moved, and what the processes of the others do."""
@@ -271,11 +274,6 @@ class Watch:
                     self._early.pop(number, None)
                 elif number in noted and number not in self._early:
                     self._early[number] = _ProcessSeen(noted[number])
-
-    def _with_lines(self, found: HangVerdict, now: float) -> HangVerdict:
-        """Asks the ranks where they stand, and judges again."""
-        self.last_views = self.with_lines(self.views(now))
-        return judge(self.last_views, now, self._limits()) or found
 
     def with_lines(self, views: Sequence[LedgerView]) -> list[LedgerView]:
         """Asks ranks at which line they stand, and returns their views with it."""
