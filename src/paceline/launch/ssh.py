@@ -27,7 +27,12 @@ from paceline.untrusted import parse_json_object
 
 ANSWER_S = 10
 SETTINGS = ("ssh", "pythonpath")
-_NOT_HERE = {"--array": "it is an option of Slurm", "--time": "ssh has no time limits", "--queue": "ssh has no queues"}
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--time": "ssh has no time limits",
+    "--queue": "ssh has no queues",
+    "--max-requeues": "nothing queues the run again: it leaves with code 75",
+}
 _LOOK_S = 90.0
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
 
