@@ -61,7 +61,8 @@ class ControlClient:
                 self.ask("count")
                 return
             except (CommunicationError, TimeoutError) as error:
-                patience_s = {RefusedError: _SECRET_S, SilentServerError: _SILENT_S}.get(type(error), within_s)
+                patience_s = _SILENT_S if isinstance(error, SilentServerError) else within_s
+                patience_s = _SECRET_S if isinstance(error, RefusedError) else patience_s
                 if time.monotonic() - start > min(within_s, patience_s):
                     raise
             time.sleep(_RETRY_S)
