@@ -216,6 +216,13 @@ def test_options_that_are_not_given_are_not_refused(job: LaunchJob) -> None:
     assert (job.most_requeues, replace(job, max_requeues=0).most_requeues) == (10, 0)
 
 
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "a b", "\0" * 100_000])
+def test_what_is_no_host_is_refused_and_shown_short(job: LaunchJob, host: str) -> None:
+    with pytest.raises(UsageError, match="--on ssh with hosts ") as refused:
+        ssh.machines(replace(job, target="ssh", hosts=("a", host)))
+    assert len(str(refused.value)) < 400
+
+
 @pytest.mark.exhaustive
 def test_a_run_in_the_background_is_followed_to_its_code(tmp_path: Path) -> None:
     make_project(tmp_path)

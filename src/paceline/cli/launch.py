@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.launch.job import LaunchJob
     from paceline.launch.target import Target
 
+_MOST_HOSTS_BYTES = 2**20
 _RUNS = typer.Option(Path("runs"), help="The folder of the runs: monitor.folder of their config.")
 
 
@@ -178,9 +179,10 @@ def _hosts(named: str | None, file: Path | None) -> tuple[str, ...]:
     words = (named or "").split(",")
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise typer.BadParameter(f"--hostfile {file}: {error.strerror}") from error
+            with file.open("rb") as opened:  # a pipe will do: <(scontrol show hostnames)
+                lines = opened.read(_MOST_HOSTS_BYTES).decode("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"--hostfile {file}: {getattr(error, 'strerror', None) or error}") from error
         words += [line.partition("#")[0].split()[0] for line in lines if line.partition("#")[0].strip()]
     return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
 

@@ -139,7 +139,7 @@ def find_launch(runs: Path, name: str | None) -> LaunchJob:
             return job
     shown = ", ".join(job.name for job in known[:8]) or "none"
     raise UsageError(
-        f"no launch named {name or ''} in {launches_folder(runs)}\n  the launches there are {shown}\n"
+        f"no launch{f' named {name}' if name else ''} in {launches_folder(runs)}\n  the launches there are {shown}\n"
         "  paceline launch status lists them; --runs names another folder of runs"
     )
 
