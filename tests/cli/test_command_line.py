@@ -18,6 +18,8 @@ from paceline.config import config_from_dict
 from paceline.errors import ConfigError
 from paceline.run.decide import resolve_config
 
+WORLD = {"WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+
 Call = Callable[..., Any]
 
 # Calls the command line in a fresh process; then says which of the slow modules that took.
@@ -97,6 +99,26 @@ def test_wrong_input_is_one_message_and_leaves_nothing(
     assert message in called.err
     assert "Traceback" not in called.err
     assert sorted(project.rglob("*")) == before
+
+
+@pytest.mark.usefixtures("project")
+@pytest.mark.parametrize(
+    ("variables", "told"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "MASTER_ADDR is not set"),
+        ({**WORLD, "RANK": "9", "LOCAL_RANK": "0"}, "did you mean tiny.yaml?"),  # a config that only this host lacks
+        ({**WORLD, "RANK": "9", "LOCAL_RANK": "1"}, None),
+    ],
+)
+def test_a_rank_that_is_refused_is_not_silent(
+    call: Call, variables: dict[str, str], told: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    called = call("train", "tiny.yaml" if "MASTER" in (told or "") else "tny.yaml")
+    assert called.code == 2
+    assert called.err == "" if told is None else told in called.err
 
 
 def test_a_config_that_is_not_here_is_looked_for_in_the_folder_of_configs(call: Call, project: Path) -> None:

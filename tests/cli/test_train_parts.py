@@ -125,6 +125,29 @@ def test_the_newest_run_of_a_name_is_continued(config: Config, capsys: pytest.Ca
     assert (own.folder, own.is_continued) == (Path("runs/tiny"), True)
 
 
+def test_a_run_that_was_ended_before_its_first_step_begins(config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    first, _ = start(config)
+    place = locate_run(config, force=False, resume="auto")
+    assert (place.folder, place.checkpoint, place.is_continued) == (first, None, True)
+    assert f"no checkpoint in {first} yet: starting from the beginning" in capsys.readouterr().err
+    (first / "checkpoints" / "step-00000003").mkdir(parents=True)  # a save that did not end: steps were trained
+    with pytest.raises(CheckpointError, match="no checkpoint in runs/tiny"):
+        locate_run(config, force=False, resume="auto")
+    (first / "checkpoints" / "step-00000003").rmdir()
+    (first / "records").mkdir(exist_ok=True)
+    (first / "records" / "rank-0.jsonl").write_text(to_line(records.STEP) + "\n")
+    with pytest.raises(CheckpointError, match="no checkpoint in runs/tiny"):
+        locate_run(config, force=False, resume="auto")
+    assert locate_run(config, force=False, resume="auto", may_begin=True).folder == first
+
+
+def test_hosts_begin_a_run_that_is_not_there(config: Config) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in runs/tiny"):
+        locate_run(config, force=False, resume="auto")
+    place = locate_run(config, force=False, resume="auto", may_begin=True)
+    assert (place.folder, place.is_continued) == (Path("runs/tiny"), False)
+
+
 def test_a_run_that_keeps_its_checkpoints_elsewhere_is_continued(config: Config) -> None:
     elsewhere = config.with_values("checkpoint", folder="./ck")
     first, _ = start(elsewhere)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from paceline.config import Config, check_ranks, config_from_dict, layout_of, load_config, run_checks
+from paceline.config import Config, check_hosts, check_ranks, config_from_dict, layout_of, load_config, run_checks
 from paceline.config.checks import check_gpt_heads
 from paceline.config.layout import layout_problems
 from paceline.config.sections import GPT_SIZES
@@ -287,3 +287,15 @@ def test_rules_of_a_broken_section_are_skipped_and_others_run() -> None:
 def test_every_named_size_is_sound() -> None:
     for size in GPT_SIZES:
         load_config(None, [f"model={{kind: gpt, size: {size}}}", "data.kind=text"])
+
+
+def test_a_batch_for_hosts_that_come_and_go_is_suggested_for_all_their_numbers() -> None:
+    config = load_config(None, [*MLP, "train.global_batch=64"])
+    (problem,) = check_hosts(config, 2, range(2, 5))
+    assert problem.what == "train.global_batch = 64 is not a multiple of parallel.ranks = 6"
+    assert problem.fix.startswith("2 to 4 hosts divide multiples of 24: try train.global_batch = 48 or 72")
+    for batch in (48, 72):
+        assert check_hosts(config.with_values("train", global_batch=batch), 2, range(2, 5)) == []
+    (single,) = check_hosts(config, 3, range(1, 2))
+    assert "hosts" not in single.fix
+    assert "train.global_batch" not in check_hosts(config, 8, range(1, 12))[0].fix

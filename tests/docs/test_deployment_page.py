@@ -1,20 +1,34 @@
-"""The table of exit codes in docs/deployment.md says what the code does."""
+"""docs/deployment.md says what the code does, and the commands of the pages about launching are taken."""
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from paceline.config import config_from_dict
+from paceline.cli.app import app
+from paceline.config import check_hosts, config_from_dict, load_config
 from paceline.health.exit_codes import DONE, MEANINGS
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
+from paceline.launch.target import TARGETS, TargetMachines
+from paceline.run.nodes import parse_nodes
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1")
 CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 1}})
+PAGES = ("deployment.md", "launch.md", "train.md", "faults.md", "security.md")
+
+
+def commands(verb: str) -> list[list[str]]:
+    """Returns the words of every command of the pages that starts a run, but for its program."""
+    text = "\n".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in PAGES)
+    found = re.findall(rf"^    (?:[A-Z_]+=\S+ )?paceline ({verb} configs/.*)$", text, re.MULTILINE)
+    return [shlex.split(line, comments=True) for line in sorted(set(found))]
 
 
 def rows() -> dict[int, list[str]]:
@@ -47,3 +61,23 @@ def test_systemd_does_what_the_table_says() -> None:
         if code != DONE:
             expected = "again" if str(code) in always else "ends" if str(code) in never else "again, counted"
             assert row[5] == expected
+
+
+@pytest.mark.parametrize("words", commands("launch"), ids=" ".join)
+def test_every_launch_of_the_pages_is_taken(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for module in TARGETS.values():
+        target = importlib.import_module(module)
+        monkeypatch.setattr(target, "machines", lambda _: TargetMachines(where="there"))
+    verb, config, *rest = words
+    done = CliRunner().invoke(app, [verb, str(ROOT / config), *rest, "--dry-run"])
+    assert done.exit_code == 0, done.exception
+
+
+@pytest.mark.parametrize("words", [each for each in commands("train") if "--nnodes" in each], ids=" ".join)
+def test_every_run_on_several_hosts_of_the_pages_divides_its_batch(words: list[str]) -> None:
+    counts, overrides = words[words.index("--nnodes") + 1], [word for word in words if "=" in word]
+    nodes = parse_nodes(counts, "host1:29400")
+    config = load_config(ROOT / words[1], overrides)
+    for ranks in (1, 2, 8):
+        assert not check_hosts(config, ranks, range(nodes.least, nodes.most + 1))

@@ -114,3 +114,10 @@ def test_every_name_of_a_run_becomes_one_of_kubernetes(name: str) -> None:
 
 def test_names_stay_as_they_are_where_they_can() -> None:
     assert [object_name(name) for name in ("gpt-fsdp", "GPT_fsdp.2", "2b")] == ["gpt-fsdp", "gpt-fsdp-2", "run-2b"]
+
+
+def test_long_names_stay_apart() -> None:
+    long = "a" * 50
+    names = {object_name(name) for name in (long, f"{long}-2", f"{long}-3")}
+    assert len(names) == 3
+    assert all(len(name) <= 40 for name in names)

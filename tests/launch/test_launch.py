@@ -193,11 +193,34 @@ def test_the_page_lists_the_words_that_every_target_takes() -> None:
     assert all(f"`{word}`" in rows for word in (*slurm._OWN, *ssh.SETTINGS))
 
 
-@pytest.mark.parametrize(("target", "option"), [("local", "time"), ("ssh", "queue")])
-def test_options_that_a_target_does_not_have_are_refused(job: LaunchJob, target: str, option: str) -> None:
-    changed = {"target": target, option: "x"}
-    with pytest.raises(UsageError, match=f"--{option} with --on {target}"):
-        find_target(target).machines(replace(job, **changed))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("target", "option", "value"),
+    [
+        *(("local", "time", "1:00"), ("local", "hosts", ("a",)), ("local", "port", 29400), ("local", "setup", ("x",))),
+        *(("local", "max_requeues", 10), ("ssh", "queue", "x"), ("ssh", "max_requeues", 0)),
+        *(("slurm", "hosts", ("a",)), ("slurm", "port", 29400), ("ray", "time", "1:00")),
+        *(("kubernetes", "hosts", ("a",)), ("kubernetes", "tasks", "0-3"), ("kubernetes", "port", 29400)),
+        *(("kubernetes", "setup", ("x",)), ("kubernetes", "python", "/opt/python")),
+    ],
+)
+def test_options_that_a_target_does_not_have_are_refused(
+    job: LaunchJob, target: str, option: str, value: object
+) -> None:
+    shown = {"tasks": "array"}.get(option, option).replace("_", "-")
+    with pytest.raises(UsageError, match=f"--{shown} with --on {target}"):
+        find_target(target).machines(replace(job, target=target, **{option: value}))  # type: ignore[arg-type]
+
+
+def test_options_that_are_not_given_are_not_refused(job: LaunchJob) -> None:
+    assert find_target("local").machines(replace(job, target="local", nodes=1)).where == "this machine"
+    assert (job.most_requeues, replace(job, max_requeues=0).most_requeues) == (10, 0)
+
+
+@pytest.mark.parametrize("host", ["-oProxyCommand=touch x", "a b", "\0" * 100_000])
+def test_what_is_no_host_is_refused_and_shown_short(job: LaunchJob, host: str) -> None:
+    with pytest.raises(UsageError, match="--on ssh with hosts ") as refused:
+        ssh.machines(replace(job, target="ssh", hosts=("a", host)))
+    assert len(str(refused.value)) < 400
 
 
 @pytest.mark.exhaustive

@@ -77,7 +77,7 @@ def test_restarts_are_limited_and_a_run_that_was_cancelled_does_not_start_again(
     never = decide(None, budget=RestartBudget(policy=RecoveryConfig(max_restarts=0)))
     assert never == Leave(code=1, words="host h0 was lost after step 37")
     often = decide(75, 75, budget=RestartBudget(policy=policy, preempted=3, max_requeues=3))
-    assert often == Leave(code=75, words="saved, and not started again: --max-requeues is 3")
+    assert often == Leave(code=75, words="made room, and not started again: --max-requeues is 3")
     assert decide(75, 75, is_cancelled=True) == Leave(code=75)
     assert decide(None, 1, is_cancelled=True) == Leave(code=1)
     assert isinstance(decide(1, 1, actor="rank"), StartAgain)  # no launcher has started the rank again

@@ -234,6 +234,8 @@ def test_a_table_without_its_columns_is_refused(make_table: MakeTable, tmp_path:
         read_table(make_table({}, header=["id", "value"]))
     with pytest.raises(UsageError, match="cannot be read"):
         read_table(tmp_path / "none.csv")
+    with pytest.raises(UsageError, match=r"cannot be read: .* it is a device, and not a file"):
+        read_table(Path("/dev/zero"))
     path = make_table({}, {})
     path.write_text(path.read_text() + "gpt-3,here\n")
     with pytest.raises(UsageError, match="line 4: 2 cells under 32 columns"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -83,3 +85,32 @@ def test_a_launcher_whose_server_is_gone_says_so(nodes: Nodes, tmp_path: Path) -
     with pytest.raises(RendezvousConnectionError, match="cannot be reached"):
         guest.num_nodes_waiting()
     guest.__exit__()
+
+
+def test_a_program_that_has_the_port_is_told_with_it(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("_CONNECT_S", "_SILENT_S"):
+        monkeypatch.setattr(f"paceline.comm.control.store.{name}", 0.02)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        taken = Nodes(least=2, most=2, host=nodes.host, port=port)
+        told = f"who listens at tcp:127.0.0.1:{port} sent nothing within .* it is no launcher of this job"
+        with pytest.raises(RendezvousConnectionError, match=told), rendezvous(tmp_path, "run", taken):
+            pass
+
+
+def test_a_launcher_that_waits_for_others_says_so(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: queue.Queue[str] = queue.Queue()
+    monkeypatch.setattr("paceline.run.rendezvous._QUIET_S", 0.0)
+    monkeypatch.setattr("paceline.run.rendezvous.say", said.put)
+    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
+    where = f"waiting at tcp:{nodes.host}:{nodes.port}"
+    with ThreadPoolExecutor(2) as pool, rendezvous(tmp_path, "run", both) as (first, _):
+        joined = pool.submit(first.next_rendezvous)
+        while said.get(timeout=30) != f"{where} for other hosts: at least 2 are needed":
+            pass
+        with rendezvous(tmp_path, "run", both) as (second, _):
+            assert second.next_rendezvous().world_size == joined.result().world_size == 2

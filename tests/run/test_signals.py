@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
 import pytest
 
-from paceline.run.signals import start_thread
+from paceline.run.signals import PREEMPTING, launcher_signals, leave_early, start_thread
 
 
 class EndedError(Exception):
@@ -42,3 +44,24 @@ def test_a_signal_inside_of_the_start_of_a_thread_is_handled_after_it(monkeypatc
     assert ran.wait(10)
     thread.join(10)
     assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("number", PREEMPTING)
+def test_a_request_for_room_while_the_launcher_loads_is_a_preemption(number: signal.Signals) -> None:
+    code = f"import os; from paceline.run.signals import leave_early; leave_early(); os.kill(os.getpid(), {number:d})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (75, "paceline: preempted: no step was trained yet\n")
+
+
+def test_a_run_that_has_ended_is_not_preempted() -> None:
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in PREEMPTING}
+    try:
+        signal.signal(signal.SIGUSR2, end)
+        leave_early()
+        assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+        with launcher_signals(list, end):
+            pass
+        assert [signal.getsignal(number) for number in PREEMPTING] == [signal.SIG_DFL, signal.SIG_DFL, end]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

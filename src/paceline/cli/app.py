@@ -5,7 +5,6 @@ torch is imported inside the verbs that need it, so that help and config checks 
 
 from __future__ import annotations
 
-import os
 import sys
 from functools import cache
 from typing import Any
@@ -23,6 +22,7 @@ from paceline.cli.data import app as data_app
 from paceline.cli.doctor import doctor
 from paceline.cli.launch import app as launch_app
 from paceline.cli.learn import app as learn_app
+from paceline.cli.options import tells_for_host
 from paceline.cli.plan import plan
 from paceline.cli.predict import predict
 from paceline.cli.profile import profile
@@ -37,6 +37,7 @@ from paceline.cli.watch import watch
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
 from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
+from paceline.run.whereami import SOURCE
 from paceline.terminal import echo
 
 app = typer.Typer(
@@ -92,8 +93,9 @@ def run_command() -> None:
         _command_line()(prog_name="paceline")
     except PacelineError as error:
         is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
-        # Under torchrun every rank finds the same wrong input, and one tells it.
-        if not is_refusal or os.environ.get("RANK", "0") == "0":
+        is_of_rank = isinstance(error, ConfigError) and error.source == SOURCE
+        # Under torchrun every rank finds the same wrong input, and one of each host tells it.
+        if not is_refusal or is_of_rank or tells_for_host():
             echo(f"paceline: {error}", err=True)
         if isinstance(error, RunFailedError | RunPreemptedError | RunStoppedError):
             sys.exit(error.code)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import Overrides, print_json
+from paceline.cli.options import Overrides, print_json, tells_for_host
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.terminal import echo, plain
 
@@ -53,12 +53,13 @@ def doctor(
     findings = missing_packages()
     if not findings:
         surroundings, findings = _surroundings(config, overrides or [], is_quick=quick)
-        if os.environ.get("RANK", "0") == "0":
+        tells = os.environ.get("RANK", "0") == "0" or (not ranks and tells_for_host())
+        if tells:
             findings += examine(_checks(), surroundings)
         if ranks:
             findings += _test_ranks(ranks)
-        if os.environ.get("RANK", "0") != "0":
-            return  # one rank tells
+        if not tells:
+            return  # one rank of each host does, and of those that talk the first
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
         print_json({"ok": is_well, "findings": [asdict(each) for each in findings]})

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paceline.launch.job import LaunchJob
     from paceline.launch.target import Target
 
+_MOST_HOSTS_BYTES = 2**20
 _RUNS = typer.Option(Path("runs"), help="The folder of the runs: monitor.folder of their config.")
 
 
@@ -47,9 +48,10 @@ def start(
     queue: str = typer.Option(None, help="The queue or partition; else the target's default."),
     hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines."),
     hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line."),
+    kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job."),
     port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet."),
     array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it."),
-    max_requeues: int = typer.Option(10, min=0, help="slurm, ray: how often a job that was preempted starts again."),
+    max_requeues: int = typer.Option(None, min=0, help="slurm, ray: starts after preemptions, by default 10."),
     settings: list[str] = typer.Option(None, "--set", metavar="KEY=VALUE", help="An option of the target's own."),
     setup: list[str] = typer.Option(None, help="A line of shell before the run, such as 'module load cuda'."),
     python: str = typer.Option(sys.executable, help="The Python of the machines."),
@@ -89,24 +91,21 @@ def start(
         max_requeues=max_requeues,
         python=python,
         port=port,
-        settings=_settings(settings or []),
+        settings=_settings(settings or [], on, kind),
         setup=tuple(setup or ()),
         resume=resume,
         checks_memory=not no_memory_check,
         is_dry=dry_run,
     )
     target, job, settled = prepare(config, overrides or [], asked)
-    for line in settled.lines:
+    for line in (f"run {job.run} on {job.target}", *settled.lines):
         echo(line, err=True)
     if dry_run:
         echo(target.render(job), nl=False)
         return
     job = submit(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
-    if detach or array is not None:
-        echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
-        return
-    raise typer.Exit(_follow(target, job))
+    _leave_or_follow(target, job, is_left=detach or array is not None)
 
 
 @app.command()
@@ -152,6 +151,13 @@ def cancel(name: str = typer.Argument(help="A launch, or its job's id."), runs: 
     echo(f"asked {job.name} (job {job.id} on {job.target}) to end")
 
 
+def _leave_or_follow(target: Target, job: LaunchJob, *, is_left: bool) -> None:
+    if is_left:
+        echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
+        return
+    raise typer.Exit(_follow(target, job))
+
+
 def _follow(target: Target, job: LaunchJob) -> int:
     from paceline.launch.follow import follow
 
@@ -173,15 +179,18 @@ def _hosts(named: str | None, file: Path | None) -> tuple[str, ...]:
     words = (named or "").split(",")
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
-        except OSError as error:
-            raise typer.BadParameter(f"--hostfile {file}: {error.strerror}") from error
+            with file.open("rb") as opened:  # a pipe will do: <(scontrol show hostnames)
+                lines = opened.read(_MOST_HOSTS_BYTES).decode("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise typer.BadParameter(f"--hostfile {file}: {getattr(error, 'strerror', None) or error}") from error
         words += [line.partition("#")[0].split()[0] for line in lines if line.partition("#")[0].strip()]
     return tuple(dict.fromkeys(word.strip() for word in words if word.strip()))
 
 
-def _settings(words: list[str]) -> dict[str, str]:
+def _settings(words: list[str], target: str, kind: str | None) -> dict[str, str]:
     wrong = [word for word in words if "=" not in word]
     if wrong:
         raise typer.BadParameter(f"--set {wrong[0]}: it is KEY=VALUE")
-    return dict(word.split("=", 1) for word in words)
+    if kind is not None and target != "kubernetes":
+        raise typer.BadParameter(f"--kind {kind} with --on {target}: only Kubernetes has kinds")
+    return dict(word.split("=", 1) for word in words) | ({} if kind is None else {"kind": kind})

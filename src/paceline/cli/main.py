@@ -45,6 +45,10 @@ def main() -> None:
             signal.signal(signal.SIGINT, _leave)
     except KeyboardInterrupt:
         _leave()
+    if sys.argv[1:2] == ["train"]:
+        from paceline.run.signals import leave_early
+
+        leave_early()  # the rest takes a second or more to load
     from paceline.cli.app import run_command
 
     if not is_heard:

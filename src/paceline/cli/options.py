@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +22,14 @@ ClusterName = Annotated[
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
+
+
+def tells_for_host() -> bool:
+    """Says whether this process tells what every rank of its host finds: it is the first there, or nobody says so.
+
+    A rank that somebody starts by hand has no LOCAL_RANK.
+    """
+    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def print_json(value: Any) -> None:

@@ -55,7 +55,7 @@ def train(
 
       torchrun --nproc-per-node 2 -m paceline train configs/digits.yaml
 
-      paceline train configs/digits.yaml --nnodes 1:4 --rdzv host1:29400
+      paceline train configs/digits.yaml train.global_batch=96 --nnodes 1:4 --rdzv host1:29400
     """
     words = overrides or []
     refuse_options(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from paceline.config.batch import batch_plan as batch_plan
 from paceline.config.batch import peak_learning_rate as peak_learning_rate
+from paceline.config.checks import check_hosts as check_hosts
 from paceline.config.checks import check_ranks as check_ranks
 from paceline.config.checks import run_checks as run_checks
 from paceline.config.data_sections import SyntheticImagesDataConfig as SyntheticImagesDataConfig

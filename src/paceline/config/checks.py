@@ -6,8 +6,10 @@ Where sections of a config are broken, a rule that reads one of them is left out
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
@@ -42,6 +44,7 @@ from paceline.plan.rule_case import no_effect, text_of
 Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 
 _LONGEST_NAME = 100
+_MOST_GROWTH = 4  # of a batch that is suggested
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
 
 
@@ -74,6 +77,22 @@ def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> li
     """
     of_ranks = layout_problems(config, ranks, node_ranks, only_of="ranks")
     return [*of_ranks, *_batch_problems(config, ranks)]
+
+
+def check_hosts(config: Config, each: int, hosts: range) -> list[Problem]:
+    """Lists what any of these numbers of hosts, with ``each`` ranks on every one, breaks.
+
+    Hosts may come and go during a run, and its batch stays: it is divided among the ranks of every number of them.
+    """
+    found = {problem.what: problem for count in hosts for problem in check_ranks(config, each * count, each)}
+    whole, batch = math.lcm(*(each * count for count in hosts)), config.train.global_batch
+    if len(hosts) == 1 or batch is None or batch % whole == 0:
+        return list(found.values())
+    below = batch - batch % whole
+    near = [str(number) for number in (below, below + whole) if 0 < number <= _MOST_GROWTH * batch]
+    tried = f"try train.global_batch = {' or '.join(near)}, or " if near else ""
+    fix = f"{hosts[0]} to {hosts[-1]} hosts divide multiples of {whole}: {tried}take one number of hosts"
+    return [replace(one, fix=fix) if one.what.startswith("train.global_batch = ") else one for one in found.values()]
 
 
 def _refuse(*, when: Callable[[Config], bool], what: str, rule: str, fix: str) -> Check:

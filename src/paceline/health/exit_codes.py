@@ -16,7 +16,8 @@ REFUSED: Final = 2
 """The command line or the config was refused: nothing was started."""
 
 PREEMPTED: Final = 75
-"""A signal asked the run to stop; the state is saved: start the same command again with `--resume auto`."""
+"""A signal asked the run to stop; the state is saved, or no step was trained yet: start the same command again with
+`--resume auto`."""
 
 HUNG: Final = 76
 """The ranks stopped making progress; the verdict names the rank and the line."""
@@ -28,7 +29,7 @@ MEANINGS: Final = {
     DONE: "done",
     FAILED: "failed",
     REFUSED: "refused before it started",
-    PREEMPTED: "preempted: saved, start it again",
+    PREEMPTED: "preempted: saved, or no step trained yet; start it again",
     HUNG: "hung",
     NO_PROGRESS: "gave up: no progress between restarts",
 }

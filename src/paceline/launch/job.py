@@ -15,6 +15,7 @@ import difflib
 import json
 import re
 import shlex
+import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from paceline.errors import UsageError
 from paceline.untrusted import parse_json_object, plain_name, read_regular
 
 LAUNCHED = "PACELINE_LAUNCH"  # in the environment of a launched run: its launch's name
+_MOST_REQUEUES = 10
 _FOLDER = ".launches"
 
 
@@ -52,7 +54,7 @@ class LaunchJob:
     queue: str | None = None
     hosts: tuple[str, ...] = ()
     tasks: str | None = None
-    max_requeues: int = 10
+    max_requeues: int | None = None
     port: int | None = None
     settings: Mapping[str, str] = field(default_factory=dict)
     setup: tuple[str, ...] = ()
@@ -65,6 +67,11 @@ class LaunchJob:
     @property
     def exit_file(self) -> Path:
         return Path(self.folder) / "exit"
+
+    @property
+    def most_requeues(self) -> int:
+        """How often the job starts again after it has made room: as often as was asked for, else ten times."""
+        return _MOST_REQUEUES if self.max_requeues is None else self.max_requeues
 
     def command(self, *options: str, run: str | None = None) -> list[str]:
         """Returns what each host runs. The run goes on with its newest checkpoint whenever it is started again."""
@@ -132,7 +139,7 @@ def find_launch(runs: Path, name: str | None) -> LaunchJob:
             return job
     shown = ", ".join(job.name for job in known[:8]) or "none"
     raise UsageError(
-        f"no launch named {name or ''} in {launches_folder(runs)}\n  the launches there are {shown}\n"
+        f"no launch{f' named {name}' if name else ''} in {launches_folder(runs)}\n  the launches there are {shown}\n"
         "  paceline launch status lists them; --runs names another folder of runs"
     )
 
@@ -151,7 +158,16 @@ def all_launches(runs: Path) -> list[LaunchJob]:
 
 def refuse_options(job: LaunchJob, reasons: Mapping[str, str]) -> None:
     """Refuses options that would have no effect at a target; ``reasons`` says why, by option. Raises UsageError."""
-    given = {"--array": job.tasks, "--hosts": job.hosts, "--time": job.time, "--queue": job.queue}
+    given = {
+        "--array": job.tasks is not None,
+        "--hosts": bool(job.hosts),
+        "--time": job.time is not None,
+        "--queue": job.queue is not None,
+        "--port": job.port is not None,
+        "--max-requeues": job.max_requeues is not None,
+        "--setup": bool(job.setup),
+        "--python": job.python != sys.executable,
+    }
     for option, why in reasons.items():
         if given[option]:
             raise UsageError(f"{option} with --on {job.target}\n  {why}\n  leave it out")

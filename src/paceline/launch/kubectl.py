@@ -65,7 +65,13 @@ class Kubectl:
 
     def check(self) -> str:
         """Returns the name of the cluster. Raises LaunchError where it does not answer, or takes no such run."""
-        context = self._call(["config", "current-context"]).strip()
+        found = self._run(["config", "current-context"])
+        if found.returncode:
+            raise LaunchError(
+                f"kubectl has no cluster: {found.stderr.strip().removeprefix('error: ')}\n  it applies the manifests\n"
+                "  choose one: kubectl config use-context NAME; kubectl config get-contexts lists them"
+            )
+        context = found.stdout.strip()
         kind = _RESOURCES[self._options.kind]
         done = self._run(["auth", "can-i", "create", kind])
         if done.stdout.strip() != "yes":

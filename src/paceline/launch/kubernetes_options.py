@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline.config import Config, check_ranks
+from paceline.config import Config, check_hosts
 from paceline.errors import ConfigError, Problem
 
 Kind = Literal["job", "statefulset", "jobset", "trainjob"]
@@ -114,10 +114,7 @@ def check_options(options: KubernetesOptions, config: Config) -> None:
     if not problems:
         per_pod, most = options.resources.num_ranks, options.nodes
         spread = config.with_values("parallel", ranks=per_pod * most)
-        found = [
-            each for pods in range(options.fewest, most + 1) for each in check_ranks(spread, per_pod * pods, per_pod)
-        ]
-        problems = list({each.what: each for each in found}.values())
+        problems = check_hosts(spread, per_pod, range(options.fewest, most + 1))
     if problems:
         raise ConfigError(problems, source=f"{options.name or 'run'} on Kubernetes")
 
@@ -184,7 +181,7 @@ def _counts(options: KubernetesOptions) -> Iterator[Problem]:
         yield Problem(
             what=f"a StatefulSet with a time limit of {options.time_limit_s} s",
             rule="Kubernetes ends no StatefulSet by time",
-            fix="use --kind job",
+            fix="use --kind job, jobset or trainjob",
         )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
@@ -132,6 +133,12 @@ def read_options(asked: AskedPods, settings: Mapping[str, str]) -> KubernetesOpt
 
 
 def object_name(name: str) -> str:
-    """Returns the name of a run as Kubernetes takes it: small letters, digits and dashes."""
-    found = _NAME_PARTS.sub("-", name.lower()).strip("-")[:_MOST_NAME].strip("-")
-    return found if found[:1].isalpha() else f"run-{found}".strip("-")[:_MOST_NAME].strip("-")
+    """Returns the name of a run as Kubernetes takes it: small letters, digits and dashes.
+
+    One that is too long ends with a number made of all of it, so that ``NAME`` and ``NAME-2`` stay two.
+    """
+    found = _NAME_PARTS.sub("-", name.lower()).strip("-")
+    found = found if found[:1].isalpha() else f"run-{found}".strip("-")
+    if len(found) <= _MOST_NAME:
+        return found
+    return f"{found[: _MOST_NAME - 9].strip('-')}-{zlib.crc32(name.encode()):08x}"

@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.config import Config, load_config
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import LaunchError
 from paceline.launch import background
-from paceline.launch.job import JobState, LaunchJob
+from paceline.launch.job import JobState, LaunchJob, refuse_options
 from paceline.launch.kubectl import Kubectl
 from paceline.launch.kubernetes import render as render_manifests
 from paceline.launch.kubernetes_options import KubernetesOptions
@@ -24,12 +24,21 @@ from paceline.launch.kubernetes_settings import AskedPods, read_options
 from paceline.launch.manifests import to_text
 from paceline.launch.target import TargetMachines
 
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--hosts": "Kubernetes chooses the machines",
+    "--port": "each run has a network name of its own: its pods meet at port 29400",
+    "--max-requeues": "pods that were preempted start again without a limit; --set max_restarts=N counts failures",
+    "--setup": "the pods run what is in the image",
+    "--python": "the pods run the Python of the image",
+}
 _LOOK_S = 0.2
 _WRITTEN_S = 60.0  # until the launch has been written down
 
 
 def machines(job: LaunchJob) -> TargetMachines:
     """Returns what a pod is given. Raises UsageError or ConfigError for what no cluster can run."""
+    refuse_options(job, _NOT_HERE)
     options = options_of(job)
     render_manifests(options, config_of(job))
     return replace(given(job), notes=(f"the cluster is {Kubectl(options).check()}",))
@@ -74,9 +83,6 @@ def cancel(job: LaunchJob) -> None:
 
 def options_of(job: LaunchJob) -> KubernetesOptions:
     """Returns the options of a launch. Raises UsageError for what is wrong with them."""
-    for option, is_given, whose in (("--array", job.tasks is not None, "Slurm"), ("--hosts", bool(job.hosts), "ssh")):
-        if is_given:
-            raise UsageError(f"{option} with --on kubernetes\n  it is an option of {whose}\n  leave it out")
     asked = AskedPods(
         name=job.run, nodes=job.nodes, least=job.least, gpus=job.gpus, ranks=job.ranks, queue=job.queue, time=job.time
     )

@@ -12,6 +12,10 @@ _NOT_HERE = {
     "--array": "it is an option of Slurm",
     "--time": "this machine has no time limits",
     "--queue": "this machine has no queues",
+    "--hosts": "it is this machine alone: --on ssh is for others",
+    "--port": "the ranks of one machine meet in a folder, without a port",
+    "--max-requeues": "nothing queues the run again: it leaves with code 75",
+    "--setup": "the run has the environment of this shell",
 }
 
 

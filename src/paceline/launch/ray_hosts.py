@@ -293,7 +293,7 @@ def main(folder: Path) -> int:
     except (LaunchError, UsageError) as error:
         echo(f"paceline: {error}", err=True)
         return REFUSED if isinstance(error, UsageError) else FAILED
-    budget = RestartBudget(policy=policy, max_requeues=job.max_requeues)
+    budget = RestartBudget(policy=policy, max_requeues=job.most_requeues)
     supervisor = Supervisor(job=job, options=options, cluster=cluster, budget=budget)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, supervisor.hear)

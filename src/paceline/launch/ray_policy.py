@@ -87,7 +87,7 @@ def after_end(
     if PREEMPTED in codes:
         if budget.preempted < budget.max_requeues:
             return StartAgain(words=f"the run was asked to leave and saved after step {steps.last_step}")
-        return Leave(code=PREEMPTED, words=f"saved, and not started again: --max-requeues is {budget.max_requeues}")
+        return Leave(code=PREEMPTED, words=f"made room, and not started again: --max-requeues is {budget.max_requeues}")
     return Leave(code=_code_of(ends))
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.cluster.detect import Machine
-from paceline.config import Config, check_ranks, with_precision
+from paceline.config import Config, check_hosts, with_precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.launch.target import TargetMachines
 from paceline.predict.memory.activations import describe_model
@@ -64,9 +64,8 @@ def settle(config: Config, machines: TargetMachines, *, least: int, nodes: int, 
         raise UsageError("comm.backend = virtual\n  virtual ranks take turns in one process\n  use paceline train")
     ranks = each * nodes
     spread = with_precision(config.with_values("parallel", device=device, ranks=ranks), device)
-    found = [problem for count in range(least, nodes + 1) for problem in check_ranks(spread, each * count, each)]
-    if found:
-        raise ConfigError(list({problem.what: problem for problem in found}.values()), source="launch")
+    if found := check_hosts(spread, each, range(least, nodes + 1)):
+        raise ConfigError(found, source="launch")
     keys = [f"parallel.device={device}", f"parallel.ranks={ranks}"]
     what = f"{ranks} rank{'s' if ranks > 1 else ''} on {'GPUs' if gpus else 'CPUs'}, {each} on each of {nodes} nodes"
     chosen, lines = _with_memory(spread, machines, each), [what if nodes > 1 else what.partition(",")[0]]

@@ -19,11 +19,15 @@ from pathlib import Path
 from paceline.cluster.devices import load_cluster
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, refuse_options
 from paceline.launch.target import TargetMachines
 from paceline.launch.time_limit import read_time
 
 _ASK_S = 60.0
+_NOT_HERE = {
+    "--hosts": "Slurm chooses the machines: --nodes says how many",
+    "--port": "the nodes meet at a port by the number of the job, or at MASTER_PORT of the environment",
+}
 _OWN = ("task", "save_s")  # settings that are not options of sbatch
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
 _ENDED = (
@@ -45,8 +49,7 @@ _TASK = "{task}"  # in an override: the number of the array's task
 
 def machines(job: LaunchJob) -> TargetMachines:
     """Asks Slurm for the nodes of the queue. Raises UsageError for a queue that there is not, or that is too small."""
-    if job.hosts:
-        raise UsageError("--hosts with --on slurm\n  Slurm chooses the machines\n  give --nodes N, or --on ssh")
+    refuse_options(job, _NOT_HERE)
     _check_time(job)
     asked = _slurm("sinfo", "--noheader", "--format=%R|%D|%m|%G")
     rows = [line.strip().split("|") for line in asked.splitlines() if line.count("|") == 3]
@@ -96,7 +99,7 @@ def render(job: LaunchJob) -> str:
         command=command,
         preempted=PREEMPTED,
         by_signal=128 + signal.SIGUSR1,
-        most=job.max_requeues,
+        most=job.most_requeues,
         exit=f"{shlex.quote(str(job.exit_file))}{suffix}",
     )
 
@@ -270,10 +273,10 @@ again=$?
 # A job that somebody has cancelled does not run any more, and is not queued again.
 if [ "$code" -eq {preempted} ] && [ "$(squeue --noheader --jobs="$SLURM_JOB_ID" --format=%T)" = RUNNING ]; then
   if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {most} ]; then
-    echo "paceline: saved; back into the queue (start $((${{SLURM_RESTART_COUNT:-0}} + 2)) of at most $(({most} + 1)))"
+    echo "paceline: back into the queue (start $((${{SLURM_RESTART_COUNT:-0}} + 2)) of at most $(({most} + 1)))"
     scontrol requeue "$SLURM_JOB_ID" && exit {preempted}
   fi
-  echo "paceline: saved, and not queued again: it was started $((${{SLURM_RESTART_COUNT:-0}} + 1)) times"
+  echo "paceline: not queued again: it was started $((${{SLURM_RESTART_COUNT:-0}} + 1)) times"
 fi
 echo "$code" > {exit}.part && mv {exit}.part {exit}
 exit "$code"

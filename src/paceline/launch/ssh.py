@@ -27,8 +27,14 @@ from paceline.untrusted import parse_json_object
 
 ANSWER_S = 10
 SETTINGS = ("ssh", "pythonpath")
-_NOT_HERE = {"--array": "it is an option of Slurm", "--time": "ssh has no time limits", "--queue": "ssh has no queues"}
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--time": "ssh has no time limits",
+    "--queue": "ssh has no queues",
+    "--max-requeues": "nothing queues the run again: it leaves with code 75",
+}
 _LOOK_S = 90.0
+_LONGEST_HOST, _SHOWN = 320, 40  # a user, and a name of the network
 _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "ServerAliveInterval=5")
 
 
@@ -50,10 +56,10 @@ def machines(job: LaunchJob) -> TargetMachines:
     """Asks all hosts at once. Raises UsageError without hosts, and ConfigError with all that is wrong with them."""
     refuse_options(job, _NOT_HERE)
     refuse_settings(job, SETTINGS)
-    wrong = [host for host in job.hosts if host.startswith("-") or not host.isprintable() or " " in host]
+    wrong = [repr(host[:_SHOWN]) for host in job.hosts if not _is_host(host)]
     if len(job.hosts) < 1 or wrong:
         raise UsageError(
-            f"--on ssh with {'hosts ' + ', '.join(wrong) if wrong else 'no hosts'}\n"
+            f"--on ssh with {'hosts ' + ', '.join(wrong[:3]) if wrong else 'no hosts'}\n"
             "  it starts ranks on the machines of a list\n  give --hosts host1,host2 or --hostfile FILE"
         )
     address, found = ask_hosts(job)
@@ -69,6 +75,10 @@ def machines(job: LaunchJob) -> TargetMachines:
         host_bytes=min(float(each["memory_bytes"]) for each in answers),
         notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent),
     )
+
+
+def _is_host(name: str) -> bool:
+    return not name.startswith("-") and name.isprintable() and " " not in name and len(name) <= _LONGEST_HOST
 
 
 def ask_hosts(job: LaunchJob) -> tuple[str, dict[str, dict[str, Any] | str]]:

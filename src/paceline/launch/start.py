@@ -32,7 +32,7 @@ class LaunchRequest:
     queue: str | None = None
     hosts: tuple[str, ...] = ()
     tasks: str | None = None
-    max_requeues: int = 10
+    max_requeues: int | None = None
     python: str = sys.executable
     port: int | None = None
     settings: dict[str, str] = field(default_factory=dict)

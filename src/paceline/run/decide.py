@@ -19,7 +19,7 @@ from paceline import free_memory
 from paceline.cluster import detect
 from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
-from paceline.config import Config, check_ranks, why_not_sharded, with_precision
+from paceline.config import Config, check_hosts, check_ranks, why_not_sharded, with_precision
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan
@@ -219,8 +219,7 @@ def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[
     here = resolve_config(asked.with_values("parallel", ranks=ranks or "auto"))
     per_host = here.parallel.decided_ranks
     config = asked.with_values("parallel", device=here.parallel.device, ranks=per_host * hosts[-1])
-    problems = [problem for number in hosts for problem in check_ranks(config, per_host * number, per_host)]
-    _refuse(list({problem.what: problem for problem in problems}.values()))
+    _refuse(check_hosts(config, per_host, hosts))
     return config, per_host
 
 

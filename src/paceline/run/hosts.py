@@ -46,7 +46,7 @@ def train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResul
     running = next((folder for folder in runs_of(asked) if is_in_use(folder)), None)
     location = RunLocation(folder=running or run_folder(asked))
     if running is None:
-        location = locate_run(asked, force=options.force, resume=options.resume)
+        location = locate_run(asked, force=options.force, resume=options.resume, may_begin=True)
     with warm_ranks_of(asked, nodes.ranks) as warm:
         from paceline.run.decide import Participants, decide_run
 

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
     from paceline.config import Config
 
-_SCHEDULERS = ("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "TORCHELASTIC_RUN_ID", "PACELINE_LAUNCH", VARIABLE)
+_SCHEDULERS = (
+    *("SLURM_JOB_ID", "KUBERNETES_SERVICE_HOST", "PBS_JOBID", "LSB_JOBID", "FLUX_JOB_ID"),
+    *("TORCHELASTIC_RUN_ID", "PACELINE_LAUNCH", VARIABLE),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,11 +70,14 @@ def runs_of(config: Config) -> list[Path]:
     return sorted(runs, key=lambda path: ((path / "config.yaml").stat().st_mtime_ns, path.name), reverse=True)
 
 
-def locate_run(config: Config, *, force: bool, resume: str | None, may_number: bool = True) -> RunLocation:
+def locate_run(
+    config: Config, *, force: bool, resume: str | None, may_number: bool = True, may_begin: bool = False
+) -> RunLocation:
     """Finds a run's folder, and the checkpoint to start from; changes nothing.
 
     ``resume`` is ``auto`` (the newest checkpoint of the newest run of that name), ``best`` (its best), or a path. A
-    name that is taken gets a number, unless ``force`` replaces the run, or ``may_number`` is False. Raises
+    name that is taken gets a number, unless ``force`` replaces the run, or ``may_number`` is False. ``auto`` begins a
+    run that was ended before its first step, or that a scheduler starts, or with ``may_begin`` any. Raises
     RunFolderError if the folder may not be used, CheckpointError if there is no such checkpoint or if none could be
     written to ``checkpoint.folder``.
     """
@@ -81,10 +87,11 @@ def locate_run(config: Config, *, force: bool, resume: str | None, may_number: b
     try:
         location = _own_start(config, resume) or _start_of_another(config, resume, force=force)
     except CheckpointError:
-        if resume != "auto" or not any(name in os.environ for name in _SCHEDULERS):
-            raise
-        # A scheduler starts the same command again: also a run that had nothing to save yet.
         folder = next(iter(runs_of(config)), run_folder(config))
+        # What starts the same command again also starts a run that had nothing to save yet.
+        may_begin = may_begin or any(name in os.environ for name in _SCHEDULERS) or _ended_before_training(folder)
+        if resume != "auto" or not may_begin:
+            raise
         say(f"no checkpoint in {folder} yet: starting from the beginning")
         is_continued = (folder / "config.yaml").is_file()
         check_folder(folder, force=force, resume=is_continued)
@@ -96,6 +103,19 @@ def locate_run(config: Config, *, force: bool, resume: str | None, may_number: b
         )
     check_folder(location.folder, force=force, resume=location.is_continued)
     return location
+
+
+def _ended_before_training(folder: Path) -> bool:
+    """Says whether there is a run that has neither saved nor trained a step: it left with code 75, or was killed."""
+    from paceline.checkpoint.find import places_of
+    from paceline.records.records import StepRecord, read_records
+
+    if not (folder / "config.yaml").is_file() or any(next(each.glob("step-*"), None) for each in places_of(folder)):
+        return False
+    try:
+        return not any(isinstance(each, StepRecord) for each in read_records(folder / "records" / "rank-0.jsonl"))
+    except (OSError, ValueError) as error:
+        return isinstance(error, FileNotFoundError)
 
 
 def claim_run(

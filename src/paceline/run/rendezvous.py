@@ -34,6 +34,7 @@ from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.agreement import HostFacts, agree, refusal_of, refuse
+from paceline.run.console import say
 from paceline.run.nodes import LAST_CALL_S, Nodes
 from paceline.run.signals import start_thread
 
@@ -42,6 +43,7 @@ _SERVER_S = 60.0  # for the launcher that has the server to start
 _JOIN_S = 600.0
 _BEAT_S = 0.5
 _READ_S = 5.0  # for other hosts to read why the run is refused
+_QUIET_S = 5.0  # of waiting, before it is told
 # The address is another host's, or another launcher on this one has it already.
 _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
@@ -110,7 +112,8 @@ class Rendezvous(RendezvousHandler):
         self.hosts = Hosts()  # those of the server, where this launcher has it
 
     def __enter__(self) -> Rendezvous:
-        _explained(self._client.wait_for_server, _SERVER_S)
+        with self._told_if_long("for the launcher there"):
+            _explained(self._client.wait_for_server, _SERVER_S)
         if self._thread is not None:
             start_thread(self._thread)
         return self
@@ -141,7 +144,8 @@ class Rendezvous(RendezvousHandler):
         if told:
             self._refuse(told)
             raise UsageError(told)
-        found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
+        with self._told_if_long(f"for other hosts: at least {self.hosts.least} are needed"):
+            found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
         if not found:
             refused = refusal_of(self._stores[0]) if self._stores else ""
             if refused:
@@ -150,6 +154,22 @@ class Rendezvous(RendezvousHandler):
         self._round, rank, size = found
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
         return RendezvousInfo(store, rank, size, RendezvousStoreInfo(str(self._client.address), self._round))
+
+    @contextlib.contextmanager
+    def _told_if_long(self, what: str) -> Iterator[None]:
+        """Says what this launcher waits for, unless it comes within seconds."""
+        is_over = threading.Event()
+
+        def tell() -> None:
+            if not is_over.wait(_QUIET_S):
+                say(f"waiting at {self._client.address} {what}")
+
+        if self._thread is not None:  # one among several
+            start_thread(threading.Thread(target=tell, name="waiting", daemon=True))
+        try:
+            yield
+        finally:
+            is_over.set()
 
     def _refuse(self, told: str) -> None:
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""

@@ -17,13 +17,30 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+from paceline.health.exit_codes import PREEMPTED
 
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 ENDING = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 BY_SIGNAL = 128  # plus its number: the code of a rank that a signal ended before it had saved
 _HANDLED = (*ENDING, *PREEMPTING)
 _SAME_REQUEST_S = 5.0
+
+
+def leave_early() -> None:
+    """Has a preempting signal end this process with code 75 until it starts ranks: it has trained nothing yet.
+
+    Signals that somebody else handles, or ignores, stay as they are.
+    """
+    for number in PREEMPTING:
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, _leave_early)
+
+
+def _leave_early(*_: object) -> NoReturn:
+    os.write(2, b"paceline: preempted: no step was trained yet\n")
+    os._exit(PREEMPTED)
 
 
 def hear_requests(ask: Callable[[int], None], *, grace_s: float, leave: Callable[[int], object]) -> None:
@@ -75,6 +92,9 @@ def launcher_signals(
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, number)
 
+    for number in PREEMPTING:
+        if signal.getsignal(number) is _leave_early:  # what ends this process from now on is the launcher's matter
+            signal.signal(number, signal.SIG_DFL)
     with _handlers_restored() as before:
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:

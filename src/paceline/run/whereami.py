@@ -33,6 +33,7 @@ from paceline.errors import ConfigError, Problem
 from paceline.run.nodes import Nodes
 
 SWITCH = "PACELINE_LAUNCHER"
+SOURCE = "the launcher's environment"  # of the problems that are found here
 _PORT = 29500  # torchrun's own, where a launcher leaves it open
 _FIRST_PORT, _PORTS = 20000, 10000  # below those that systems hand out
 _INTERACTIVE_STEP = "4294967290"  # the shell of salloc
@@ -98,7 +99,7 @@ def recognise(environment: Mapping[str, str]) -> Surroundings:
     if SWITCH in environment:
         read.problem(f"{SWITCH} = {environment[SWITCH]}", "the only value is none: this process starts its own ranks")
     if read.problems:
-        raise ConfigError(read.problems, source="the launcher's environment")
+        raise ConfigError(read.problems, source=SOURCE)
     return found
 
 

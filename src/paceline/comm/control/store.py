@@ -14,13 +14,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.control.wire import Address, Link, RefusedError, Secret
+from paceline.comm.control.wire import Address, Link, RefusedError, Secret, SilentServerError
 from paceline.errors import CommunicationError
 
 _REPLY_S = 30.0  # for what the server answers at once
 _RETRY_S = 0.05
 _FRESH_S = 0.1
 _SECRET_S = 5.0  # a launcher may just be making the job's secret
+_CONNECT_S = 10.0  # for one attempt to reach a server that may not be there yet
+_SILENT_S = 15.0  # a launcher on a busy host may greet late
 _C10D: Any = dist  # whose stores torch does not declare
 
 
@@ -39,16 +41,13 @@ class ControlClient:
         Raises TimeoutError when what was waited for did not come, and CommunicationError when the server is gone or
         refuses.
         """
-        link: Link | None = None
+        link = self._take()
         try:
-            link = self._take()
             answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
         except BaseException as error:
-            if link is not None:
-                link.close()
+            link.close()
             if isinstance(error, OSError) and not isinstance(error, TimeoutError):
-                what = error.strerror or error
-                raise CommunicationError(f"the control server at {self.address} cannot be reached: {what}") from error
+                raise self._unreachable(error) from error
             raise
         self._idle.append(link)
         return answer
@@ -58,11 +57,13 @@ class ControlClient:
         start = time.monotonic()
         while True:
             try:
+                self._idle.append(self._connect(min(within_s, _CONNECT_S)))
                 self.ask("count")
                 return
             except (CommunicationError, TimeoutError) as error:
-                patience_s = min(within_s, _SECRET_S) if isinstance(error, RefusedError) else within_s
-                if time.monotonic() - start > patience_s:
+                patience_s = _SILENT_S if isinstance(error, SilentServerError) else within_s
+                patience_s = _SECRET_S if isinstance(error, RefusedError) else patience_s
+                if time.monotonic() - start > min(within_s, patience_s):
                     raise
             time.sleep(_RETRY_S)
 
@@ -77,7 +78,17 @@ class ControlClient:
         try:
             return self._idle.pop()
         except IndexError:
-            return Link(self.address, self._secret(), _REPLY_S)
+            return self._connect(_REPLY_S)
+
+    def _connect(self, within_s: float) -> Link:
+        try:
+            return Link(self.address, self._secret(), within_s)
+        except OSError as error:
+            raise self._unreachable(error) from error
+
+    def _unreachable(self, error: OSError) -> CommunicationError:
+        why = "no answer" if isinstance(error, TimeoutError) else error.strerror or error
+        return CommunicationError(f"the control server at {self.address} cannot be reached: {why}")
 
 
 class ControlStore(dist.Store):  # type: ignore[name-defined, misc]

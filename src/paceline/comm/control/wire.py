@@ -47,6 +47,10 @@ class RefusedError(CommunicationError):
     """A message or a connection that is not what the other side of a job would send."""
 
 
+class SilentServerError(CommunicationError):
+    """Somebody listens at the address, and does not greet as a control server does."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Where a control server listens: a path of a unix socket, or a host and a port."""
@@ -140,13 +144,13 @@ class Link:
     """One authenticated connection of a client."""
 
     def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
-        """Connects. Raises OSError where nobody listens."""
+        """Connects. Raises OSError where nobody listens, SilentServerError where no control server does."""
         self._address = address
         self._is_proven = True  # what the server thinks of this side's secret; nothing so far
         self._socket = _connect(address, timeout_s)
         try:
             client_nonce = secrets.token_bytes(NONCE_BYTES)
-            proof, self._requests, self._replies = derive(secret, self._receive(NONCE_BYTES), client_nonce)
+            proof, self._requests, self._replies = derive(secret, self._greeting(timeout_s), client_nonce)
             self._socket.sendall(client_nonce + proof)
         except BaseException:
             self._socket.close()
@@ -186,6 +190,16 @@ class Link:
                 raise ConnectionResetError(f"the control server at {self._address} is gone")
             content += piece
         return bytes(content)
+
+    def _greeting(self, timeout_s: float) -> bytes:
+        try:
+            return self._receive(NONCE_BYTES)
+        except TimeoutError as error:
+            raise SilentServerError(
+                f"who listens at {self._address} sent nothing within {timeout_s:g} s: it is no launcher of this job\n"
+                "  a launcher greets every connection at once\n"
+                "  another program has this port: end it, or meet at another port"
+            ) from error
 
     def _explain_refusal(self) -> RefusedError:
         return RefusedError(

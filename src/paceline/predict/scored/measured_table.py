@@ -9,11 +9,13 @@ fitted on ``calib`` rows, and ``dev`` rows score them.
 from __future__ import annotations
 
 import csv
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.errors import UsageError
+from paceline.untrusted import read_regular
 
 INPUTS = (
     *("id", "model_family", "params_b", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab", "seq_len"),
@@ -22,6 +24,7 @@ INPUTS = (
 )
 RESULTS = ("value", "note")
 SHIPPED = Path(__file__).parent / "published.csv"
+_MOST_BYTES = 2**26
 NOT_STATED = ("", "n/a", "not stated")
 
 
@@ -109,10 +112,10 @@ def read_shipped() -> Table:
 def read_table(path: Path) -> Table:
     """Reads a CSV of published measurements. Raises UsageError for a file that is not one."""
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            reader = csv.DictReader(file)
-            header = list(reader.fieldnames or ())
-            records = [(reader.line_num, record) for record in reader]
+        text = read_regular(path, _MOST_BYTES).decode("utf-8-sig")
+        reader = csv.DictReader(io.StringIO(text, newline=""))
+        header = list(reader.fieldnames or ())
+        records = [(reader.line_num, record) for record in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(f"{path} cannot be read: {error}\n  it must be a CSV file in UTF-8") from error
     _check_header(path, header)
