@@ -25,6 +25,7 @@ _is_engines_own = contextvars.ContextVar("_is_engines_own", default=False)
 
 def guard_states(module: nn.Module) -> None:
     """Lets ``state_dict`` and ``load_state_dict`` of a module, and of all modules inside, refuse."""
+    each: Any  # torch does not annotate these
     for each in module.modules():
         each.register_state_dict_pre_hook(_refuse_state)
         each.register_load_state_dict_pre_hook(_refuse_loading)
