@@ -4,7 +4,7 @@
     ├── ConfigError                  one or more problems of a config, each with values, rule and fix
     ├── UsageError                   a call that breaks the contract of an API, with the fix in the message
     ├── DataError                    a data set that cannot be read, is too small, or cannot be sent to workers
-    │   └── BadSampleError           what a file holds is wrong, however often it is read
+    │   └── BadSampleError           what a source holds is wrong, however often it is read
     ├── CheckpointError              a checkpoint that is missing or damaged
     │   └── MisfitError              one of another model or optimizer
     ├── RunFolderError               a run folder that exists already, or holds no readable records
@@ -80,7 +80,7 @@ class DataError(PacelineError):
 
 
 class BadSampleError(DataError):
-    """What a file holds is wrong, however often it is read: a token beyond the vocabulary, a broken image."""
+    """What a source holds is wrong, however often it is read: a token beyond the vocabulary, a stream that is over."""
 
 
 class CheckpointError(PacelineError):

@@ -215,8 +215,10 @@ def test_replacing_a_run_and_going_on_with_it_exclude_each_other(call: Call, pro
 
 @pytest.mark.usefixtures("project")
 def test_options_of_other_launchers_are_all_answered_with_ours(call: Call) -> None:
-    words = "train --config tiny.yaml --strategy fsdp --batch-size 32 --epochs=3 --resum auto"
-    called = call(*words.split())
+    words = (
+        "train --config tiny.yaml --strategy fsdp --batch-size 32 --epochs=3 --model gpt --checkpoint-dir ck --nproc 2"
+    )
+    called = call(*words.split(), "--deepspeed", "ds.json", "--resum", "auto")
     assert (called.code, called.out) == (2, "")
     answers = [block.splitlines()[-1].strip() for block in called.err.strip().split("\n\n")[1:]]
     assert answers == [
@@ -224,6 +226,10 @@ def test_options_of_other_launchers_are_all_answered_with_ours(call: Call) -> No
         "write parallel.strategy=fsdp",
         "write train.microbatch=32 or train.global_batch=32",
         "write train.epochs=3",
+        "write model.kind=gpt",
+        "write checkpoint.folder=ck",
+        "write parallel.ranks=2",
+        "leave it out, or find its key: paceline config explain CONFIG",
         "did you mean --resume?",
     ]
     assert call("train", "tiny.yaml", "--froce").err.endswith("did you mean --force?\n")

@@ -171,3 +171,13 @@ def test_processes_make_the_same_files(tmp_path: Path, monkeypatch: pytest.Monke
     write_sources(tmp_path / "in")
     prepare(options_for(tmp_path))
     assert all_tokens(tmp_path / "out") == EXPECTED
+
+
+def test_what_was_never_prepared_is_told_apart_from_a_damaged_folder(tmp_path: Path) -> None:
+    np.save(tmp_path / "raw.npy", np.arange(4, dtype=np.uint16))
+    for path in (tmp_path, tmp_path / "raw.npy", tmp_path / "nowhere"):
+        with pytest.raises(DataError, match=r"has no manifest\.json(.|\n)*set data\.path and data\.vocab_size"):
+            read_manifest(path)
+    (tmp_path / "manifest.json").write_text("{")
+    with pytest.raises(DataError, match=r"manifest\.json cannot be read(.|\n)*prepare the data again"):
+        read_manifest(tmp_path)

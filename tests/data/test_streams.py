@@ -25,7 +25,7 @@ from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
 from paceline.data.workers import choose_workers
-from paceline.errors import DataError, RankFailedError
+from paceline.errors import BadSampleError, DataError, RankFailedError
 from paceline.train.assemble import build_trainer
 
 SHAPE = {"kind": "classes", "features": 2, "classes": 3}
@@ -165,8 +165,10 @@ def test_ends_and_failures_are_told_with_the_place(made: Any, fields: Any, told:
         for number in (0, 4, 8, 12) if "12" in told else range(100):
             assert splits.train[number] is not None
 
-    with pytest.raises(DataError, match=told):
+    with pytest.raises(DataError, match=told) as caught:
         read_all()
+    is_over = "ended after" in told or "eval_samples" in told  # so that no restart reads it again
+    assert isinstance(caught.value, BadSampleError) == is_over
 
 
 def test_a_skip_that_counts_wrongly_is_refused(build: Build, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,6 +66,7 @@ def test_states_gradients_modes_and_attributes_are_those_of_the_module(strategy:
         with torch.no_grad():
             assert named.classify(inputs).shape == (3,)
         assert engine.to("cpu") is engine.to(torch.float32) is engine
+        assert named.float() is named.cpu() is engine
 
     run_virtual(work, ranks=2)
 
@@ -77,7 +78,9 @@ def test_what_an_engine_cannot_do_is_refused_with_what_to_call(strategy: str) ->
         asked = [
             (lambda: engine.to("meta"), r"paceline\.connect\(device"),
             (lambda: engine.cuda(), r"paceline\.connect\(device"),
+            (lambda: engine.cuda(0), r"engine\.to\(cuda:0\)(.|\n)*paceline\.connect\(device"),
             (lambda: engine.half(), "cast the model before"),
+            (lambda: engine.type(torch.float16), "cast the model before"),
             (lambda: engine.to(torch.bfloat16), "cast the model before"),
             (lambda: engine.apply(print), r"model\.apply"),
             (lambda: engine.compile(), "compile="),

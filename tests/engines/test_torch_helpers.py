@@ -272,3 +272,61 @@ def test_without_an_engine_torchs_helpers_are_as_they_were() -> None:
     torch.testing.assert_close(get_total_norm(gradients), norm)
     torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.1), norm)
     assert parameters_to_vector(model.parameters()).shape == (83,)
+
+
+@pytest.mark.parametrize("options", [*SHARDED, {"precision": "bf16_master"}, {"strategy": "ddp", "pipeline": 2}])
+def test_states_of_the_module_itself_are_refused_and_the_engines_are_whole(options: dict[str, Any]) -> None:
+    def work(comm: Communicator) -> None:
+        model = make_model().float() if "pipeline" not in options else make_gpt()
+        state = copy.deepcopy(model.state_dict())
+        engine = parallelize(model, comm, **options)
+        for call in (model.state_dict, engine.module.state_dict, next(model.children()).state_dict):
+            with pytest.raises(UsageError, match=r"state_dict\(\) of a(.|\n)*call engine\.state_dict\(\) on all ranks"):
+                call()
+        with pytest.raises(UsageError, match=r"call engine\.load_state_dict\(state\)"):
+            model.load_state_dict(state)
+        engine.load_state_dict({name: value * 2 for name, value in state.items()})
+        for name, value in engine.state_dict().items():
+            torch.testing.assert_close(value, state[name] * 2)
+
+    on_ranks(work)
+
+
+@pytest.mark.parametrize("options", [*SHARDED, {"precision": "bf16_master"}])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_the_modules_own_zero_grad_forgets_the_engines_gradients(options: dict[str, Any], set_to_none: bool) -> None:
+    def work(comm: Communicator) -> None:
+        model = make_model().float()
+        engine = parallelize(model, comm, **options)
+        engine(batch()[0].float()).square().mean().backward()
+        assert any(gradient is not None and gradient.any() for gradient in engine.full_gradients().values())
+        model.zero_grad(set_to_none)
+        assert not any(gradient is not None and gradient.any() for gradient in engine.full_gradients().values())
+
+    on_ranks(work)
+
+
+@pytest.mark.parametrize("options", SHARDED)
+def test_a_loss_may_have_a_term_of_the_parameters_themselves(options: dict[str, Any]) -> None:
+    def train(engine: Any, inputs: torch.Tensor) -> None:
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        for step in range(4):  # autograd runs first what was made last: the term comes before the gradients, or after
+            parts = [
+                lambda: 0.1 * sum(parameter.square().sum() for parameter in engine.parameters()),
+                lambda: engine(inputs).square().mean(),
+            ]
+            sum(part() for part in (parts if step % 2 else reversed(parts))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    alone = make_model()
+    train(alone, batch()[0])
+
+    def work(comm: Communicator) -> dict[str, torch.Tensor]:
+        engine = parallelize(make_model(), comm, **options)
+        train(engine, mine(comm, batch()[0]))
+        return engine.state_dict()
+
+    for state in on_ranks(work):
+        for name, value in alone.state_dict().items():
+            torch.testing.assert_close(state[name], value)

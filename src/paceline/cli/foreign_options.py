@@ -39,5 +39,13 @@ def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
     own = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
     if own and not found:
         return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=f"did you mean {own[0]}?")
-    found = found or [f"{key}={value or '...'}" for key in suggest_keys("", name, {})]
-    return Problem(what=what, rule=_RULE, fix=f"write {' or '.join(found)}" if found else "leave it out")
+    found = found or [f"{key}={value or '...'}" for key in map(_settable, suggest_keys("", name, {})) if key]
+    fix = f"write {' or '.join(found)}" if found else "leave it out, or find its key: paceline config explain CONFIG"
+    return Problem(what=what, rule=_RULE, fix=fix)
+
+
+def _settable(key: str) -> str:
+    """Returns a key that one word can set: of a section its kind, or nothing where it has none."""
+    if key in ("model", "data", "optim"):
+        return f"{key}.kind"
+    return key if "." in key or key == "name" else ""

@@ -48,9 +48,9 @@ def meant_by(name: str, value: Any) -> Settings:
     key = name.lower().replace("-", "_")
     if key in _ZERO or (key == "stage" and value in (1, 2, 3)):
         return _zero(value)
-    if key in ("batch_size", "train_batch_size", "global_batch_size") and _is_count(value):
+    if key in ("bs", "batch_size", "train_batch_size", "global_batch_size") and _is_count(value):
         both = [("train.microbatch", str(value)), ("train.global_batch", str(value))]
-        return both if key == "batch_size" else both[1:]
+        return both if key in ("bs", "batch_size") else both[1:]
     if key in ("pipeline_parallelism", "pipeline_parallel", "tensor_parallelism", "tensor_parallel"):
         degree = value if _is_count(value) and value is not True else 2
         return [("parallel." + key.partition("_")[0], "1" if _is_off(value) else str(degree))]

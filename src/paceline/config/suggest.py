@@ -29,7 +29,7 @@ _OTHER_NAMES = {
     "optim.schedule": "scheduler lr_scheduler",
     "optim.schedule.warmup": "warmup_steps num_warmup_steps",
     "optim.schedule.final_ratio": "min_lr",
-    "parallel.ranks": "num_ranks world_size gpus num_gpus devices nproc_per_node num_processes",
+    "parallel.ranks": "num_ranks world_size gpus num_gpus devices nproc nproc_per_node num_processes",
     "parallel.strategy": "zero_stage",
     "parallel.prefetch": "forward_prefetch",
     "parallel.node_ranks": "gpus_per_node",
@@ -52,7 +52,7 @@ _OTHER_NAMES = {
     "checkpoint.folder": "checkpoint_dir save_dir checkpoint_path",
     "comm.backend": "distributed_backend dist_backend",
     "checkpoint.keep": "save_total_limit",
-    "monitor.folder": "output_dir log_dir",
+    "monitor.folder": "output output_dir log_dir",
     "monitor.log_every": "logging_steps",
     "name": "experiment run_name",
 }

@@ -65,6 +65,11 @@ def read_manifest(folder: Path) -> Manifest:
     """Reads the manifest of a folder. Raises ``DataError`` where it is missing or damaged."""
     try:
         return parse_manifest(read_regular(folder / MANIFEST))
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise DataError(
+            f"{folder} has no {MANIFEST}\n  it is a folder that paceline data prepare has written\n"
+            "  check the path; a run reads raw files (.bin, .npy) too: set data.path and data.vocab_size"
+        ) from error
     except (OSError, ValueError) as error:
         raise DataError(
             f"{folder / MANIFEST} cannot be read: {error}\n  it lists what paceline data prepare has written\n"

@@ -23,7 +23,7 @@ from typing import Any, Literal
 from paceline.data.datasets import Batch, EpochDataset
 from paceline.data.fetch import join_samples
 from paceline.data.order import Indices
-from paceline.errors import DataError
+from paceline.errors import BadSampleError, DataError
 from paceline.imports import import_from_path
 
 _END = object()
@@ -130,16 +130,16 @@ class _Cursor:
             ) from error
 
     def _end(self, number: int) -> None:
-        """Begins the next pass, or raises where the policy says so and where there is nothing to read."""
+        """Begins the next pass, or raises where the policy says so, or nothing is there to read: no restart helps."""
         ended = f"{self._source.name} ended after {self._place} samples"
         if self._is_kept or self._place <= self._kept:
-            raise DataError(
+            raise BadSampleError(
                 f"{ended}, and data.eval_samples = {self._source.kept}\n"
                 "  the first ones are kept for evaluation, and a run trains on those that follow\n"
                 "  bring more data, or lower data.eval_samples"
             )
         if self._source.on_end == "stop":
-            raise DataError(
+            raise BadSampleError(
                 f"{ended}, where sample {number} of the run was to follow\n"
                 "  data.on_end = stop: the run ends where the stream ends\n"
                 "  bring more data, lower train.steps, or begin the stream anew at its end: data.on_end = repeat"

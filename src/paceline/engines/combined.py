@@ -381,7 +381,7 @@ class CombinedParallel(Engine):
         if problems:
             raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
         for engine in self.stages.values():
-            mine = engine.module.state_dict()
+            mine = engine.module.state_dict(keep_vars=True)
             engine.load_full_state_dict({name: self._part(name, state[name]) for name in mine})
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:

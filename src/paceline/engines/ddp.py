@@ -42,6 +42,7 @@ from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
 from paceline.engines.flat.optimizer_state import load_optimizer_state, on_cpu
 from paceline.engines.masters import Masters, hand_over, norm_of
+from paceline.engines.module_guard import load_own
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Layout
 
@@ -168,7 +169,7 @@ class DataParallel(ModuleEngine):
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         if rank0_only and self.comm.rank != 0:
             return {}
-        state = self.module.state_dict() if self._masters is None else self._masters.state_dict()
+        state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
         return {name: on_cpu(value) for name, value in state.items()}
 
     def mark_loaded(self) -> None:
@@ -183,7 +184,7 @@ class DataParallel(ModuleEngine):
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         if self._masters is None:
-            self.module.load_state_dict(state)
+            load_own(self.module, state)
         else:
             self._masters.load_state_dict(state)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from paceline.engines.module_guard import load_own
 from paceline.engines.precision import kept_parameters
 
 
@@ -83,7 +84,7 @@ class Masters:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Loads a state into the module, and into the masters."""
-        self.module.load_state_dict(state)
+        load_own(self.module, state)
         for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
             if master is not parameter:
                 master.copy_(state[name])

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.engines.module_guard import forget_gradients
 from paceline.errors import UsageError
 
-_CASTS = ("half", "float", "double", "bfloat16", "type")
-_MOVES = ("cuda", "cpu", "xpu", "to_empty")
+_CASTS = {"half": torch.float16, "float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16}
+_MOVES = ("cuda", "cpu", "xpu")
 
 
 class _Whole(Protocol):
@@ -27,6 +29,8 @@ class _Whole(Protocol):
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None: ...
 
     def parameters(self) -> Any: ...
+
+    def to(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class ModuleFace:
@@ -58,11 +62,7 @@ class ModuleFace:
 
     def zero_grad(self: _Whole, set_to_none: bool = True) -> None:
         """Forgets the gradients: of what is updated, and of the module's own parameters."""
-        for parameter in (*self.parameters(), *self.module.parameters()):
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.detach_().zero_()
+        forget_gradients((*self.parameters(), *self.module.parameters()), set_to_none)
 
     def to(self: _Whole, *args: Any, **kwargs: Any) -> Any:
         """Returns the engine, which is on its communicator's device. Raises UsageError for another device or dtype."""
@@ -107,9 +107,13 @@ class ModuleFace:
             if name.startswith("_") or name == "module":
                 raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
             if name in _CASTS:
-                _refuse(f"engine.{name}()", "the engine holds its parameters in buffers of one dtype", _OTHER_DTYPE)
+                return functools.partial(self.to, dtype=_CASTS[name])
             if name in _MOVES:
-                _refuse(f"engine.{name}()", "its tensors are on the device of the communicator", _ELSEWHERE)
+                return functools.partial(_move, self, name)
+            if name == "type":
+                _refuse("engine.type(...)", "the engine holds its parameters in buffers of one dtype", _OTHER_DTYPE)
+            if name == "to_empty":
+                _refuse("engine.to_empty()", "its tensors are on the device of the communicator", _ELSEWHERE)
             try:
                 return getattr(self.module, name)
             except AttributeError:
@@ -119,6 +123,13 @@ class ModuleFace:
 
 _ELSEWHERE = "choose it when the ranks meet: paceline.connect(device=...)"
 _OTHER_DTYPE = 'cast the model before parallelize(), or give precision="bf16" or another one'
+
+
+def _move(engine: _Whole, kind: str, device: Any = None) -> Any:
+    """Does what ``module.cuda(device)`` and its kin do: nothing where the engine is there already."""
+    if device is None:
+        return engine.to(kind)
+    return engine.to(torch.device(kind, device) if isinstance(device, int) else device)
 
 
 def _refuse(what: str, rule: str, fix: str) -> NoReturn:

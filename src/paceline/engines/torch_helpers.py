@@ -7,6 +7,8 @@ is right as it is (``clip_grad_value_``). One that looks at all of them is not, 
     GradScaler.unscale_                        right: what is not finite on one rank is so on all, and all skip the step
     parameters_to_vector, AveragedModel        refused
     Optimizer.step                             refused for parameters that an engine has replaced
+    Module.zero_grad                           right: what the engine updates forgets its gradients, too
+    Module.state_dict, load_state_dict         refused (``module_guard``)
 
 Optimizers have global hooks. For the other helpers, the function inside torch's wrapper is replaced when the first such
 engine is made, so that it does not matter when a script imported them. A subclass of tensors would need no
@@ -19,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -30,9 +32,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
 from paceline.engines.engine import Engine
+from paceline.engines.module_guard import forget_gradients, guard_states
 from paceline.errors import UsageError
 
 _Parts = weakref.WeakKeyDictionary[Engine, frozenset[int]]
+_Parameter = weakref.ref[nn.Parameter]
 
 
 class _Watch:
@@ -40,7 +44,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.parts: _Parts = weakref.WeakKeyDictionary()  # by engine, the ids of what it updates, which it keeps
-        self.replaced: dict[int, weakref.ref[nn.Parameter]] = {}
+        self.replaced: dict[int, tuple[_Parameter, _Parameter | None]] = {}  # by id: itself, and what is updated now
         self.seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.is_installed = False
 
@@ -53,8 +57,14 @@ class _Watch:
 
     def num_replaced(self, parameters: Iterable[torch.Tensor]) -> int:
         """Counts those that an engine has put others in the place of."""
-        found = ((self.replaced.get(id(parameter)), parameter) for parameter in parameters)
-        return sum(reference is not None and reference() is parameter for reference, parameter in found)
+        return sum(1 for _ in self.replacements(parameters))
+
+    def replacements(self, parameters: Iterable[torch.Tensor]) -> Iterator[nn.Parameter | None]:
+        """Yields, for those that an engine has put others in the place of, what this rank updates now, if anything."""
+        for parameter in parameters if self.replaced else ():
+            itself, now = self.replaced.get(id(parameter), (None, None))
+            if itself is not None and itself() is parameter:
+                yield None if now is None else now()
 
 
 _WATCH = _Watch()
@@ -62,21 +72,24 @@ _WATCH = _Watch()
 
 def watch_engine(engine: Engine, before: Mapping[str, nn.Parameter]) -> None:
     """Takes note of an engine, and of the parameters that the module had ``before``."""
-    updated = {id(parameter) for parameter in engine.parameters()}
-    for parameter in before.values():
+    named = dict(engine.named_parameters())
+    updated = {id(parameter) for parameter in named.values()}
+    replaced = {name: parameter for name, parameter in before.items() if id(parameter) not in updated}
+    for name, parameter in replaced.items():
         number = id(parameter)
-        if number not in updated:
-            forget = functools.partial(_forget, _WATCH.replaced, number)
-            _WATCH.replaced[number] = weakref.ref(parameter, forget)
+        itself = weakref.ref(parameter, functools.partial(_forget, _WATCH.replaced, number))
+        _WATCH.replaced[number] = itself, weakref.ref(named[name]) if name in named else None
     if engine.holds_parts:
         _WATCH.parts[engine] = frozenset(updated)
+    if engine.holds_parts or replaced:
+        guard_states(engine.module)
     if not _WATCH.is_installed:
         _WATCH.is_installed = True
         _install()
 
 
-def _forget(replaced: dict[int, weakref.ref[nn.Parameter]], number: int, reference: object) -> None:
-    if replaced.get(number) is reference:
+def _forget(replaced: dict[int, tuple[_Parameter, _Parameter | None]], number: int, reference: object) -> None:
+    if replaced.get(number, (None, None))[0] is reference:
         del replaced[number]
 
 
@@ -147,6 +160,8 @@ def _install() -> None:
     averages.update_parameters = _averaged(averages.update_parameters)
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = _unscaled(scaler._unscale_grads_)
+    modules: Any = nn.Module
+    modules.zero_grad = _forgetting(modules.zero_grad)
 
 
 def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
@@ -259,3 +274,15 @@ def _unscaled(function: Callable[..., dict[torch.device, torch.Tensor]]) -> Call
         return found
 
     return unscale
+
+
+def _forgetting(function: Callable[..., None]) -> Callable[..., None]:
+    """Lets a module's zero_grad() reach what an engine updates in the place of its parameters."""
+
+    @functools.wraps(function)
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
+        function(self, set_to_none)
+        now = [parameter for parameter in _WATCH.replacements(self.parameters()) if parameter is not None]
+        forget_gradients(now, set_to_none)
+
+    return zero_grad

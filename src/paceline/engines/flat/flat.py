@@ -374,8 +374,16 @@ class FlatGroup:
             self._keep_gradient(mine.to(self.dtype))
 
     def _add_to_gradient(self, mine: torch.Tensor) -> None:
+        if self.gradient is None:  # the loss has a term of the pieces themselves, whose gradients came first
+            on_host = host_empty(mine.numel(), self.dtype, self.comm.device) if self.is_on_host else None
+            self._keep_gradient(torch.zeros_like(mine, dtype=self.dtype) if on_host is None else on_host.zero_())
         assert self.gradient is not None
         self.finish_gradient()
+        if mine is self.gradient:  # reduced into place, and such gradients came meanwhile
+            for piece, view in zip(self.pieces, self._gradient_views, strict=True):
+                if piece.grad is not None and piece.grad.data_ptr() != view.data_ptr():
+                    view += piece.grad
+            return
         for piece, view in zip(self.pieces, self._gradient_views, strict=True):
             if piece.grad is None:
                 view.zero_()
