@@ -59,6 +59,9 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         middle = box["top"] + box["height"] / 2
         page.press(box["left"] + 0.25 * box["width"], middle, (box["left"] + 0.5 * box["width"], middle))
         page.wait("page.view.zoom")
+        at = page.ask("document.querySelector('[data-chart=lr] .at').textContent")
+        assert at.startswith("last: step ")
+        assert int(at.removeprefix("last: step ")) == pytest.approx(page.ask("page.view.zoom[1]"), abs=1.0)
         scales = page.ask("[...page.charts.values()].map((each) => each.plot.scales.x.min)")
         assert max(scales) == pytest.approx(min(scales))
         assert scales[0] == pytest.approx(51, abs=3)
@@ -100,7 +103,8 @@ def test_the_page_follows_a_run_and_compares_it(browser: Browser, serve: Serve, 
                 file.write(to_line(again))
         append(folder, 21, 22)
         page.wait("document.querySelector('.pill').textContent === 'running'")
-        page.wait("document.querySelector('[data-block=events]').textContent.includes('attempt')")
+        page.wait("document.querySelector('[data-block=events]').textContent.includes('attempt 2 of this run')")
+        assert "loss 0.5000, accuracy 90.0 %" in page.ask("document.querySelector('[data-block=events]').textContent")
         write_run(tmp_path / "runs" / "two", steps=30)
         page.wait("document.querySelectorAll('.run').length === 2")
         page.ask("[...document.querySelectorAll('.run input')].find((each) => !each.checked).click()")
@@ -120,4 +124,11 @@ def test_a_page_without_runs_shows_the_first_one(browser: Browser, serve: Serve,
         page.wait(DRAWN)
         assert page.ask("document.querySelector('h1').textContent") == "first"
         assert_no_overflow(page)
+        write_run(tmp_path / "second", steps=10)
+        page.wait("document.querySelector('h1').textContent === 'second'")  # nobody has chosen the first, which is over
+        page.key("j")
+        page.wait("document.querySelector('h1').textContent === 'first'")
+        write_run(tmp_path / "third", steps=10)
+        page.wait("document.querySelectorAll('.run').length === 3")
+        assert page.ask("page.run().name") == "first"
         assert page.errors == []

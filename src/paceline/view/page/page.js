@@ -33,10 +33,14 @@ class Page {
     }
     const first = await this.source.load([], null, 1);
     this.list = first.list;
+    this.seen = new Set(this.list.map((run) => run.id));
     const wanted = this.list.find((run) => run.status === "running") || this.list[0];
     await this.choose(wanted ? [wanted.id] : []);
     this.source.follow((list) => this.news(list), (now) => { state.dataset.state = now; state.textContent = now === "live" ? "live" : "the server does not answer"; });
   }
+
+  /** Shows runs that somebody has picked: the page stays with them. */
+  pick(ids, focus) { this.isByHand = true; return this.choose(ids, focus); }
 
   async choose(ids, focus) {
     this.chosen = ids;
@@ -48,13 +52,14 @@ class Page {
 
   run() { return this.runs.get(this.focus); }
 
-  /** Takes the states of all runs; loads the chosen ones again where they have news. */
+  /** Takes the states of all runs; loads the chosen ones again where they have news. Goes to a run that starts, where
+   * nobody has chosen one by hand and the one that is shown is over. */
   news(list) {
-    const before = new Map(this.list.map((run) => [run.id, run]));
-    const isNew = list.some((run) => !before.has(run.id));
+    const fresh = list.find((run) => !this.seen.has(run.id)), now = list.find((run) => run.id === this.focus);
+    list.forEach((run) => this.seen.add(run.id));
     this.list = list;
     this.drawRuns();
-    if (isNew && !this.chosen.length) return this.choose([list[0].id]);
+    if (fresh && (!now || (!this.isByHand && now.status !== "running"))) return this.choose([fresh.id]);
     const stale = list.filter((run) => this.chosen.includes(run.id) && (!this.runs.has(run.id) || this.runs.get(run.id).version !== run.version || this.runs.get(run.id).state.status !== run.status));
     if (stale.length) this._soon("load", 250, () => this.load());
     return undefined;
@@ -152,10 +157,10 @@ class Page {
     if (this.list.length < 2) { nav.replaceChildren(); return; }
     nav.replaceChildren(element("h2", {}, `${this.list.length} runs`), ...this.list.map((run) => {
       const place = this.chosen.indexOf(run.id), box = element("input", { type: "checkbox", checked: place >= 0, title: "show this run beside the others" });
-      box.addEventListener("click", (event) => { event.stopPropagation(); const ids = this.chosen.filter((id) => id !== run.id); this.choose(box.checked ? [...ids, run.id] : ids.length ? ids : [run.id]); });
+      box.addEventListener("click", (event) => { event.stopPropagation(); const ids = this.chosen.filter((id) => id !== run.id); this.pick(box.checked ? [...ids, run.id] : ids.length ? ids : [run.id]); });
       const dot = element("span", { className: "dot" }); dot.dataset.status = run.status;
       const row = element("div", { className: "run", tabIndex: 0, role: "button", title: run.name,
-        onclick: () => this.choose(this.chosen.includes(run.id) ? this.chosen : [run.id], run.id), onkeydown: (event) => { if (event.key === "Enter") row.click(); } },
+        onclick: () => this.pick(this.chosen.includes(run.id) ? this.chosen : [run.id], run.id), onkeydown: (event) => { if (event.key === "Enter") row.click(); } },
       box, element("span", { className: "who" }, element("span", { className: "name" }, run.name), element("span", { className: "where" }, `${run.status}, step ${whole(run.step)}`)), dot);
       if (place >= 0) { row.style.setProperty("--run", runColor(place)); if (this.chosen.length > 1) row.querySelector(".name").style.color = runColor(place); }
       row.setAttribute("aria-current", run.id === this.focus);
@@ -282,7 +287,7 @@ class Page {
 
   _move(share) { const [first, last] = this.view.zoom || this._bounds(), by = (last - first) * share; this.zoomTo([first + by, last + by]); }
   _resize(factor) { const [first, last] = this.view.zoom || this._bounds(), middle = (first + last) / 2, half = ((last - first) / 2) * factor; this.zoomTo([middle - half, middle + half]); }
-  _next(by) { const place = this.list.findIndex((run) => run.id === this.focus); const next = this.list[(place + by + this.list.length) % this.list.length]; if (next) this.choose([next.id]); }
+  _next(by) { const place = this.list.findIndex((run) => run.id === this.focus); const next = this.list[(place + by + this.list.length) % this.list.length]; if (next) this.pick([next.id]); }
 
   _help() {
     const help = document.getElementById("help");

@@ -64,7 +64,7 @@ function wordTables(words) {
 function eventTable(run) {
   if (!run.events.length) return null;
   const rows = [...run.events].reverse().slice(0, 60).map((event) => {
-    const mark = element("span", {}, event.name.replaceAll("_", " ")); mark.style.color = event.name === "checkpoint" ? css("--dim") : eventColor(event.name);
+    const mark = element("span", {}, event.title); mark.style.color = SMALL_EVENTS.has(event.name) ? css("--dim") : eventColor(event.name);
     return [mark, whole(event.step), seconds(event.time), event.text];
   });
   return block("Events", "events", table(["event", "step", "after", "what"], rows, [3]), run.events.length > 60 ? element("p", { className: "fine" }, `the last 60 of ${run.events.length}`) : null);
