@@ -88,7 +88,8 @@ def clock_ahead(
             best = min(best, (end - start, (start + end) / 2 - told))
     except CommunicationError:
         return None
-    return best[1]
+    round_trip_s, ahead_s = best
+    return ahead_s if abs(ahead_s) > round_trip_s / 2 else 0.0  # less than what may be wrong says nothing
 
 
 @dataclass(slots=True)

@@ -18,6 +18,7 @@ class Page {
     this.timers = {};
     this._controls();
     this._keys();
+    this._print();
     let width = innerWidth;
     addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; this._soon("resize", 120, () => this.drawAll()); } });
   }
@@ -288,6 +289,13 @@ class Page {
   _move(share) { const [first, last] = this.view.zoom || this._bounds(), by = (last - first) * share; this.zoomTo([first + by, last + by]); }
   _resize(factor) { const [first, last] = this.view.zoom || this._bounds(), middle = (first + last) / 2, half = ((last - first) / 2) * factor; this.zoomTo([middle - half, middle + half]); }
   _next(by) { const place = this.list.findIndex((run) => run.id === this.focus); const next = this.list[(place + by + this.list.length) % this.list.length]; if (next) this.pick([next.id]); }
+
+  /** Paper is white and narrow: charts are drawn for it, and again for the screen afterwards. */
+  _print() {
+    let theme = null;
+    addEventListener("beforeprint", () => { theme = document.documentElement.dataset.theme; document.documentElement.dataset.theme = "light"; document.body.classList.add("printed"); this.drawAll(); });
+    addEventListener("afterprint", () => { if (theme) document.documentElement.dataset.theme = theme; document.body.classList.remove("printed"); this.drawAll(); });
+  }
 
   _help() {
     const help = document.getElementById("help");
