@@ -37,6 +37,7 @@ _MOST_EVENTS = 200  # of a kind
 _MOST_STEPS = 24  # of a timeline
 _MOST_OPERATIONS = 20_000
 _MOST_CONFIG_BYTES = 2**20
+_SEEN_LATE = 0.05  # of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +91,9 @@ def heat(run: Run, name: str, window: Window) -> dict[str, Any]:
     ranks, steps, values = run.columns.heat(name, _span(run.columns.steps, window), window.points)
     known = values[np.isfinite(values)]
     low, high = np.percentile(known, (2, 98)) if known.size else (0.0, 0.0)
+    if name == "late_s" and known.size:  # what is far below a step is not worth a colour
+        room = _SEEN_LATE * float(np.nanmedian(run.columns.curves()["step_s"]))
+        low, high = min(low, -room), max(high, room)
     packed = base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
     limits = rounded(np.array([low, high]))
     return {"name": name, "ranks": ranks, "steps": rounded(steps, 9), "values": packed, "limits": limits}

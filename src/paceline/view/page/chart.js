@@ -90,7 +90,7 @@ class Chart {
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, low, high) => this._range(low, this._capped(high)) } },
       axes: [
         { ...axis, size: 26, gap: 3, space: 70, values: (_, all) => all.map((each) => (each === null || (this.view.x === "step" && each % 1) ? "" : show(each))) },
-        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : (this.spec.axis || this.spec.format)(each))) },
+        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes || this.spec.format === byteRate ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : (this.spec.axis || this.spec.format)(each))) },
       ],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false },
       hooks: {
@@ -143,7 +143,7 @@ class Chart {
       const swatch = element("i"); swatch.style.background = line.color;
       const value = line.own ? at(line.own, place) : at(data[line.place] || [], place);
       return element("span", {}, swatch, `${line.label} `, element("b", {}, this.spec.format(value)));
-    }));
+    }), ...(order.length > 10 ? [element("span", {}, `and ${order.length - 10} more`)] : []));
     const x = data[0][place];
     const where = x === undefined ? "" : this.view.x === "time" ? seconds(x) : `step ${whole(x)}`;
     const near = isAtRest || !where ? null : this._near(x);

@@ -214,17 +214,23 @@ class Page {
     return plots;
   }
 
-  /** Charts of what the sampler of each host read, a line a device; and of the rate of collectives. */
+  /** Charts of what the sampler of each host read, a line a device, with limits as dashed lines; and of the rate of collectives. */
   _deviceCharts(run) {
     const axis = this.view.x, by = new Map();
     run.hosts.forEach((each) => {
-      const [base, device] = each.name.split("/", 2);
+      const [name, device] = each.name.split("/", 2), isLimit = name.endsWith(".limit"), base = isLimit ? name.replace(/limit$/, "usage") : name;
+      if (name.includes(".throttle.") && !each.mean.some((value) => value > 0)) return;  // nothing lowered the clocks
       if (!by.has(base)) by.set(base, []);
-      const label = [run.facts.num_hosts > 1 || device === undefined ? each.host : null, device === undefined ? null : /^[0-9]+$/.test(device) ? `${base.startsWith("process.") ? "rank" : "device"} ${device}` : device].filter(Boolean).join(" ");
-      by.get(base).push({ label, color: runColor(by.get(base).length), x: each.x[axis], y: each.mean, low: each.min, high: each.max });
+      if (isLimit && by.get(base).some((line) => line.dash && line.y[0] === each.mean[0])) return;  // one line for equal devices
+      const label = [run.facts.num_hosts > 1 || device === undefined ? each.host : null, device === undefined ? null : /^[0-9]+$/.test(device) ? `${base.startsWith("process.") ? "rank" : "device"} ${device}` : device, isLimit ? "limit" : null].filter(Boolean).join(" ").replace(/^.*limit$/, "limit");
+      const place = by.get(base).filter((line) => !line.dash).length;
+      by.get(base).push({ label, color: isLimit ? css("--faint") : runColor(place), x: each.x[axis], y: each.mean, low: isLimit ? undefined : each.min, high: each.max, dash: isLimit ? [6, 4] : undefined });
     });
-    const formats = [[/utilization|ratio/, percent], [/bytes|memory|\.io$|usage$/, bytes], [/./, short]];
-    const made = [...by].map(([base, lines]) => [{ key: `host-${base}`, title: base, format: formats.find((each) => each[0].test(base))[1] }, lines]);
+    const order = Object.keys(DEVICE_CHARTS), rank = ([base]) => (order.includes(base) ? order.indexOf(base) : order.length);
+    const made = [...by].sort((one, other) => rank(one) - rank(other)).map(([base, lines]) => {
+      const [title, format] = DEVICE_CHARTS[base] || [base, short];
+      return [{ key: `host-${base}`, title, unit: title === base ? "" : base, format, fromZero: format !== hertz, noLog: true }, lines.sort((one, other) => !!one.dash - !!other.dash)];
+    });
     const rates = run.comm.map((each, place) => ({ label: `${each.kind} (${each.group})`, color: runColor(place), x: each.points.map((point) => point[axis === "step" ? 0 : 1]), y: each.points.map((point) => point[2]) }));
     if (rates.length) made.push([{ key: "comm", title: "Communication", unit: "bytes of tensors a second", format: rate, axis: rate }, rates]);
     return made;

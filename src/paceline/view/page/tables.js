@@ -2,7 +2,7 @@
 
 function table(columns, rows, wordy = []) {
   return element("table", {},
-    element("thead", {}, element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)))),
+    element("thead", {}, element("tr", {}, ...columns.map((name, place) => element("th", { scope: "col", className: wordy.includes(place) ? "words" : "" }, name)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell, place) => {
       const made = element("td", { className: wordy.includes(place) ? "words" : "" });
       made.append(cell instanceof Node ? cell : String(cell));
