@@ -109,12 +109,17 @@ def test_the_page_follows_a_run_and_compares_it(browser: Browser, serve: Serve, 
         page.wait("document.querySelector('.pill').textContent === 'running'")
         page.wait("document.querySelector('[data-block=events]').textContent.includes('attempt 2 of this run')")
         assert "loss 0.5000, accuracy 90.0 %" in page.ask("document.querySelector('[data-block=events]').textContent")
-        write_run(tmp_path / "runs" / "two", steps=30)
+        two = write_run(tmp_path / "runs" / "two", steps=30)
+        for path in two.glob("records/*.jsonl"):
+            path.write_text(path.read_text().replace('"unit":"samples"', '"unit":"tokens"'))
         page.wait("document.querySelectorAll('.run').length === 2")
         page.ask("[...document.querySelectorAll('.run input')].find((each) => !each.checked).click()")
         page.wait("document.querySelector('[data-block=differences]')?.textContent.includes('train.steps')")
         page.wait("page.charts.get('loss').lines.length === 4")  # training and evaluation of both
         assert "\u2013" not in page.ask("document.querySelector('[data-chart=loss] .legend').textContent")
+        compared = page.ask("document.querySelector('[data-block=compare]').textContent")
+        assert "640 samples/s" in compared  # of two ranks
+        assert "640 tokens/s" in compared
         assert page.errors == []
         assert {request.startswith(url) for request in page.requests} == {True}
 

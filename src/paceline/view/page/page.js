@@ -198,7 +198,9 @@ class Page {
     const add = (spec, make) => { const lines = chosen.flatMap(([run, place]) => make(run, place)).filter(Boolean); if (lines.length) plots.push([spec, lines]); };
     const predicted = (run, name, label) => (run === focus && run.predicted ? level(run.predicted[name], label, run.x[axis]) : null);
     add({ key: "loss", title: "Loss", format: short }, (run, place) => [line(run, place, "loss", "training"), spots(run, place, run.evaluations.loss, "evaluation", true)]);
-    add({ key: "units_per_s", title: "Throughput", unit: `${focus.facts.unit || "samples"}/s`, format: count }, (run, place) => [line(run, place, "units_per_s", "all ranks")]);
+    const unit = (run) => `${run.facts.unit || "samples"}/s`, isMixed = chosen.some(([run]) => unit(run) !== unit(focus));
+    add({ key: "units_per_s", title: "Throughput", unit: isMixed ? "" : unit(focus), format: count },
+      (run, place) => { const found = line(run, place, "units_per_s", "all ranks"); return [found && isMixed ? { ...found, label: `${found.label}, ${unit(run)}` } : found]; });
     add({ key: "step_s", title: "Step time", unit: "slowest rank", format: seconds, isTime: true }, (run, place) => [line(run, place, "step_s", "measured"), predicted(run, "step_s", "predicted")]);
     Object.keys(focus.evaluations).filter((name) => name !== "loss").forEach((name) =>
       add({ key: `eval-${name}`, title: `Evaluation: ${name}`, format: name === "accuracy" ? percent : short }, (run, place) => [spots(run, place, run.evaluations[name], name)]));

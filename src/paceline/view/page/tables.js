@@ -93,15 +93,16 @@ function compareTables(runs, differences, colors) {
   };
   const last = (key) => (run) => lastOf(run, key);
   const accuracy = (run) => { const all = run.evaluations.accuracy; return all && all.length ? all[all.length - 1][2] : null; };
+  const isMixed = new Set(runs.map((run) => run.facts.unit)).size > 1;  // tokens beside samples: none is the best
   const rows = [["state", (run) => run.state.status, null], ["steps", (run) => whole(run.state.step), null],
-    ["training loss, last", last("loss"), true, short], ["test accuracy", accuracy, false, percent], ["throughput, median", middle("units_per_s"), false, count],
+    ["training loss, last", last("loss"), true, short], ["test accuracy", accuracy, false, percent], ["throughput, median", middle("units_per_s"), isMixed ? undefined : false, count, (run) => `${run.facts.unit || "samples"}/s`],
     ["step, median", middle("step_s"), true, seconds], ["exposed communication, median", middle("comm_s"), true, seconds], ["MFU, median", middle("mfu"), false, percent],
     ["memory, last", last("memory_bytes"), true, bytes]];
-  const cells = rows.map(([title, pick, isLow, format]) => {
+  const cells = rows.map(([title, pick, isLow, format, unit]) => {
     if (isLow === null) return [title, ...runs.map(pick)];
-    const marks = best(pick, isLow);
+    const marks = isLow === undefined ? [] : best(pick, isLow);
     if (runs.every((run) => pick(run) === null)) return null;
-    return [title, ...runs.map((run, place) => element("span", { className: marks[place] ? "changed" : "" }, format(pick(run))))];
+    return [title, ...runs.map((run, place) => element("span", { className: marks[place] ? "changed" : "" }, format(pick(run)), unit && pick(run) !== null ? ` ${unit(run)}` : ""))];
   }).filter(Boolean);
   const made = [block("Runs compared", "compare", table(["", ...runs.map(name)], cells), element("p", { className: "fine" }, "the best value of a row is coloured"))];
   const settingTable = (part) => table(["setting", ...runs.map(name)], part.map(([key, values]) => [key, ...values.map((each) => each || "–")]));
