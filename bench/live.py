@@ -40,7 +40,7 @@ from paceline.records.records import StepRecord, complete_lines, parse_line
 CONFIG = Path(__file__).parents[1] / "configs" / "gpt_pydoc.yaml"
 ARMS = ("nobody", "page", "browser")
 _SETTLES_S = 1.0
-_PATIENCE_S = 120.0
+_PATIENCE_S = 300.0
 _NOTE_STEPS = """
 window.seen = [];
 setInterval(() => {
@@ -55,7 +55,7 @@ Turn = tuple[str, float, float]  # arm, and when its steps began and ceased to c
 @contextlib.contextmanager
 def training(folder: Path) -> Iterator[Path]:
     """Trains until the block ends; returns the file of the rank's records once it has steps."""
-    words = ["parallel.ranks=1", "train.steps=10000000", "train.eval_every=null", "name=run"]
+    words = ["parallel.ranks=1", "train.global_batch=1", "train.steps=10000000", "train.eval_every=null", "name=run"]
     words += [f"monitor.folder={folder}", "monitor.tensorboard=false"]
     command = [sys.executable, "-m", "paceline", "train", str(CONFIG), *words, "--quiet"]
     with subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}) as process:
@@ -194,7 +194,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
     rows = measure(asked.rounds, asked.seconds)
-    config = {"rounds": asked.rounds, "seconds": asked.seconds, "config": f"configs/{CONFIG.name}", "ranks": 1}
+    settings = {"config": f"configs/{CONFIG.name}", "ranks": 1, "global_batch": 1}
+    config = {"rounds": asked.rounds, "seconds": asked.seconds, **settings}
     record = BenchRecord(name="live", command="python bench/live.py", rows=rows, config=config)
     if asked.output is not None:
         record.write(asked.output)
