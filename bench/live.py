@@ -193,6 +193,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=5.0, help="of a turn")
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the run, the server and the browser too
     rows = measure(asked.rounds, asked.seconds)
     settings = {"config": f"configs/{CONFIG.name}", "ranks": 1, "global_batch": 1}
     config = {"rounds": asked.rounds, "seconds": asked.seconds, **settings}

@@ -62,7 +62,7 @@ class Page {
     this.drawRuns();
     if (fresh && (!now || (!this.isByHand && now.status !== "running"))) return this.choose([fresh.id]);
     const stale = list.filter((run) => this.chosen.includes(run.id) && (!this.runs.has(run.id) || this.runs.get(run.id).version !== run.version || this.runs.get(run.id).state.status !== run.status));
-    if (stale.length) this._soon("load", 250, () => this.load());
+    if (stale.length) this._loadSoon();
     return undefined;
   }
 
@@ -79,10 +79,14 @@ class Page {
       if (this.timeline && this.timeline.isNewest && !this.timeline.zoom && this.run() && this.run().range) this.timeline.newest();
     } finally {
       this.isLoading = false;
+      this.loadedAt = performance.now();
     }
     this.chosen.forEach((id) => this._words(id));
-    if (this.isBehind) { this.isBehind = false; this._soon("load", 250, () => this.load()); }
+    if (this.isBehind) { this.isBehind = false; this._loadSoon(); }
   }
+
+  /** Loads at once, or a quarter of a second after the load before. */
+  _loadSoon() { this._soon("load", Math.max(0, 250 - (performance.now() - (this.loadedAt || 0))), () => this.load()); }
 
   /** Asks for the words of a run, again when its status changed, and now and then while it runs. */
   async _words(id) {
