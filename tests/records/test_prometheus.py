@@ -97,3 +97,13 @@ def test_the_examples_name_metrics_that_there_are() -> None:
     named = [name for text in _expressions() for name in re.findall(r"paceline_\w+", text)]
     assert len(named) > 25
     assert set(named) <= METRICS.keys()
+
+
+def test_runs_that_are_over_raise_no_alarm_on_what_a_run_does_now() -> None:
+    """Their last values stay in ``/metrics``: a rule must ask for a run that still writes, or for how it ended."""
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    lasting = {"PacelineRunFailed", "PacelineLossNotFinite"}
+    rules = {rule["alert"]: rule["expr"] for rule in group["rules"]}
+    assert lasting <= rules.keys()
+    for name in rules.keys() - lasting:
+        assert "time() - paceline_last_record_timestamp_seconds" in rules[name], name

@@ -19,6 +19,8 @@ from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError
 from paceline.records.records import CommRecord, EventRecord, HostRecord, Record, to_line
 from paceline.run import tracking as module
+from paceline.run.console import tell
+from paceline.run.logs import run_log
 from paceline.run.tracking import tracking
 
 COMM = CommRecord(step=2, kind="all_reduce", group="world", ranks=2, calls=1, bytes=100, seconds=0.5, time=1.0)
@@ -140,6 +142,17 @@ def test_a_tracker_that_cannot_be_opened_is_noted(
         append(tmp_path, "rank-0", RUN)
     assert len(notes) == 1
     assert expected in notes[0]
+
+
+def test_what_a_tracker_warns_of_is_on_the_terminal_and_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "logs").mkdir()
+    with run_log(tmp_path), tracking(tmp_path, config_of("nowhere:Sink"), tell):
+        append(tmp_path, "rank-0", RUN)
+    words = "nowhere:Sink does not track this run: monitor.trackers = 'nowhere:Sink': there is no module 'nowhere'"
+    assert capsys.readouterr().err == f"paceline: {words}\n"
+    assert words in (tmp_path / "logs" / "run.log").read_text()
 
 
 def test_a_tracker_that_fails_is_noted_with_what_it_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,3 +307,16 @@ def test_trackio_goes_on_with_the_same_run(tmp_path: Path, monkeypatch: pytest.M
     with sqlite3.connect(database) as connection:
         rows = connection.execute("select distinct run_name from metrics").fetchall()
     assert rows == [("run",)]
+
+
+@_needs("mlflow")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.skipif(importlib.util.find_spec("sqlalchemy") is not None, reason="mlflow has its local database")
+def test_mlflow_without_a_place_for_runs_says_what_to_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import mlflow
+
+    monkeypatch.setattr(mlflow, "is_tracking_uri_set", lambda: False)
+    with tracked(tmp_path / "run", "mlflow") as notes:
+        append(tmp_path / "run", "rank-0", RUN)
+    (note,) = notes
+    assert note.startswith("mlflow does not track this run: MLFLOW_TRACKING_URI is not set")

@@ -43,11 +43,10 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         assert page.ask(LAST_LOSS) == pytest.approx(1 / 200)
         told = page.ask("document.querySelector('#verdict').textContent")
         assert "done after 200 steps" in told
-        assert "rank 1 is the last" in told
+        assert told.count("rank 1 is the last") == 1
         assert {"phases", "step_s", "lr", "memory_bytes"} <= set(page.ask("[...page.charts.keys()]"))
         # The slow rank's row of the map is brighter where it computes, and the pointer says which it is.
-        page.ask("page.heat.picker.value = 'late_s', page.heat.picker.dispatchEvent(new Event('change'))")
-        page.wait("page.heat.found.name === 'late_s'")
+        assert page.ask("page.heat.found.name") == "late_s"
         box = page.box("[data-chart=heat] canvas:not(.tools canvas)")
         page.move(box["left"] + 200, box["top"] + 6 + 1.5 * page.ask("page.heat.box.tall"))
         page.wait("!document.getElementById('tip').hidden")
@@ -59,6 +58,10 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         middle = box["top"] + box["height"] / 2
         page.press(box["left"] + 0.25 * box["width"], middle, (box["left"] + 0.5 * box["width"], middle))
         page.wait("page.view.zoom")
+        page.move(1, 1)  # away from the charts
+        page.wait("document.querySelector('[data-chart=lr] .at').textContent.startsWith('last: step ')")
+        at = page.ask("document.querySelector('[data-chart=lr] .at').textContent")
+        assert int(at.removeprefix("last: step ")) == pytest.approx(page.ask("page.view.zoom[1]"), abs=1.0)
         scales = page.ask("[...page.charts.values()].map((each) => each.plot.scales.x.min)")
         assert max(scales) == pytest.approx(min(scales))
         assert scales[0] == pytest.approx(51, abs=3)
@@ -69,6 +72,10 @@ def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
         )
         page.wait("page.charts.get('loss').plot.scales.y.distr === 3")
         assert_no_overflow(page)
+        page.ask("addEventListener('beforeprint', () => { window.printed = [isDark(), page.grid.clientWidth]; })")
+        page.call("Page.printToPDF")
+        assert page.ask("printed") == [False, 710]  # on paper it is light, and as wide as a page
+        assert page.ask("isDark() && page.grid.clientWidth > 710")
         assert page.errors == []
         assert [url for url in page.requests if not url.startswith(("file:", "data:"))] == []
 
@@ -100,13 +107,19 @@ def test_the_page_follows_a_run_and_compares_it(browser: Browser, serve: Serve, 
                 file.write(to_line(again))
         append(folder, 21, 22)
         page.wait("document.querySelector('.pill').textContent === 'running'")
-        page.wait("document.querySelector('[data-block=events]').textContent.includes('attempt')")
-        write_run(tmp_path / "runs" / "two", steps=30)
+        page.wait("document.querySelector('[data-block=events]').textContent.includes('attempt 2 of this run')")
+        assert "loss 0.5000, accuracy 90.0 %" in page.ask("document.querySelector('[data-block=events]').textContent")
+        two = write_run(tmp_path / "runs" / "two", steps=30)
+        for path in two.glob("records/*.jsonl"):
+            path.write_text(path.read_text().replace('"unit":"samples"', '"unit":"tokens"'))
         page.wait("document.querySelectorAll('.run').length === 2")
         page.ask("[...document.querySelectorAll('.run input')].find((each) => !each.checked).click()")
         page.wait("document.querySelector('[data-block=differences]')?.textContent.includes('train.steps')")
         page.wait("page.charts.get('loss').lines.length === 4")  # training and evaluation of both
         assert "\u2013" not in page.ask("document.querySelector('[data-chart=loss] .legend').textContent")
+        compared = page.ask("document.querySelector('[data-block=compare]').textContent")
+        assert "640 samples/s" in compared  # of two ranks
+        assert "640 tokens/s" in compared
         assert page.errors == []
         assert {request.startswith(url) for request in page.requests} == {True}
 
@@ -120,4 +133,11 @@ def test_a_page_without_runs_shows_the_first_one(browser: Browser, serve: Serve,
         page.wait(DRAWN)
         assert page.ask("document.querySelector('h1').textContent") == "first"
         assert_no_overflow(page)
+        write_run(tmp_path / "second", steps=10)
+        page.wait("document.querySelector('h1').textContent === 'second'")  # nobody has chosen the first, which is over
+        page.key("j")
+        page.wait("document.querySelector('h1').textContent === 'first'")
+        write_run(tmp_path / "third", steps=10)
+        page.wait("document.querySelectorAll('.run').length === 3")
+        assert page.ask("page.run().name") == "first"
         assert page.errors == []

@@ -13,8 +13,10 @@ import pytest
 from made_records import END, RUN, STEP, write_records
 from view_runs import steps_of, write_run
 
-from paceline.records.records import CommRecord, EventRecord, HostRecord, to_line
+from paceline.records.records import CommRecord, EventRecord, HostRecord, parse_line, to_line
+from paceline.run.records import note_clock
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
+from paceline.view.follow import glance
 from paceline.view.runs import Run, find_runs, names_of
 
 
@@ -94,7 +96,7 @@ def test_a_restart_is_an_attempt_and_an_event(tmp_path: Path) -> None:
     state = run.state(now=RUN.time + 101)
     assert (state.status, state.step, state.attempts) == ("running", 10, 2)
     assert np.isnan(run.columns.curves()["loss"][9])  # rank 0 has not made it again, and rank 1 is no part any more
-    assert [event["name"] for event in describe(run)["events"]] == ["checkpoint", "attempt"]
+    assert [event["name"] for event in describe(run)["events"]] == ["checkpoint", "evaluation", "attempt"]
 
 
 def test_a_process_that_is_gone_without_an_end_has_died(tmp_path: Path) -> None:
@@ -106,6 +108,19 @@ def test_a_process_that_is_gone_without_an_end_has_died(tmp_path: Path) -> None:
     state = read(folder).state()
     assert state.status == "died"
     assert "the process of rank 0 is gone" in state.sentence
+
+
+def test_at_a_glance_a_run_goes_on_while_a_rank_or_a_host_writes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=10, is_done=False)
+    rank, host = (folder / "records" / name for name in ("rank-0.jsonl", "host-node.jsonl"))
+    assert glance(Run(folder))["status"] == "running"
+    os.utime(rank, (1, 1))
+    assert glance(Run(folder))["status"] == "unfinished"
+    host.write_text(to_line(HostRecord(host="node", values={}, time=RUN.time)))
+    assert glance(Run(folder))["status"] == "running"  # in a long step
+    with rank.open("a") as file:
+        file.write(to_line(END))
+    assert glance(Run(folder))["status"] == "done"
 
 
 def test_what_samplers_and_collectives_left(tmp_path: Path) -> None:
@@ -153,6 +168,29 @@ def test_operations_of_a_trace_are_in_the_timeline(tmp_path: Path) -> None:
     found = timeline(read(folder), 3, 4)
     assert found["operations"] == [[0, pytest.approx(0.05, abs=1e-5), pytest.approx(0.01), "all_reduce", 8]]
     assert "trace of rank 1 cannot be read" in found["note"]
+
+
+def test_rows_of_several_hosts_lie_on_one_clock(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=4)
+    path = folder / "records" / "rank-1.jsonl"
+    # Rank 1 is on another host, whose clock is 90 s ahead: all its times are.
+    lines = [parse_line(line) for line in path.read_text().splitlines()]
+    lines = [replace(line, time=line.time + 90) for line in lines]
+    lines[0] = replace(lines[0], host="another")  # type: ignore[call-arg]
+    path.write_text("".join(map(to_line, lines)))
+    (folder / "trace").mkdir()
+    operation = {"kind": "all_reduce", "num_bytes": 8, "start_s": 5.0, "end_s": 5.01, "time": RUN.time + 90.25}
+    (folder / "trace" / "rank-1.jsonl").write_text(json.dumps(operation) + "\n")
+    found = timeline(read(folder), 3, 4)
+    assert found["end"][1][0] - found["end"][0][0] == pytest.approx(90)
+    assert "were not compared" in found["note"]
+    for rank, ahead_s in enumerate((0.0, 90.0)):
+        assert note_clock(folder, [rank], ahead_s)
+    found = timeline(read(folder), 3, 4)
+    assert found["end"] == [pytest.approx([0.1, 0.2], rel=1e-4)] * 2
+    assert [each[:2] for each in found["operations"]] == [[1, pytest.approx(0.05, abs=1e-5)]]
+    assert "differ by up to 1 min 30 s, and are corrected" in found["note"]
+    assert "clock" not in [event["name"] for event in describe(read(folder))["events"]]
 
 
 def test_runs_are_found_named_apart_and_never_outside_of_the_folder(tmp_path: Path) -> None:

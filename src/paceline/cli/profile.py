@@ -18,7 +18,7 @@ def profile(
     overrides: Overrides = None,
     steps: int = typer.Option(3, min=1, help="Steps to profile, after a warm-up of three."),
     output: Path = typer.Option(
-        Path("trace.json"), callback=check_file, help="Where the time line goes; compressed if it ends in .gz."
+        Path("trace.json"), callback=check_file, help="File for the time line; compressed if it ends in .gz."
     ),
     beside: list[Path] = typer.Option(
         [], metavar="TRACE", help="A time line of simulate or predict to lay beside it; may be repeated."
@@ -29,8 +29,9 @@ def profile(
 
     The time line, for Chrome or ui.perfetto.dev, has a process for each rank: its steps, phases, actions of a
     pipeline's schedule, waits and collectives, and all operators and kernels that torch's profiler saw. Clocks of ranks
-    are corrected. The summary says how much communication is hidden, why ranks are idle, what costs most, and when
-    memory is at its peak.
+    are corrected. The file is trace.json in the current folder, unless --output names another; an older one is
+    replaced. The summary says how much communication is hidden, why ranks are idle, what costs most, and when memory is
+    at its peak.
 
     Examples:
 

@@ -12,7 +12,7 @@ from paceline.terminal import echo
 
 
 def report(
-    folders: list[Path] = typer.Argument(metavar="RUN...", help="Folders of runs, such as runs/digits."),
+    folders: list[Path] = typer.Argument(metavar="RUN", help="Folders of runs, such as runs/digits."),
     compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
     as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
     html: Path | None = typer.Option(

@@ -12,7 +12,7 @@ from paceline.terminal import echo
 
 def watch(
     runs: list[Path] | None = typer.Argument(
-        None, metavar="[RUNS]...", help="Runs, or folders of runs; else those in runs/."
+        None, metavar="RUNS", help="Runs, or folders of runs; else those in runs/."
     ),
     host: str = typer.Option("127.0.0.1", help="Address to serve at; any but the loopback needs the token it prints."),
     port: int | None = typer.Option(

@@ -23,6 +23,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paceline.notebook import cell_display, show_bar
+from paceline.records.event_words import event_name, event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord
 from paceline.terminal import new_console
 from paceline.units import format_count, format_flops, format_seconds
@@ -88,8 +89,8 @@ class ProgressView:
                 self._start(record)
             case EvalRecord():
                 self._print(_eval_line(record))
-            case EventRecord(name="first_step" | "histogram"):
-                pass  # of the report, and of TensorBoard
+            case EventRecord(name="first_step" | "histogram" | "clock"):
+                pass  # of the report, TensorBoard and the page
             case EventRecord():
                 self._print(_event_line(record))
             case EndRecord():
@@ -309,12 +310,10 @@ def _eval_line(evaluation: EvalRecord) -> Text:
 
 
 def _event_line(event: EventRecord) -> Text:
-    if event.name == "straggler":
-        return Text(f"step {event.step}{_GAP}{event.detail.get('sentence', '')}", style="yellow")
-    if "note" in event.detail:
-        return Text(f"step {event.step}{_GAP}{event.detail['note']}")
-    detail = "".join(f"{_GAP}{key} {value}" for key, value in event.detail.items())
-    return Text(f"step {event.step}{_GAP}{event.name}").append(detail, style="dim")
+    text = event_text(event)
+    if event.name == "straggler" or "note" in event.detail:
+        return Text(f"step {event.step}{_GAP}{text}", style="yellow" if event.name == "straggler" else "")
+    return Text(f"step {event.step}{_GAP}{event_name(event.name)}").append(f"{_GAP}{text}", style="dim")
 
 
 def _end_line(end: EndRecord) -> Text:

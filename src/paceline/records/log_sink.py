@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from paceline.records.event_words import event_name, event_text
 from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord
 from paceline.units import format_count
 
-_MOST_CHARACTERS = 500  # of an event
 _LEVELS = {"skipped": logging.WARNING, "straggler": logging.WARNING, "roll_back": logging.WARNING}
 
 
@@ -48,8 +48,7 @@ def describe(record: Record) -> str:
         case EventRecord(name="histogram" | "scalars"):
             return ""
         case EventRecord():
-            detail = ", ".join(f"{key} {value}" for key, value in record.detail.items())
-            return f"{record.name} at step {record.step}: {detail}"[:_MOST_CHARACTERS].replace("\n", " ")
+            return f"{event_name(record.name)} at step {record.step}: {event_text(record)}"
         case EndRecord():
             why = f": {record.message}" if record.message else ""
             return f"{record.status} after step {record.step} and {record.seconds:.1f} s{why}"

@@ -379,7 +379,8 @@ def _rank_table(summary: RunSummary) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
     table.title, table.title_justify, table.title_style = "what each rank did", "left", "bold"
     for name in ("rank", "samples", "step", "data", "forward", "backward", "comm", "update", "memory"):
-        table.add_column(name, justify="left" if name == "rank" else "right", no_wrap=True)
+        # On a narrow terminal the name of a device is broken, and no number is cut.
+        table.add_column(name, justify="left" if name == "rank" else "right", no_wrap=name != "rank")
     width = max(len(str(rank.rank)) for rank in summary.ranks)
     for rank in summary.ranks:
         times = [getattr(rank, name) for name in PHASES]

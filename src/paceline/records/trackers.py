@@ -12,11 +12,13 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from netrc import NetrcParseError, netrc
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.records.records import EndRecord, Record
 from paceline.records.scalars import scalars
@@ -126,7 +128,7 @@ class WandbSink(_Tracker):
 
 
 class MlflowSink(_Tracker):
-    """A run of MLflow, where its own settings say: a folder, a database or a server."""
+    """A run of MLflow, where its own settings say: a server or a database."""
 
     _STATUSES = {"done": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012
 
@@ -134,6 +136,11 @@ class MlflowSink(_Tracker):
         import mlflow
         from mlflow.entities import Metric
 
+        if not mlflow.is_tracking_uri_set() and find_spec("sqlalchemy") is None:
+            raise UsageError(
+                "MLFLOW_TRACKING_URI is not set, and mlflow-skinny keeps no runs of its own: "
+                "set it to a server's address, or install the local database (pip install mlflow)"
+            )
         self._metric: Any = Metric
         self._client: Any = mlflow.MlflowClient()
         self._status = "FAILED"

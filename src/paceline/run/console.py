@@ -23,6 +23,13 @@ def say(text: str) -> None:
     log(logging.INFO, text)
 
 
+def tell(level: int, text: str) -> None:
+    """Writes a line into the log of the run; warnings are told on standard error too."""
+    log(level, text)
+    if level >= logging.WARNING:
+        echo(f"paceline: {text}", err=True)
+
+
 @contextlib.contextmanager
 def live_progress(folder: Path, *, is_shown: bool) -> Iterator[None]:
     """Shows rank 0's records as they are written, in a thread of its own."""

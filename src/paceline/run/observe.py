@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.run.console import live_progress
+from paceline.run.console import live_progress, tell
 from paceline.run.logs import log, run_log
 from paceline.run.notes import noted_processes
 from paceline.run.result import RunOptions
@@ -23,10 +23,11 @@ def observing(folder: Path, config: Config, options: RunOptions) -> Iterator[Non
     from paceline.run.tracking import tracking
 
     is_shown = config.monitor.console and not options.is_quiet
+    shows_log = is_shown and options.is_verbose
     with (
-        run_log(folder, is_shown=is_shown and options.is_verbose),
+        run_log(folder, is_shown=shows_log),
         live_progress(folder, is_shown=is_shown and not options.is_verbose),  # its lines are in the log
-        tracking(folder, config, log),
+        tracking(folder, config, log if shows_log else tell),
         observing_host(folder, config),
     ):
         yield

@@ -11,7 +11,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,18 +72,33 @@ def end_record(status: EndStatus, step: int, seconds: float, message: str = "") 
 
 
 def note_straggler(folder: Path, rank: int, found: Straggler) -> None:
-    """Adds an event to the records of a rank that is still writing them; nothing where it has none yet.
+    """Adds that a rank is late to the records of a rank that is still writing them; nothing where it has none yet."""
+    _append_event(folder, rank, "straggler", found.to_json())
+
+
+def note_clock(folder: Path, ranks: Sequence[int], ahead_s: float) -> bool:
+    """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it could.
+
+    Steps of several hosts can be laid beside one another by it.
+    """
+    return _append_event(folder, ranks[0], "clock", {"ahead_s": round(ahead_s, 6), "ranks": list(ranks)})
+
+
+def _append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> bool:
+    """Adds an event to the records of a rank that is still writing them; says whether there were any.
 
     One write at the end of the file, which is where the rank writes too: lines stay whole. A full disk is left alone.
     """
     progress = read_progress(folder).get(rank)
     step = 0 if progress is None else progress.last_step
-    event = EventRecord(name="straggler", step=step, detail=found.to_json(), time=time.time())
+    event = EventRecord(name=name, step=step, detail=detail, time=time.time())
     path = records_path(folder, rank)
     with contextlib.suppress(OSError):
         if path.is_file():
             with path.open("ab", buffering=0) as file:
                 file.write(to_line(event).encode())
+            return True
+    return False
 
 
 def run_record(config: Config, comm: Communicator, trainer: Trainer | None) -> RunRecord:

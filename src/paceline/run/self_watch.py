@@ -42,7 +42,7 @@ from paceline.run.left_ranks import LeftRanks, left_key
 from paceline.run.notes import note_hang
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.rank_process import end_children, tell_agent
-from paceline.run.records import note_straggler
+from paceline.run.records import note_clock, note_straggler
 from paceline.run.watch import Watch, WatchPolicy, end_ranks, keep_ledger, tell_verdict
 
 if TYPE_CHECKING:
@@ -88,7 +88,8 @@ def clock_ahead(
             best = min(best, (end - start, (start + end) / 2 - told))
     except CommunicationError:
         return None
-    return best[1]
+    round_trip_s, ahead_s = best
+    return ahead_s if abs(ahead_s) > round_trip_s / 2 else 0.0  # less than what may be wrong says nothing
 
 
 @dataclass(slots=True)
@@ -110,9 +111,10 @@ class LateHosts:
     _own: str = ""
     _is_compared: bool = True
 
-    def compare_clocks(self) -> None:
-        """Finds out how far this host's clock is ahead."""
+    def compare_clocks(self) -> float | None:
+        """Finds out how far this host's clock is ahead; None where that could not be found."""
         self._ahead_s = clock_ahead(self.channel, self.host, self.hosts, self.now)
+        return self._ahead_s
 
     def look(self) -> Straggler | None:
         """Publishes or compares when a period is over. Raises CommunicationError when the store is gone."""
@@ -253,18 +255,28 @@ class SelfWatch:
 
     def follow(self) -> None:
         """Looks at the ledgers until there is a verdict, which ends this process."""
+        ahead_s = None  # of the clock, until it is in the records
         if self._late_hosts is not None and self.ledger.reader().rank == self.hosts[self.host][0]:
-            self._late_hosts.compare_clocks()
+            ahead_s = self._late_hosts.compare_clocks()
         while not self.ledger.reader().pulse().is_finished and not self._is_over.wait(self.policy.every_s):
             self.ledger.cells[HEARTBEAT] += 1
             # The store went with its owner: the launcher will tell. Files: the next look may open them.
             with contextlib.suppress(CommunicationError, OSError):
+                if ahead_s is not None and self._has_noted_clock(ahead_s):
+                    ahead_s = None
                 verdict = self.look()
                 if verdict is not None:
                     self._leave(verdict)
                 late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
                 if late is not None:
                     self._tell_late(late)
+
+    def _has_noted_clock(self, ahead_s: float) -> bool:
+        """Writes how far this host's clock is ahead behind the first step of this attempt; says when that is done."""
+        if self.told is not None:  # a loop of the user's own has no records
+            return True
+        has_begun = self.ledger.reader().pulse().step > 0
+        return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
 
     def look(self) -> HangVerdict | None:
         """Looks once at the ledgers; only the leader of a host does."""

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from paceline.errors import PacelineError
 from paceline.records.records import EventRecord, HostRecord, Record, StepRecord, complete_lines, parse_line
 from paceline.records.scalars import scalars
 from paceline.records.sinks import Sink, TensorBoardSink
@@ -215,4 +216,6 @@ def tracking(folder: Path, config: Config, tell: Callable[[int, str], None]) -> 
 
 def _first_line(error: Exception) -> str:
     text = str(error).strip().splitlines()
+    if isinstance(error, PacelineError) and text:  # its words are for people
+        return text[0]
     return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__

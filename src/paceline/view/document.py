@@ -22,18 +22,22 @@ from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
 from paceline.errors import PacelineError
-from paceline.records.records import EventRecord
+from paceline.records.console import format_loss, format_percent
+from paceline.records.event_words import event_name, event_text
+from paceline.records.records import EvalRecord, EventRecord
 from paceline.records.summary import PHASES
 from paceline.search.expectation import read_expectation
+from paceline.units import format_seconds
 from paceline.untrusted import read_regular
 from paceline.view.columns import HEAT, Array, bucket_starts, extremes, means
 from paceline.view.runs import QUIET_EVENTS, Run
 from paceline.view.traces import operations_between
 
-_MOST_EVENTS = 400
+_MOST_EVENTS = 200  # of a kind
 _MOST_STEPS = 24  # of a timeline
 _MOST_OPERATIONS = 20_000
 _MOST_CONFIG_BYTES = 2**20
+_SEEN_LATE = 0.05  # of a step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +91,9 @@ def heat(run: Run, name: str, window: Window) -> dict[str, Any]:
     ranks, steps, values = run.columns.heat(name, _span(run.columns.steps, window), window.points)
     known = values[np.isfinite(values)]
     low, high = np.percentile(known, (2, 98)) if known.size else (0.0, 0.0)
+    if name == "late_s" and known.size:  # what is far below a step is not worth a colour
+        room = _SEEN_LATE * float(np.nanmedian(run.columns.curves()["step_s"]))
+        low, high = min(low, -room), max(high, room)
     packed = base64.b64encode(np.ascontiguousarray(values, dtype="<f4").tobytes()).decode()
     limits = rounded(np.array([low, high]))
     return {"name": name, "ranks": ranks, "steps": rounded(steps, 9), "values": packed, "limits": limits}
@@ -98,10 +105,13 @@ def timeline(run: Run, first: float, last: float, most: int = _MOST_STEPS) -> di
     span = _span(steps, Window(first=first, last=last))
     span = slice(max(span.start, span.stop - most), span.stop)
     ranks, numbers, ends, fields = run.columns.step_of(span)
+    ahead_s = np.array([run.clocks.get(rank, 0.0) for rank in ranks])
+    ends = ends - ahead_s[:, None]
     starts = ends - fields[0]
     zero = float(np.nanmin(starts)) if np.isfinite(starts).any() else 0.0
     until = float(np.nanmax(ends)) if np.isfinite(ends).any() else 0.0
-    found, note = operations_between(run.folder, ranks, zero, until, _MOST_OPERATIONS)
+    clocks = dict(zip(ranks, ahead_s.tolist(), strict=True))
+    found, note = operations_between(run.folder, clocks, zero, until, _MOST_OPERATIONS)
     return {
         "steps": [int(number) for number in numbers],
         "ranks": ranks,
@@ -110,8 +120,18 @@ def timeline(run: Run, first: float, last: float, most: int = _MOST_STEPS) -> di
         "length": [rounded(row) for row in fields[0]],
         "parts": [[rounded(row) for row in part] for part in fields[1:]],
         "operations": found,
-        "note": note,
+        "note": "; ".join(filter(None, (_clock_note(run, ranks), note))),
     }
+
+
+def _clock_note(run: Run, ranks: Sequence[int]) -> str:
+    """Says whether rows of several hosts lie on one clock."""
+    if len({run.starts[rank].host for rank in ranks if rank in run.starts}) < 2 and not run.clocks:
+        return ""
+    if not all(rank in run.clocks for rank in ranks):
+        return "clocks of the hosts were not compared: rows may be off by what they differ"
+    most = max((abs(run.clocks[rank]) for rank in ranks), default=0.0)
+    return f"clocks of the hosts differ by up to {format_seconds(most)}, and are corrected"
 
 
 def config_of(run: Run) -> dict[str, str]:
@@ -178,26 +198,30 @@ def _evaluations(run: Run) -> dict[str, list[list[float]]]:
 
 
 def _events(run: Run) -> list[dict[str, Any]]:
-    """Returns the events that are marks on charts; of one kind that is too frequent, the last."""
+    """Returns the events and evaluations that are marks on charts, in order; of a frequent kind, the last."""
     steps, times = run.columns.steps, run.columns.curves()["time"]
-    found: list[dict[str, Any]] = []
-    for rank, event in run.events:
+    is_rising = bool(np.all(np.diff(times) >= 0))
+    kinds: dict[str, list[dict[str, Any]]] = {}
+    for rank, event in [*run.events, *((0, _as_event(each)) for each in run.evaluations)]:
         if event.name in QUIET_EVENTS:
             continue
         step = event.step
         if event.name == "attempt" and len(steps):  # it has no step of its own
-            place = int(np.searchsorted(times, event.time)) if np.all(np.diff(times) >= 0) else len(steps)
+            place = int(np.searchsorted(times, event.time)) if is_rising else len(steps)
             step = int(steps[max(0, min(place, len(steps)) - 1)])
-        text = _text_of(event)
-        found.append({"name": event.name, "step": step, "rank": rank, "text": text})
-        found[-1]["time"] = round(event.time - run.first_time, 3)
-    return found[-_MOST_EVENTS:]
+        told = {"name": event.name, "title": event_name(event.name), "step": step, "rank": rank}
+        told |= {"text": event_text(event), "time": round(event.time - run.first_time, 3)}
+        kinds.setdefault(event.name, []).append(told)
+    found = [each for kind in kinds.values() for each in kind[-_MOST_EVENTS:]]
+    return sorted(found, key=lambda each: each["time"])
 
 
-def _text_of(event: EventRecord) -> str:
-    detail = event.detail
-    told = detail.get("sentence") or detail.get("note")
-    return str(told or ", ".join(f"{key} {value}" for key, value in detail.items()))[:400]
+def _as_event(evaluation: EvalRecord) -> EventRecord:
+    values = {"loss": format_loss(evaluation.loss)}
+    if evaluation.accuracy is not None:
+        values["accuracy"] = format_percent(evaluation.accuracy)
+    values |= {name: format_loss(value) for name, value in evaluation.metrics.items()}
+    return EventRecord(name="evaluation", step=evaluation.step, detail=values, time=evaluation.time)
 
 
 def _own_scalars(run: Run) -> dict[str, list[list[float]]]:

@@ -24,6 +24,7 @@ from paceline.view.runs import Run, find_runs, names_of
 _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
 _FIRST_S, _BUDGET_S = 0.02, 0.05  # of reading at a stretch, with the lock held
 _WORDS_EVERY_S = 20.0
+_SILENT_S = 30.0  # a run that nobody has chosen, and that wrote nothing for so long, does not run
 
 
 class Follower:
@@ -178,18 +179,30 @@ class Follower:
 
 
 def glance(run: Run) -> dict[str, Any]:
-    """Returns the state of a run that has not been read: the status at the end of its lowest rank's file."""
+    """Returns the state of a run that has not been read: the status at the end of its lowest rank's file.
+
+    Without an end it runs as long as its files grow: those of hosts do every second.
+    """
+    folder = run.folder / "records"
     try:
-        with open_regular(file_inside(run.folder / "records", "rank-0.jsonl")) as file:
+        with open_regular(file_inside(folder, "rank-0.jsonl")) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 65536))
             last = (file.read() or b"").rstrip().rpartition(b"\n")[2]
         values = parse_json_object(last)
         kind, step = values.get("type"), int(values.get("step", 0))
     except (OSError, ValueError, TypeError, AttributeError):
         return {"status": "starting", "step": 0, "sentence": ""}
-    status = values.get("status") if kind == "end" else "unfinished"
-    known = status if status in ("done", "failed", "stopped") else "unfinished"
+    status = values.get("status") if kind == "end" else "running" if _is_growing(folder) else "unfinished"
+    known = status if status in ("done", "failed", "stopped", "running") else "unfinished"
     return {"status": known, "step": step, "sentence": f"{known}, step {step:,}"}
+
+
+def _is_growing(folder: Path) -> bool:
+    """Says whether a rank or a host wrote records lately."""
+    with contextlib.suppress(OSError):
+        written = [path.lstat().st_mtime for path in (folder / "rank-0.jsonl", *folder.glob("host-*.jsonl"))]
+        return time.time() - max(written) < _SILENT_S
+    return False
 
 
 def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, Any]:

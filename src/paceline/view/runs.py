@@ -9,6 +9,7 @@ Only files inside the folders that were given are read: a link that leads out of
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import socket
 import time
@@ -29,7 +30,7 @@ Status = Literal["starting", "running", "done", "failed", "stopped", "died"]
 
 _Kept = TypeVar("_Kept")
 
-QUIET_EVENTS = ("first_step", "histogram", "scalars", "buckets", "settings", "compiled")
+QUIET_EVENTS = ("first_step", "histogram", "scalars", "buckets", "settings", "compiled", "clock")
 _MOST_KEPT = 20_000  # of events, evaluations and samples each; a run of days has fewer
 _SILENT_S = 30.0
 _MARKS = ("config.yaml", "records")
@@ -70,6 +71,7 @@ class Run:
         self.scalars: list[EventRecord] = []
         self.hosts: list[HostRecord] = []
         self.comm: list[CommRecord] = []
+        self.clocks: dict[int, float] = {}  # by how much the clock of a rank is ahead of rank 0's, where that is known
         self._files: dict[Path, RecordFile] = {}
         self._bytes = (0, 0)
         self._is_cut = True  # ranks that an attempt does not have were cut already
@@ -150,7 +152,8 @@ class Run:
                     self._is_cut = False
                     self.first_time = self.first_time or record.time
                     if self.attempts > 1:
-                        again = EventRecord(name="attempt", step=0, detail={}, time=record.time)
+                        number = {"number": self.attempts}
+                        again = EventRecord(name="attempt", step=0, detail=number, time=record.time)
                         self.events.append((rank, again))
             case EndRecord():
                 self.ends[rank] = record
@@ -158,6 +161,8 @@ class Run:
                 _keep(self.evaluations, record)
             case EventRecord(name="scalars"):
                 _keep(self.scalars, record)
+            case EventRecord(name="clock"):
+                self.clocks |= _clocks(record)
             case EventRecord() if rank == min(self.starts, default=0) or record.name in ("straggler", "skipped"):
                 _keep(self.events, (rank, record))
             case CommRecord() if rank == min(self.starts, default=0):
@@ -288,6 +293,14 @@ def _started(folder: Path) -> float:
         except OSError:
             continue
     return 0.0
+
+
+def _clocks(event: EventRecord) -> dict[int, float]:
+    """Returns by how much the clocks of ranks are ahead; nothing of an event that says something else."""
+    ahead_s, ranks = event.detail.get("ahead_s"), event.detail.get("ranks")
+    if not isinstance(ahead_s, int | float) or not math.isfinite(ahead_s) or not isinstance(ranks, list):
+        return {}
+    return {rank: float(ahead_s) for rank in ranks if isinstance(rank, int)}
 
 
 def _keep(kept: list[_Kept], item: _Kept) -> None:

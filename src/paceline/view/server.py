@@ -178,9 +178,10 @@ class _Api:
 
     async def metrics(self, _: Request) -> Response:
         try:
-            from paceline.records.prometheus import metrics_text  # type: ignore[import-not-found,unused-ignore]
+            from paceline.records.prometheus import metrics_text
         except ImportError:
-            return PlainTextResponse("this version of Paceline has no metrics for Prometheus\n", status_code=501)
+            words = "metrics for Prometheus need prometheus-client: pip install 'paceline[watch]'\n"
+            return PlainTextResponse(words, status_code=501, headers=HEADERS)
         folders = [run.folder for run in self._follower.runs]
         text: str = await asyncio.to_thread(metrics_text, folders)
         return PlainTextResponse(text, headers=HEADERS)

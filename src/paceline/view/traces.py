@@ -6,7 +6,7 @@ rank ends, so that a file is read once and kept while it stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,22 +21,26 @@ Operation = tuple[float, float, str, int]  # start of day, seconds, kind, bytes
 
 
 def operations_between(
-    folder: Path, ranks: Sequence[int], start: float, end: float, most: int
+    folder: Path, ranks: Mapping[int, float], start: float, end: float, most: int
 ) -> tuple[list[list[Any]], str]:
-    """Returns [rank, start, seconds, kind, bytes] of operations in that time, since ``start``, and what is missing."""
+    """Returns [rank, start, seconds, kind, bytes] of operations in that time, since ``start``, and what is missing.
+
+    ``ranks`` says by how much the clock of each is ahead of the one that ``start`` and ``end`` are read from.
+    """
     trace = folder / "trace"
     if not trace.is_dir() or not trace.resolve().is_relative_to(folder.resolve()):
         return [], "set monitor.trace=true to have every collective here, too"
     found: list[list[Any]] = []
     notes = set()
-    for rank in ranks:
+    for rank, ahead_s in ranks.items():
         try:
             path = file_inside(trace, f"rank-{rank}.jsonl")
             operations = _read(path, path.stat().st_mtime_ns)
         except (OSError, ValueError) as error:
             notes.add(f"the trace of rank {rank} cannot be read: {getattr(error, 'strerror', None) or error}")
             continue
-        for begin, seconds, kind, num_bytes in operations:
+        for own_begin, seconds, kind, num_bytes in operations:
+            begin = own_begin - ahead_s
             if begin < end and begin + seconds > start and len(found) < most:
                 found.append([rank, round(begin - start, 7), round(seconds, 7), kind, num_bytes])
     if len(found) == most:

@@ -42,13 +42,11 @@ def summary_of(folder: Path) -> dict[str, Any]:
 def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
     if summary.status == "failed" and summary.message:
         yield "bad", summary.message.partition("\n")[0]
-    if summary.straggler is not None:
-        yield "warning", str(summary.straggler)
-    else:
-        yield from (("warning", line) for line in summary.late)
-    if summary.limits.found:
-        kinds = ("good" if summary.limits.what == "compute" else "warning", "note")
-        yield from ((kinds[place > 0], line.strip()) for place, line in enumerate(summary.limits.lines()))
+    limits = [line.strip() for line in summary.limits.lines()] if summary.limits.found else []
+    late = summary.late if summary.straggler is None else (str(summary.straggler),)
+    yield from (("warning", line) for line in late if line not in limits)
+    kinds = ("good" if summary.limits.what == "compute" else "warning", "note")
+    yield from ((kinds[place > 0], line) for place, line in enumerate(limits))
     if summary.prediction is not None:
         yield from (("note", line) for line in summary.prediction.lines())
 

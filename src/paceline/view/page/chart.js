@@ -90,7 +90,7 @@ class Chart {
       scales: { x: { time: false }, y: { distr: isLog ? 3 : 1, range: isLog ? undefined : (_, low, high) => this._range(low, this._capped(high)) } },
       axes: [
         { ...axis, size: 26, gap: 3, space: 70, values: (_, all) => all.map((each) => (each === null || (this.view.x === "step" && each % 1) ? "" : show(each))) },
-        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : (this.spec.axis || this.spec.format)(each))) },
+        { ...axis, size: 62, gap: 4, space: 34, incrs: this.spec.format === bytes || this.spec.format === byteRate ? POWERS : undefined, values: (_, all) => all.map((each) => (each === null ? "" : (this.spec.axis || this.spec.format)(each))) },
       ],
       cursor: { sync: { key: SYNC, scales: ["x", null] }, drag: { x: true, y: false, setScale: false }, points: { size: 6 }, y: false },
       hooks: {
@@ -129,25 +129,32 @@ class Chart {
     this.view.onZoom(range);
   }
 
-  /** Writes the legend with the values under the cursor, or the last ones. */
+  /** Writes the legend with the values under the cursor, or else the last ones that are shown; the head says which. */
   _tell(index) {
     if (!this.plot) return;
-    const data = this.plot.data;
+    const data = this.plot.data, isAtRest = index === null || index === undefined;
     const at = (column, place) => {
       for (let each = Math.min(place, column.length - 1); each >= 0; each--) if (column[each] !== null && column[each] !== undefined) return column[each];
       return null;
     };
-    const place = index === null || index === undefined ? data[0].length - 1 : index;
+    const place = isAtRest ? this._lastShown(data[0]) : index;
     const order = this.spec.isStacked ? [...this.lines].reverse() : this.lines;
     this.legend.replaceChildren(...order.slice(0, 10).map((line) => {
       const swatch = element("i"); swatch.style.background = line.color;
       const value = line.own ? at(line.own, place) : at(data[line.place] || [], place);
       return element("span", {}, swatch, `${line.label} `, element("b", {}, this.spec.format(value)));
-    }));
+    }), ...(order.length > 10 ? [element("span", {}, `and ${order.length - 10} more`)] : []));
     const x = data[0][place];
-    const text = x === undefined || index === null || index === undefined ? "" : this.view.x === "time" ? seconds(x) : `step ${whole(x)}`;
-    const near = text ? this._near(x) : null;
-    this.at.textContent = near ? `${near.name.replaceAll("_", " ")}, step ${whole(near.step)}` : text;
+    const where = x === undefined ? "" : this.view.x === "time" ? seconds(x) : `step ${whole(x)}`;
+    const near = isAtRest || !where ? null : this._near(x);
+    this.at.textContent = near ? `${near.title}, step ${whole(near.step)}` : where && isAtRest ? `last: ${where}` : where;
+  }
+
+  /** The place of the last value that a zoom leaves on the chart. */
+  _lastShown(x) {
+    let place = x.length - 1;
+    if (this.view.zoom) while (place > 0 && x[place] > this.view.zoom[1]) place -= 1;
+    return place;
   }
 
   _near(x) {
@@ -163,9 +170,10 @@ class Chart {
       const x = Math.round(plot.valToPos(event.x, "x", true));
       if (x < left || x > left + width) continue;
       context.strokeStyle = context.fillStyle = eventColor(event.name);
-      context.globalAlpha = event.name === "checkpoint" ? 0.5 : 0.85;
+      const isSmall = SMALL_EVENTS.has(event.name);
+      context.globalAlpha = isSmall ? 0.5 : 0.85;
       context.setLineDash([3, 4]);
-      if (event.name !== "checkpoint") { context.beginPath(); context.moveTo(x, top); context.lineTo(x, top + height); context.stroke(); }
+      if (!isSmall) { context.beginPath(); context.moveTo(x, top); context.lineTo(x, top + height); context.stroke(); }
       context.setLineDash([]);
       context.beginPath(); context.arc(x, top + 2, 3 * (devicePixelRatio || 1) * 0.8, 0, 7); context.fill();
     }

@@ -12,7 +12,9 @@ const PHASES = [
   ["other_s", "other", "#c3c5cf", "#4b4d58"],
 ];
 const EVENT_COLORS = { attempt: "#d8434f", restart: "#d8434f", resume: "#d9730d", roll_back: "#d8434f", skipped: "#d8434f", spike: "#d8434f",
-  straggler: "#d9730d", preempted: "#d9730d", not_saved: "#d8434f", early_stop: "#0d8a72", checkpoint: "#a3a4ae" };
+  straggler: "#d9730d", preempted: "#d9730d", not_saved: "#d8434f", early_stop: "#0d8a72", checkpoint: "#a3a4ae", evaluation: "#2f7fd1" };
+/* Marks without a line: what belongs to every run. */
+const SMALL_EVENTS = new Set(["checkpoint", "evaluation", "loader", "precision", "warmup", "compiling", "not_compiled", "cuda_graphs", "fallback"]);
 
 const isDark = () => document.documentElement.dataset.theme === "dark";
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -55,8 +57,20 @@ const bytes = (value) => scaled(value, [[2 ** 40, "Ti"], [2 ** 30, "Gi"], [2 ** 
 const count = (value) => (value !== null && Math.abs(value) < 1000 ? short(value, 3) : scaled(value, [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"], [1, ""]], ""));
 const rate = (value) => scaled(value, [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]], "B/s");
 const flops = (value, unit = "FLOP/s") => scaled(value, [[1e15, "P"], [1e12, "T"], [1e9, "G"], [1e6, "M"], [1, ""]], unit);
+const hertz = (value) => scaled(value, [[1e9, "G"], [1e6, "M"], [1e3, "k"], [1, ""]], "Hz");
+const byteRate = (value) => (value === null || value === undefined || !isFinite(value) ? "–" : `${bytes(value)}/s`);
 const percent = (value) => (value === null || value === undefined || !isFinite(value) ? "–" : `${Number((100 * value).toPrecision(3))} %`);
 const whole = (value) => (value === null || value === undefined ? "–" : Math.round(value).toLocaleString("en-US"));
+
+const withUnit = (unit) => (value) => (value === null || value === undefined || !isFinite(value) ? "–" : `${short(value, 3)} ${unit}`);
+/* What samplers of hosts read: title and format by the name that the records have. */
+const DEVICE_CHARTS = {
+  "hw.gpu.utilization": ["GPU in use", percent], "hw.gpu.memory.usage": ["GPU memory", bytes], "hw.power": ["Power", withUnit("W")], "hw.temperature": ["Temperature", withUnit("°C")],
+  "hw.gpu.clock.sm": ["GPU clock", hertz], "hw.gpu.clock.memory": ["GPU memory clock", hertz], "hw.gpu.throttle.power": ["Clocks lowered by power", short], "hw.gpu.throttle.thermal": ["Clocks lowered by heat", short],
+  "hw.gpu.throttle.hardware": ["Clocks lowered by hardware", short], "hw.gpu.throttle.sync": ["Clocks lowered with another GPU", short],
+  "system.cpu.utilization": ["Processors in use", percent], "system.memory.usage": ["Memory of the host", bytes], "process.memory.usage": ["Memory of the ranks", bytes],
+  "system.network.io": ["Network", byteRate], "system.disk.io": ["Disks", byteRate],
+};
 
 function showTip(event, text) {
   const tip = document.getElementById("tip");

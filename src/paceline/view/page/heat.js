@@ -15,7 +15,7 @@ class HeatMap {
   constructor(load, onPick) {
     this.load = load;
     this.onPick = onPick;
-    this.name = "step_s";
+    this.name = null;
     this.picker = element("select", { title: "what the colours show", onchange: () => { this.name = this.picker.value; this.refresh(); } });
     this.canvas = element("canvas", { role: "img" });
     this.canvas.setAttribute("aria-label", "Map of ranks and steps");
@@ -35,7 +35,7 @@ class HeatMap {
     if (JSON.stringify(all) === JSON.stringify(this.all)) return;
     this.all = all;
     this.picker.replaceChildren(...all.map((name) => element("option", { value: name }, HEAT_NAMES[name] || name)));
-    if (!all.includes(this.name)) this.name = all[0];
+    if (!all.includes(this.name)) this.name = all.includes("late_s") ? "late_s" : all[0];  // who holds the others up
     this.picker.value = this.name;
   }
 
@@ -84,7 +84,7 @@ class HeatMap {
     const first = steps[0], last = steps[steps.length - 1];
     for (const tick of ticks(first, last, width / 110)) {
       if (tick % 1) continue;
-      const x = left + ((tick - first) / (last - first || 1)) * width;
+      const x = left + ((((tick - first) / (last - first || 1)) * (steps.length - 1) + 0.5) / steps.length) * width;  // the middle of its cell
       context.fillText(whole(tick), Math.min(x, left + width - 14), top + height + 7);
     }
   }

@@ -18,6 +18,7 @@ class Page {
     this.timers = {};
     this._controls();
     this._keys();
+    this._print();
     let width = innerWidth;
     addEventListener("resize", () => { if (innerWidth !== width) { width = innerWidth; this._soon("resize", 120, () => this.drawAll()); } });
   }
@@ -33,10 +34,14 @@ class Page {
     }
     const first = await this.source.load([], null, 1);
     this.list = first.list;
+    this.seen = new Set(this.list.map((run) => run.id));
     const wanted = this.list.find((run) => run.status === "running") || this.list[0];
     await this.choose(wanted ? [wanted.id] : []);
     this.source.follow((list) => this.news(list), (now) => { state.dataset.state = now; state.textContent = now === "live" ? "live" : "the server does not answer"; });
   }
+
+  /** Shows runs that somebody has picked: the page stays with them. */
+  pick(ids, focus) { this.isByHand = true; return this.choose(ids, focus); }
 
   async choose(ids, focus) {
     this.chosen = ids;
@@ -48,15 +53,16 @@ class Page {
 
   run() { return this.runs.get(this.focus); }
 
-  /** Takes the states of all runs; loads the chosen ones again where they have news. */
+  /** Takes the states of all runs; loads the chosen ones again where they have news. Goes to a run that starts, where
+   * nobody has chosen one by hand and the one that is shown is over. */
   news(list) {
-    const before = new Map(this.list.map((run) => [run.id, run]));
-    const isNew = list.some((run) => !before.has(run.id));
+    const fresh = list.find((run) => !this.seen.has(run.id)), now = list.find((run) => run.id === this.focus);
+    list.forEach((run) => this.seen.add(run.id));
     this.list = list;
     this.drawRuns();
-    if (isNew && !this.chosen.length) return this.choose([list[0].id]);
+    if (fresh && (!now || (!this.isByHand && now.status !== "running"))) return this.choose([fresh.id]);
     const stale = list.filter((run) => this.chosen.includes(run.id) && (!this.runs.has(run.id) || this.runs.get(run.id).version !== run.version || this.runs.get(run.id).state.status !== run.status));
-    if (stale.length) this._soon("load", 250, () => this.load());
+    if (stale.length) this._loadSoon();
     return undefined;
   }
 
@@ -73,10 +79,14 @@ class Page {
       if (this.timeline && this.timeline.isNewest && !this.timeline.zoom && this.run() && this.run().range) this.timeline.newest();
     } finally {
       this.isLoading = false;
+      this.loadedAt = performance.now();
     }
     this.chosen.forEach((id) => this._words(id));
-    if (this.isBehind) { this.isBehind = false; this._soon("load", 250, () => this.load()); }
+    if (this.isBehind) { this.isBehind = false; this._loadSoon(); }
   }
+
+  /** Loads at once, or a quarter of a second after the load before. */
+  _loadSoon() { this._soon("load", Math.max(0, 250 - (performance.now() - (this.loadedAt || 0))), () => this.load()); }
 
   /** Asks for the words of a run, again when its status changed, and now and then while it runs. */
   async _words(id) {
@@ -152,10 +162,10 @@ class Page {
     if (this.list.length < 2) { nav.replaceChildren(); return; }
     nav.replaceChildren(element("h2", {}, `${this.list.length} runs`), ...this.list.map((run) => {
       const place = this.chosen.indexOf(run.id), box = element("input", { type: "checkbox", checked: place >= 0, title: "show this run beside the others" });
-      box.addEventListener("click", (event) => { event.stopPropagation(); const ids = this.chosen.filter((id) => id !== run.id); this.choose(box.checked ? [...ids, run.id] : ids.length ? ids : [run.id]); });
+      box.addEventListener("click", (event) => { event.stopPropagation(); const ids = this.chosen.filter((id) => id !== run.id); this.pick(box.checked ? [...ids, run.id] : ids.length ? ids : [run.id]); });
       const dot = element("span", { className: "dot" }); dot.dataset.status = run.status;
       const row = element("div", { className: "run", tabIndex: 0, role: "button", title: run.name,
-        onclick: () => this.choose(this.chosen.includes(run.id) ? this.chosen : [run.id], run.id), onkeydown: (event) => { if (event.key === "Enter") row.click(); } },
+        onclick: () => this.pick(this.chosen.includes(run.id) ? this.chosen : [run.id], run.id), onkeydown: (event) => { if (event.key === "Enter") row.click(); } },
       box, element("span", { className: "who" }, element("span", { className: "name" }, run.name), element("span", { className: "where" }, `${run.status}, step ${whole(run.step)}`)), dot);
       if (place >= 0) { row.style.setProperty("--run", runColor(place)); if (this.chosen.length > 1) row.querySelector(".name").style.color = runColor(place); }
       row.setAttribute("aria-current", run.id === this.focus);
@@ -192,7 +202,9 @@ class Page {
     const add = (spec, make) => { const lines = chosen.flatMap(([run, place]) => make(run, place)).filter(Boolean); if (lines.length) plots.push([spec, lines]); };
     const predicted = (run, name, label) => (run === focus && run.predicted ? level(run.predicted[name], label, run.x[axis]) : null);
     add({ key: "loss", title: "Loss", format: short }, (run, place) => [line(run, place, "loss", "training"), spots(run, place, run.evaluations.loss, "evaluation", true)]);
-    add({ key: "units_per_s", title: "Throughput", unit: `${focus.facts.unit || "samples"}/s`, format: count }, (run, place) => [line(run, place, "units_per_s", "all ranks")]);
+    const unit = (run) => `${run.facts.unit || "samples"}/s`, isMixed = chosen.some(([run]) => unit(run) !== unit(focus));
+    add({ key: "units_per_s", title: "Throughput", unit: isMixed ? "" : unit(focus), format: count },
+      (run, place) => { const found = line(run, place, "units_per_s", "all ranks"); return [found && isMixed ? { ...found, label: `${found.label}, ${unit(run)}` } : found]; });
     add({ key: "step_s", title: "Step time", unit: "slowest rank", format: seconds, isTime: true }, (run, place) => [line(run, place, "step_s", "measured"), predicted(run, "step_s", "predicted")]);
     Object.keys(focus.evaluations).filter((name) => name !== "loss").forEach((name) =>
       add({ key: `eval-${name}`, title: `Evaluation: ${name}`, format: name === "accuracy" ? percent : short }, (run, place) => [spots(run, place, run.evaluations[name], name)]));
@@ -208,17 +220,23 @@ class Page {
     return plots;
   }
 
-  /** Charts of what the sampler of each host read, a line a device; and of the rate of collectives. */
+  /** Charts of what the sampler of each host read, a line a device, with limits as dashed lines; and of the rate of collectives. */
   _deviceCharts(run) {
     const axis = this.view.x, by = new Map();
     run.hosts.forEach((each) => {
-      const [base, device] = each.name.split("/", 2);
+      const [name, device] = each.name.split("/", 2), isLimit = name.endsWith(".limit"), base = isLimit ? name.replace(/limit$/, "usage") : name;
+      if (name.includes(".throttle.") && !each.mean.some((value) => value > 0)) return;  // nothing lowered the clocks
       if (!by.has(base)) by.set(base, []);
-      const label = [run.facts.num_hosts > 1 || device === undefined ? each.host : null, device === undefined ? null : /^[0-9]+$/.test(device) ? `${base.startsWith("process.") ? "rank" : "device"} ${device}` : device].filter(Boolean).join(" ");
-      by.get(base).push({ label, color: runColor(by.get(base).length), x: each.x[axis], y: each.mean, low: each.min, high: each.max });
+      if (isLimit && by.get(base).some((line) => line.dash && line.y[0] === each.mean[0])) return;  // one line for equal devices
+      const label = [run.facts.num_hosts > 1 || device === undefined ? each.host : null, device === undefined ? null : /^[0-9]+$/.test(device) ? `${base.startsWith("process.") ? "rank" : "device"} ${device}` : device, isLimit ? "limit" : null].filter(Boolean).join(" ").replace(/^.*limit$/, "limit");
+      const place = by.get(base).filter((line) => !line.dash).length;
+      by.get(base).push({ label, color: isLimit ? css("--faint") : runColor(place), x: each.x[axis], y: each.mean, low: isLimit ? undefined : each.min, high: each.max, dash: isLimit ? [6, 4] : undefined });
     });
-    const formats = [[/utilization|ratio/, percent], [/bytes|memory|\.io$|usage$/, bytes], [/./, short]];
-    const made = [...by].map(([base, lines]) => [{ key: `host-${base}`, title: base, format: formats.find((each) => each[0].test(base))[1] }, lines]);
+    const order = Object.keys(DEVICE_CHARTS), rank = ([base]) => (order.includes(base) ? order.indexOf(base) : order.length);
+    const made = [...by].sort((one, other) => rank(one) - rank(other)).map(([base, lines]) => {
+      const [title, format] = DEVICE_CHARTS[base] || [base, short];
+      return [{ key: `host-${base}`, title, unit: title === base ? "" : base, format, fromZero: format !== hertz, noLog: true }, lines.sort((one, other) => !!one.dash - !!other.dash)];
+    });
     const rates = run.comm.map((each, place) => ({ label: `${each.kind} (${each.group})`, color: runColor(place), x: each.points.map((point) => point[axis === "step" ? 0 : 1]), y: each.points.map((point) => point[2]) }));
     if (rates.length) made.push([{ key: "comm", title: "Communication", unit: "bytes of tensors a second", format: rate, axis: rate }, rates]);
     return made;
@@ -282,7 +300,14 @@ class Page {
 
   _move(share) { const [first, last] = this.view.zoom || this._bounds(), by = (last - first) * share; this.zoomTo([first + by, last + by]); }
   _resize(factor) { const [first, last] = this.view.zoom || this._bounds(), middle = (first + last) / 2, half = ((last - first) / 2) * factor; this.zoomTo([middle - half, middle + half]); }
-  _next(by) { const place = this.list.findIndex((run) => run.id === this.focus); const next = this.list[(place + by + this.list.length) % this.list.length]; if (next) this.choose([next.id]); }
+  _next(by) { const place = this.list.findIndex((run) => run.id === this.focus); const next = this.list[(place + by + this.list.length) % this.list.length]; if (next) this.pick([next.id]); }
+
+  /** Paper is white and narrow: charts are drawn for it, and again for the screen afterwards. */
+  _print() {
+    let theme = null;
+    addEventListener("beforeprint", () => { theme = document.documentElement.dataset.theme; document.documentElement.dataset.theme = "light"; document.body.classList.add("printed"); this.drawAll(); });
+    addEventListener("afterprint", () => { if (theme) document.documentElement.dataset.theme = theme; document.body.classList.remove("printed"); this.drawAll(); });
+  }
 
   _help() {
     const help = document.getElementById("help");

@@ -2,7 +2,7 @@
 
 function table(columns, rows, wordy = []) {
   return element("table", {},
-    element("thead", {}, element("tr", {}, ...columns.map((name) => element("th", { scope: "col" }, name)))),
+    element("thead", {}, element("tr", {}, ...columns.map((name, place) => element("th", { scope: "col", className: wordy.includes(place) ? "words" : "" }, name)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell, place) => {
       const made = element("td", { className: wordy.includes(place) ? "words" : "" });
       made.append(cell instanceof Node ? cell : String(cell));
@@ -64,7 +64,7 @@ function wordTables(words) {
 function eventTable(run) {
   if (!run.events.length) return null;
   const rows = [...run.events].reverse().slice(0, 60).map((event) => {
-    const mark = element("span", {}, event.name.replaceAll("_", " ")); mark.style.color = event.name === "checkpoint" ? css("--dim") : eventColor(event.name);
+    const mark = element("span", {}, event.title); mark.style.color = SMALL_EVENTS.has(event.name) ? css("--dim") : eventColor(event.name);
     return [mark, whole(event.step), seconds(event.time), event.text];
   });
   return block("Events", "events", table(["event", "step", "after", "what"], rows, [3]), run.events.length > 60 ? element("p", { className: "fine" }, `the last 60 of ${run.events.length}`) : null);
@@ -93,15 +93,16 @@ function compareTables(runs, differences, colors) {
   };
   const last = (key) => (run) => lastOf(run, key);
   const accuracy = (run) => { const all = run.evaluations.accuracy; return all && all.length ? all[all.length - 1][2] : null; };
+  const isMixed = new Set(runs.map((run) => run.facts.unit)).size > 1;  // tokens beside samples: none is the best
   const rows = [["state", (run) => run.state.status, null], ["steps", (run) => whole(run.state.step), null],
-    ["training loss, last", last("loss"), true, short], ["test accuracy", accuracy, false, percent], ["throughput, median", middle("units_per_s"), false, count],
+    ["training loss, last", last("loss"), true, short], ["test accuracy", accuracy, false, percent], ["throughput, median", middle("units_per_s"), isMixed ? undefined : false, count, (run) => `${run.facts.unit || "samples"}/s`],
     ["step, median", middle("step_s"), true, seconds], ["exposed communication, median", middle("comm_s"), true, seconds], ["MFU, median", middle("mfu"), false, percent],
     ["memory, last", last("memory_bytes"), true, bytes]];
-  const cells = rows.map(([title, pick, isLow, format]) => {
+  const cells = rows.map(([title, pick, isLow, format, unit]) => {
     if (isLow === null) return [title, ...runs.map(pick)];
-    const marks = best(pick, isLow);
+    const marks = isLow === undefined ? [] : best(pick, isLow);
     if (runs.every((run) => pick(run) === null)) return null;
-    return [title, ...runs.map((run, place) => element("span", { className: marks[place] ? "changed" : "" }, format(pick(run))))];
+    return [title, ...runs.map((run, place) => element("span", { className: marks[place] ? "changed" : "" }, format(pick(run)), unit && pick(run) !== null ? ` ${unit(run)}` : ""))];
   }).filter(Boolean);
   const made = [block("Runs compared", "compare", table(["", ...runs.map(name)], cells), element("p", { className: "fine" }, "the best value of a row is coloured"))];
   const settingTable = (part) => table(["setting", ...runs.map(name)], part.map(([key, values]) => [key, ...values.map((each) => each || "–")]));
