@@ -37,7 +37,6 @@ from paceline.cli.watch import watch
 from paceline.errors import CheckpointError, ConfigError, DataError, PacelineError, RunFolderError, UsageError
 from paceline.health.exit_codes import FAILED, REFUSED
 from paceline.run.failure import RunFailedError, RunPreemptedError, RunStoppedError
-from paceline.run.whereami import SOURCE
 from paceline.terminal import echo
 
 app = typer.Typer(
@@ -93,6 +92,8 @@ def run_command() -> None:
         _command_line()(prog_name="paceline")
     except PacelineError as error:
         is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
+        from paceline.run.whereami import SOURCE
+
         is_of_rank = isinstance(error, ConfigError) and error.source == SOURCE
         # Under torchrun every rank finds the same wrong input, and one of each host tells it.
         if not is_refusal or is_of_rank or tells_for_host():
