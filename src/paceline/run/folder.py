@@ -56,9 +56,13 @@ class RunFolder:
                 _pending(self.path, name).unlink(missing_ok=True)
 
     def is_gone(self) -> bool:
-        """Says whether somebody has removed the folder, moved it away, or put another one in its place."""
+        """Says whether somebody has removed the folder, moved it away, or put another one in its place.
+
+        A run that saves while the folder is removed may keep the folder there; then its lock is gone.
+        """
         try:
-            return not os.path.samestat(self.path.stat(), os.fstat(self._folder))
+            is_same = os.path.samestat(self.path.stat(), os.fstat(self._folder))
+            return not is_same or os.fstat(self._lock).st_nlink == 0
         except FileNotFoundError:
             return True
         except OSError:

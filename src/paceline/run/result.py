@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,8 @@ def _ending_without(claimed: RunFolder) -> Iterator[None]:
                 ranks.update(noted_processes(claimed.path, os.getpid()))
             return False
         end_groups(ranks.values(), patience_s=0.0)
+        if not ranks:  # their notes went with the folder before they were read: the agent ends what it has started
+            os.kill(os.getpid(), signal.SIGTERM)
         return True
 
     with polling(look, every_s=_LOOK_S, name="folder", patience_s=1.0):
