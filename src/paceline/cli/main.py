@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
     from typing import NoReturn
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 INTERRUPTED = 130
 # Of the ranks of another launcher, which all get the signal, one tells it.
 _LINE = b"paceline: ended by SIGINT (Ctrl-C)\n" if os.environ.get("RANK", "0") == "0" else b""
+_LINES = iter((_LINE,))
 _PATIENCE_S = 1.4
 _IMPORTING = "<frozen importlib._bootstrap>"
 
@@ -114,11 +116,18 @@ def _leave(
     *,
     write: Writer = os.write,
     leave: Leaver = os._exit,
-    line: bytes = _LINE,
+    lines: Iterator[bytes] = _LINES,
+    pause: Callable[[float], None] = time.sleep,
 ) -> NoReturn:
-    """Leaves at once. All that it needs is bound here: it may be called when modules are being cleared."""
+    """Leaves at once. All that it needs is bound here: it may be called when modules are being cleared.
+
+    Two threads may leave at the same moment: the first one writes the line, and the other lets it.
+    """
     del number, frame
-    write(2, line)
+    for line in lines:
+        write(2, line)
+        leave(INTERRUPTED)
+    pause(0.1)
     leave(INTERRUPTED)
 
 
