@@ -16,6 +16,7 @@ from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
+from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.fsdp import FullySharded
 from paceline.plan.layout import Compression
 
@@ -125,6 +126,25 @@ def test_a_run_goes_on_exactly_from_its_state(policy: str) -> None:
         second.load(saved(comm, first), first.step, comm)
         found = [backward(after, step) for step in (2, 3)][-1]
         assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+    run_virtual(work, RANKS)
+
+
+@pytest.mark.parametrize("plain_steps", [0, 1])
+def test_memory_between_the_tensors_of_a_bucket_is_not_taken_for_a_gradient(
+    plain_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bucket that travels whole was judged with its padding: a step was taken for one that is left out."""
+    make = FlatGroup.new_gradient
+    monkeypatch.setattr(FlatGroup, "new_gradient", lambda group: make(group).fill_(torch.nan))
+
+    def work(comm: Communicator) -> None:
+        chosen = compressor("powersgd", plain_steps=plain_steps)
+        engine = build(comm, chosen)
+        for step in range(2):
+            backward(engine, step)
+        # Both steps count, so that something is owed.
+        assert set(residuals(saved(comm, chosen))) == {"first.weight", "second.weight", "last.weight"}
 
     run_virtual(work, RANKS)
 

@@ -205,6 +205,11 @@ class _Bucket:
         self.owner.add_work(work)
         return work
 
+    def is_finite(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Says whether all tensors in the buffer are finite. What lies between them may be anything."""
+        sums = [buffer[place].sum() for place in self.whole + self.compressed]
+        return torch.stack(sums).sum().isfinite() if sums else torch.ones((), dtype=torch.bool, device=buffer.device)
+
     def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns a vector's pieces by the names of their tensors."""
         return {part.name: vector[part.start : part.stop] for part in self.parts}
@@ -277,8 +282,10 @@ class _BucketWork:
         is_finite = torch.ones((), dtype=torch.bool, device=self._buffer.device)
         if self._whole is not None and self._whole_work is not None:
             self._whole_work.wait()
-            is_finite &= self._whole.sum().isfinite()
-            if self._whole is not self._buffer:
+            if self._whole is self._buffer:
+                is_finite &= self.bucket.is_finite(self._buffer)
+            else:
+                is_finite &= self._whole.sum().isfinite()
                 _put(self._buffer, self.bucket.whole, self._whole)
         if self._rounds is not None:
             mean = self._finish(self._rounds)
