@@ -6,8 +6,8 @@ trunk: one gap in every row, one lane in every gutter.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from itertools import permutations
+from collections import Counter, defaultdict
+from itertools import combinations, permutations
 from typing import NamedTuple
 
 WIDTH, MARGIN, TOP = 1180, 56, 92
@@ -148,17 +148,15 @@ def turns_of(arrow: Arrow, cross: dict[tuple[int, str], float], start: float) ->
     return turns
 
 
-def num_crossings(order: tuple[str, ...], turns: list[Turn]) -> int:
-    """How often lines cross in a gutter whose lanes belong to the trunks in this order, from the top down."""
-    found = 0
+def crossings_by_order(turns: list[Turn]) -> Counter[tuple[str, str]]:
+    """How often lines cross in a gutter where the lane of one trunk is above that of another, by these two."""
+    found: Counter[tuple[str, str]] = Counter()
     for lane in turns:
         left, right = sorted((lane.start, lane.end))
         for other in turns:
-            is_lower = order.index(other.target) > order.index(lane.target)
-            if (
-                other.target != lane.target
-            ):  # a lower one comes down through the lane; a higher one goes on down through it
-                found += left < (other.start if is_lower else other.end) < right
+            if other.target != lane.target:  # a lower one comes down through the lane; a higher one goes on down
+                found[lane.target, other.target] += left < other.start < right
+                found[other.target, lane.target] += left < other.end < right
     return found
 
 
@@ -167,7 +165,9 @@ def lanes_of(turns: list[Turn]) -> dict[tuple[int, str], float]:
     lanes = {}
     for row in {turn.row for turn in turns}:
         here = [turn for turn in turns if turn.row == row and turn.end != turn.start]
-        best = min(permutations(sorted({turn.target for turn in here})), key=lambda order: num_crossings(order, here))
+        found = crossings_by_order(here)
+        orders = permutations(sorted({turn.target for turn in here}))
+        best = min(orders, key=lambda order: sum(found[pair] for pair in combinations(order, 2)))
         for number, target in enumerate(best):
             middle = TOP + (row + 1) * (BOX_HEIGHT + GUTTER) - GUTTER / 2 - 3
             lanes[row, target] = middle + min(9.0, (GUTTER - 18) / len(best)) * (number - (len(best) - 1) / 2)

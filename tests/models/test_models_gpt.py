@@ -307,6 +307,7 @@ def test_blocks_hold_all_but_embeddings_norm_and_head() -> None:
 
 
 # dynamo looks at .grad of the block's input, which is no leaf
+@pytest.mark.some(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(("positions", "kv_heads"), [("rotary", 2), ("learned", 4)])
 def test_a_block_compiles_as_one_graph(positions: Any, kv_heads: int) -> None:

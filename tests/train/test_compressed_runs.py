@@ -38,7 +38,7 @@ def run_steps(trainer: Trainer, until: int) -> None:
             break
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize(
     "compression",
     [{"policy": "topk", "ratio": 0.05}, {"policy": "randomk", "ratio": 0.1}, {"policy": "powersgd", "factor_rank": 2}],
@@ -64,6 +64,7 @@ def hybrid(compression: dict[str, Any], **train: Any) -> Config:
     return config_from_dict(make_config(compression, **train).model_dump(mode="json", exclude_unset=True) | parallel)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize("policy", ["topk", "powersgd"])
 def test_a_hybrid_run_goes_on_as_if_it_had_not_stopped_and_as_data_parallelism(policy: str, tmp_path: Path) -> None:
     chosen = {"policy": policy}

@@ -152,7 +152,7 @@ def train_theirs(path: Path, adapt: Callable[[nn.Module], object] = lambda _: No
     return losses, model
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "vit", "gpt_neox"])
 def test_a_pretrained_model_trains_as_the_librarys_own(folder: Folder, kind: str, strategy: str) -> None:
