@@ -45,14 +45,14 @@ class ConsumedIds:
         self._segments: list[Segment] = []
         self._skipped: list[tuple[int, int]] = []
         self._pending: list[Indices] = []
+        self._first = self._last = 0  # of what was noted since, and is in no segment yet
 
     def note(self, position: int, next_position: int, indices: Indices) -> None:
         """Takes the samples of a step over all ranks, in order."""
-        last = self._segments[-1] if self._segments else None
-        if last is not None and last.order == self._order and last.last == position:
-            self._segments[-1] = Segment(order=self._order, first=last.first, last=next_position)
-        else:
-            self._segments.append(Segment(order=self._order, first=position, last=next_position))
+        if position != self._last:
+            self._close_segment()
+            self._first = position
+        self._last = next_position
         self._pending.append(indices)
         if len(self._pending) >= _FOLD_BATCHES:
             self._fold()
@@ -68,6 +68,7 @@ class ConsumedIds:
     def state_dict(self) -> dict[str, Any]:
         """Returns hash, count, segments and what was left out as plain values."""
         self._fold()
+        self._close_segment()
         segments = [segment.to_json() for segment in self._segments]
         skipped = [list(each) for each in self._skipped]
         return {"hash": hash_text(self._hash), "count": self._count, "segments": segments, "skipped": skipped}
@@ -79,6 +80,17 @@ class ConsumedIds:
         self._segments = segments_of(state)
         self._skipped = skipped_of(state)
         self._pending = []
+        self._first = self._last = 0
+
+    def _close_segment(self) -> None:
+        """Adds what was noted in one piece to the segments: to the last one, where it follows that."""
+        if self._first < self._last:
+            last = self._segments[-1] if self._segments else None
+            if last is not None and last.order == self._order and last.last == self._first:
+                self._segments.pop()
+                self._first = last.first
+            self._segments.append(Segment(order=self._order, first=self._first, last=self._last))
+        self._first = self._last
 
     def _fold(self) -> None:
         if self._pending:

@@ -188,15 +188,16 @@ Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRec
 def to_line(record: Record) -> str:
     """Writes a record as one line of strict JSON, newline included.
 
-    A step is written by pydantic's encoder, in a third of the time that Python's own takes, unless it holds a float
-    that is not finite.
+    A step, which has numbers alone, is written by pydantic's encoder and put between its names, in a fifth of the time
+    that Python's own takes, unless it holds a float that is not finite.
     """
     form = _FORMS_BY_CLASS[type(record)]
-    payload = dict(zip(form.keys, (form.name, SCHEMA_VERSION, *form.values(record)), strict=True))
+    values = form.values(record)
     if form is _STEP_FORM:
-        line = to_json(payload, fallback=strict_json)
-        if b"N" not in line and b"I" not in line:  # NaN and Infinity, which JSON has not; all names are lower case
-            return line.decode() + "\n"
+        numbers = to_json(values, fallback=strict_json)
+        if b"N" not in numbers and b"I" not in numbers:  # NaN and Infinity, which JSON has not
+            return (_STEP_LINE % tuple(numbers[1:-1].split(b","))).decode()
+    payload = dict(zip(form.keys, (form.name, SCHEMA_VERSION, *values), strict=True))
     return _ENCODE(strict_json(payload)) + "\n"
 
 
@@ -340,3 +341,5 @@ _FORMS_BY_NAME = {
 _FORMS_BY_CLASS = {form.record_class: form for form in _FORMS_BY_NAME.values()}
 
 _STEP_FORM = _FORMS_BY_NAME["step"]
+_NUMBERS = ",".join(f'"{key}":%b' for key in _STEP_FORM.keys[2:])
+_STEP_LINE = f'{{"type":"step","schema":{SCHEMA_VERSION},{_NUMBERS}}}\n'.encode()

@@ -419,15 +419,13 @@ class Trainer(RunState):
         lr = self._set_learning_rate(batch)
         engine, optimizer, lap = parts.engine, parts.optimizer, parts.meter.lap
 
-        def run(batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
-            return train_step(
-                engine, optimizer, batch, parts.loss, parts.policy, on_phase, self.scaler, parts.passes, on_gradients
-            )
-
         every = parts.policy.histogram_every
         on_gradients = None if every is None or step % every else self._write_histograms
-        graphs = parts.graphs if on_gradients is None else None  # a graph shows nobody its gradients
-        outcome = run(batch, lap) if graphs is None else graphs(engine, optimizer, batch, lap, run)
+        outcome = (
+            train_step(engine, optimizer, batch, parts.loss, parts.policy, lap, self.scaler, parts.passes, on_gradients)
+            if parts.graphs is None or on_gradients is not None  # a graph shows nobody its gradients
+            else parts.graphs(engine, optimizer, batch, lap, self._train_step)
+        )
         if parts.average is not None:
             parts.average.update()
         self.step, self.position = step, batch.next_position
@@ -436,6 +434,12 @@ class Trainer(RunState):
         is_last = step == plan.total_steps
         samples = batch.local_samples if self._reports_samples else []
         return StepResult(step, batch.next_position, samples, lr, outcome, plan.steps_per_epoch, is_last)
+
+    def _train_step(self, batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
+        parts = self.parts
+        return train_step(
+            parts.engine, parts.optimizer, batch, parts.loss, parts.policy, on_phase, self.scaler, parts.passes
+        )
 
     def _write_histograms(self, weight: torch.Tensor | None) -> None:
         """Writes the histograms of the step under way, on rank 0, one event for each parameter. All ranks call it."""
