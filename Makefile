@@ -22,7 +22,7 @@ run: $(VENV)/ready  ## train a classifier of handwritten digits, data-parallel, 
 	@$(BIN)/paceline train configs/digits.yaml --force
 
 test: $(VENV)/ready  ## run the tests
-	$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	$(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 test-all: $(VENV)/ready  ## run all tests, the exhaustive ones too
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slurm and not hosts and not ray" --hypothesis-profile=all

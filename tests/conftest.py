@@ -30,7 +30,8 @@ settings.load_profile("paceline")
 # torch asks for the name of every client of a store, and a name server that loses a packet costs 5 s: here 1 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:4")
 
-# Two workers on two cores, with virtual ranks that are threads: more threads for an operation only take turns.
+# Three workers on two cores (a test that waits leaves its core to another), with virtual ranks that are threads: more
+# threads for an operation only take turns.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell that runs the tests in the background has them ignore Ctrl-C, and with them all processes that they start.

@@ -85,7 +85,12 @@ def time_step(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def _timing(name: str, peer: str, times: list[float], medians: dict[str, list[float]]) -> Timing:
+def timing_of(name: str, peer: str, seconds: Mapping[str, Sequence[float]]) -> Timing:
+    """Returns the timing of an arm from the seconds that a step of each arm took in each round."""
+    return _timing(name, peer, list(seconds[name]), seconds)
+
+
+def _timing(name: str, peer: str, times: list[float], medians: Mapping[str, Sequence[float]]) -> Timing:
     low, _, high = quartiles(times)
     return Timing(
         arm=name,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from paceline.bench.interleave import Timing, Turns, interleave
+from paceline.bench.interleave import Timing, Turns, interleave, rotate, time_step, timing_of
 from paceline.calibrate.families import looped_step, recording_trainer
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.ledger.communicator import LedgerCommunicator
@@ -110,7 +110,8 @@ def _arm(comm: Communicator) -> Callable[[], None]:
     return run_block
 
 
-# A turn is as many steps as the trainer reads at once, and timed as a whole.
+# A turn is as many steps as the trainer reads at once, and counts as a whole. Inside it the arms take single steps in
+# turns: what a busy machine does to a step, it does to the next one, and turns apart it would hide one per cent.
 PROTOCOLS = {
     "mlp": Turns(rounds=100, steps_per_turn=64, warm_up=1),
     "gpt-11m": Turns(rounds=12, steps_per_turn=2, warm_up=1),
@@ -128,25 +129,25 @@ def _time_loop(comm: Communicator, model: str, protocol: Turns) -> list[dict[str
     config = _config(model, total, comm.size)
     with recording_trainer(config, comm) as trainer:
         # Both arms train one model: two would lie differently in memory, which alone makes a step 1 % slower or faster.
-        parts, watched_step = trainer.parts, looped_step(trainer)
+        parts, run_watched = trainer.parts, looped_step(trainer)
         bare_batches = parts.loader.steps(0, total)
 
-        def run_watched() -> None:
-            for _ in range(protocol.steps_per_turn):
-                watched_step()
-
         def run_bare() -> None:
-            for _ in range(protocol.steps_per_turn):
-                train_step(parts.engine, parts.optimizer, next(bare_batches), parts.loss, parts.policy)
+            train_step(parts.engine, parts.optimizer, next(bare_batches), parts.loss, parts.policy)
 
-        arms, turns = {"bare step": run_bare, "trainer": run_watched}, replace(protocol, steps_per_turn=1)
-        timings = interleave(arms, turns, baseline="bare step", device=torch.device("cpu"), meet=comm.barrier)
-    steps = protocol.steps_per_turn
-    per_step = [
-        replace(each, median_ms=each.median_ms / steps, spread_ms=each.spread_ms / steps, num_steps=steps)
-        for each in timings
-    ]
-    return [{"model": model, "ranks": comm.size, **asdict(timing)} for timing in per_step]
+        arms = {"bare step": run_bare, "trainer": run_watched}
+        seconds: dict[str, list[float]] = {name: [] for name in arms}
+        for number in range(protocol.warm_up + protocol.rounds):
+            turn = dict.fromkeys(arms, 0.0)
+            for name in rotate(list(arms), protocol.steps_per_turn):
+                parts.meter.start()  # what the other arm did is not the trainer's
+                comm.barrier()
+                turn[name] += time_step(arms[name], comm.device)
+            if number >= protocol.warm_up:
+                for name, taken in turn.items():
+                    seconds[name].append(taken / protocol.steps_per_turn)
+    timings = [timing_of(name, "bare step", seconds) for name in arms]
+    return [{"model": model, "ranks": comm.size, **asdict(timing)} for timing in timings]
 
 
 def _config(model: str, steps: int, ranks: int) -> Config:

@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 _DRAIN_STEPS = 64  # the same steps on all ranks, so that none waits for another that writes
 _DRAIN_S = 0.5
-_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _FIRST_PHASE = PHASES.index(DATA)
 # What comes after a phase in the first step; from then on it is what came in the step before, since with several
 # microbatches a forward pass may follow a backward one.
@@ -119,6 +118,7 @@ class StepMeter:
         """With a ``ledger``, phases and steps are noted there as they begin. ``groups`` are names by their ranks."""
         self._device = device
         self._is_device = device.type != "cpu"
+        self._process = psutil.Process()
         self._take = (DeviceClock(device) if trace.clock is None else trace.clock).take
         self._trace = trace
         self._waits = trace.waits
@@ -165,7 +165,7 @@ class StepMeter:
     def finish(self, facts: StepFacts) -> bool:
         """Ends the step; the next one starts here. Returns whether to drain: many steps at once cost less."""
         if facts.step % _MEMORY_EVERY == 1 or not self._memory.peak:
-            self._memory = _memory(self._device)
+            self._memory = _memory(self._device, self._process)
         on_host = _to_host(facts.outcome) if self._is_device else None
         # The copy to the host is ordered before this mark: once it is past, the values can be read.
         end, now = self._take(), time.time()
@@ -187,7 +187,8 @@ class StepMeter:
             if not (wait or isinstance(end, float) or end.is_past()):
                 break
             record = _record(self._pending.popleft())
-            self._rate(record)
+            if self._flops_per_sample:
+                self._rate(record, self._flops_per_sample)
             self._add_times(record)
             yield record
 
@@ -215,9 +216,9 @@ class StepMeter:
         """Returns the time that records of communication have."""
         return time.time()
 
-    def _rate(self, record: StepRecord) -> None:
-        """Completes a record with FLOP/s and MFU, where a sample's FLOPs are known."""
-        flops = (self._flops_per_sample or 0.0) * record.samples
+    def _rate(self, record: StepRecord, flops_per_sample: float) -> None:
+        """Completes a record with FLOP/s and MFU."""
+        flops = flops_per_sample * record.samples
         if flops and record.step_s > 0:
             record.flops_per_s = flops / record.step_s
             record.mfu = record.flops_per_s / self._peak_flops if self._peak_flops else None
@@ -226,10 +227,14 @@ class StepMeter:
         """Adds a step to what whoever compares ranks reads; the number of steps last."""
         cells = self._cells
         cells[STEP_NS] += int(record.step_s * 1e9)
-        cells[DATA_NS] += int(max(0.0, record.data_s) * 1e9)
-        cells[FORWARD_NS] += int(max(0.0, record.forward_s) * 1e9)
-        cells[BACKWARD_NS] += int(max(0.0, record.backward_s) * 1e9)
-        cells[OPTIMIZER_NS] += int(max(0.0, record.optimizer_s) * 1e9)
+        for cell, seconds in (
+            (DATA_NS, record.data_s),
+            (FORWARD_NS, record.forward_s),
+            (BACKWARD_NS, record.backward_s),
+            (OPTIMIZER_NS, record.optimizer_s),
+        ):
+            if seconds > 0:
+                cells[cell] += int(seconds * 1e9)
         cells[TIMED_STEPS] += 1
 
 
@@ -260,7 +265,7 @@ def _host_seconds(laps: Sequence[_Lap], issued_s: float) -> float | None:
 def _record(issued: _Issued) -> StepRecord:
     facts, on_host, start, laps, end, waits, memory, now, host_s = issued
     since: Callable[[Any, Any], float] = operator.sub if isinstance(end, float) else _device_seconds_since
-    seconds = dict.fromkeys(_PHASES, 0.0)
+    seconds = {DATA: 0.0, FORWARD: 0.0, BACKWARD: 0.0, OPTIMIZER: 0.0}
     comm_s, last, num_waits = 0.0, start, 0
     for phase, mark, num_waits_then in laps:
         took = since(mark, last)
@@ -311,10 +316,10 @@ def _total_seconds(waits: Sequence[_Wait]) -> float:
     return sum(end.seconds_since(begin) for begin, end in waits)
 
 
-def _memory(device: torch.device) -> _Memory:
-    """Asks for memory: CUDA's allocator, or the system for what a process on a CPU keeps resident."""
+def _memory(device: torch.device, process: psutil.Process) -> _Memory:
+    """Asks for memory: CUDA's allocator, or the system for what this process keeps resident on a CPU."""
     if device.type != "cuda":
-        return _Memory(peak_memory_bytes(device), psutil.Process().memory_info().rss)
+        return _Memory(peak_memory_bytes(device), process.memory_info().rss)
     found = torch.cuda.memory.memory_stats_as_nested_dict(device)  # one question to the allocator
     allocated, reserved = (found.get(name, {}).get("all", {}) for name in ("allocated_bytes", "reserved_bytes"))
     return _Memory(allocated.get("peak", 0), allocated.get("current", 0), reserved.get("current", 0))
