@@ -78,18 +78,12 @@ def rule(name: str) -> Any:
 
 
 def imported_modules(text: str) -> list[str]:
-    """Returns what a file imports anywhere; expressions, which are most of a tree, are left out."""
     found: list[str] = []
-    rest: list[ast.AST] = [ast.parse(text)]
-    while rest:
-        node = rest.pop()
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             found += [f"{node.module}.{alias.name}" for alias in node.names]
-        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
-            below = getattr(node, name, None)
-            rest += below if isinstance(below, list) else []
     return found
 
 
