@@ -188,8 +188,8 @@ Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRec
 def to_line(record: Record) -> str:
     """Writes a record as one line of strict JSON, newline included.
 
-    A step, which has numbers alone, is written by pydantic's encoder and put between its names, in an eighth of the time
-    that Python's own takes, unless it holds a float that is not finite.
+    A step, which has numbers alone, is written by pydantic's encoder and put between its names, in an eighth of the
+    time that Python's own takes, unless it holds a float that is not finite.
     """
     form = _FORMS_BY_CLASS[type(record)]
     values = form.values(record)
