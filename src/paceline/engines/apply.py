@@ -34,6 +34,7 @@ from paceline.engines.engine import Engine, ModuleEngine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded, Groups
+from paceline.engines.pooling import swap_pools
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
@@ -323,7 +324,7 @@ def _engine(
 
 
 def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> Float8Layers | None:
-    """Synchronises batch norm, swaps linear layers, checkpoints and compiles blocks, in this order."""
+    """Synchronises batch norm, swaps linear layers and pools, checkpoints and compiles blocks, in this order."""
     if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
     float8 = None
@@ -332,6 +333,7 @@ def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precis
     if layout.checkpoint_activations != "none":
         checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
     if layout.is_compiled:
+        swap_pools(model, comm.device)
         compile_model(model, whole=layout.compile == "whole")
     return float8
 

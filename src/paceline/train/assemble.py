@@ -31,7 +31,7 @@ from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
-from paceline.engines.precision import has_bf16
+from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.hugging_face import model_folder
@@ -52,7 +52,7 @@ from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.kept_files import kept_files
-from paceline.train.loss import Loss, build_loss, fuses_loss
+from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.metrics import load_metrics
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
@@ -138,7 +138,6 @@ def build_trainer(
     sample, files = cost_of_sample(config, work.data, work.model), _kept(config, work)  # before an engine has it
     talking, compressor = _build_comm(config, comm, trace, node_ranks), build_compressor(layout)
     is_fused, policy = fuses_loss(config.train.loss, layout, work.model, comm.device.type), build_policy(config)
-    engine = _build_engine(config, talking, layout, work, compressor)
     notes: list[Hook] = []
     loss = build_loss(
         config.train.loss,
@@ -148,6 +147,9 @@ def build_trainer(
         is_fused=is_fused,
         dtype=policy.dtype,
     )
+    if isinstance(loss, OnNormalised) and _is_one_graph(config, layout):
+        loss.leave_to(work.model, comm.device, precision_named(layout.precision).param_dtype)
+    engine = _build_engine(config, talking, layout, work, compressor)
     if plan.finds_microbatch:
         plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
         notes.append(NoteHook("microbatch", {"note": found}))
@@ -180,6 +182,11 @@ def build_trainer(
     )
     on_part("model")
     return Trainer(parts, [*notes, *_notes(engine, choice), *_tuning(layout), *hooks], sink)
+
+
+def _is_one_graph(config: Config, layout: Layout) -> bool:
+    """Says whether a model is compiled as one, and its loss reads images through it alone."""
+    return layout.compile == "whole" and not layout.is_split and config.train.loss == "auto"
 
 
 def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:

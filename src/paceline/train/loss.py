@@ -24,7 +24,7 @@ from paceline.imports import import_from_path
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
-from paceline.train.normalise import Normalise
+from paceline.train.normalise import Normalise, normalise_inside
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
@@ -138,18 +138,29 @@ class CustomLoss:
 
 
 class OnNormalised:
-    """A loss whose batches have their images of bytes normalised first."""
+    """A loss whose batches have their images of bytes normalised first, or by the model that trains on them."""
 
     def __init__(self, loss: Loss, normalise: Normalise, dtype: torch.dtype) -> None:
         self._loss = loss
         self._normalise = normalise
         self._dtype = dtype
+        self._is_inside = False  # the model
         self._last: tuple[Any, Any] | None = None
 
     @property
     def elements_per_sample(self) -> float | None:
         """Elements that each sample contributes."""
         return self._loss.elements_per_sample
+
+    @property
+    def sum(self) -> Any:
+        """What sums the loss of rows, where that is compiled apart."""
+        return getattr(self._loss, "sum", None)
+
+    def leave_to(self, model: nn.Module, device: torch.device, param_dtype: torch.dtype | None) -> None:
+        """Has a model that will be compiled whole normalise what it trains on, in the first kernel that reads it."""
+        normalise_inside(model, self._normalise, device, self._dtype, param_dtype)
+        self._is_inside = True
 
     def prepare(self, batch: Any) -> Any:
         """Returns the batch as the model gets it; the same one for the same batch."""
@@ -158,7 +169,7 @@ class OnNormalised:
         return self._last[1]
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        return self._loss(model, self._normalise(batch, self._dtype))
+        return self._loss(model, batch if self._is_inside else self._normalise(batch, self._dtype))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """The same for evaluation, with ``correct``."""
