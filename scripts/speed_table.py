@@ -38,12 +38,13 @@ INTRODUCTION = (
 def table(*records: dict[str, Any]) -> str:
     """Returns the text between the marks: what was measured, a table for each model, and what it rests on.
 
-    The records are of one machine. Raises ValueError where they are not.
+    Of a model that several records have, the last one counts. They are of one machine: else a ValueError is raised.
     """
     machines = {f"One {each['hardware'].get('gpu', 'a CPU')}, torch {each['versions']['torch']}: " for each in records}
     if len(machines) != 1:
         raise ValueError(f"the records are of several machines: {sorted(machines)}")
-    rows = [row for each in records for row in each["rows"]]
+    last = {row["model"]: each for each in records for row in each["rows"]}
+    rows = [row for each in records for row in each["rows"] if last[row["model"]] is each]
     lines = textwrap.wrap(machines.pop() + INTRODUCTION, 118)
     for model in dict.fromkeys(row["model"] for row in rows):
         lines += ["", *_model_table(model, [row for row in rows if row["model"] == model])]

@@ -21,7 +21,7 @@ from page_figures import ROOT, agrees, figures, numbers, pages, read_record, rec
 import paceline
 from paceline.predict.scored.measured_table import read_shipped
 
-GPU_RECORDS = ("gpu-h200", "gpu-h200-1b", "gpu-h200-10m")
+GPU_RECORDS = ("gpu-h200", "gpu-h200-1b", "gpu-h200-10m", "gpu-h200-resnet")
 # Parts of pages that scripts write, by the lines around them. Tests below compare them with the scripts, but for what
 # bench/fit_constants.py --check prints: it fits all constants anew, which takes minutes.
 WRITTEN = {

@@ -40,6 +40,15 @@ def test_a_row_has_the_figures_of_the_record(script: ModuleType) -> None:
     assert "Not run: accelerate (accelerate is not installed)." in lines
 
 
+def test_of_a_model_in_several_records_the_last_counts(script: ModuleType) -> None:
+    newer = record()
+    newer["rows"] = [row | {"step_ms": 36.5} for row in newer["rows"] if row["model"] == "resnet50"][:1]
+    text = script.table(record(), newer)
+    assert text.count("ResNet-50") == 1
+    assert "| plain masters | 36.5 ms |" in text
+    assert "accelerate" not in text
+
+
 def test_the_table_stands_between_the_marks_of_the_readme(script: ModuleType) -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     written = script.with_table(readme, "| a table |")

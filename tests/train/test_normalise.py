@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,47 @@ def test_a_run_on_bytes_learns_as_one_on_floats(dtype: str) -> None:
     # Both start at the same weights, and see the same images but for rounding.
     assert losses[0] == pytest.approx(_FIRST_LOSS.setdefault("loss", losses[0]), rel=0.01)
     assert np.isfinite([*losses, evaluation.loss]).all()
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+def test_a_model_that_is_compiled_whole_normalises_what_it_trains_on(
+    precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+
+    def run(compiles: str) -> tuple[list[float | None], float]:
+        config = config_from_dict(
+            {
+                "model": {"kind": "resnet", "depth": 18, "width": 4, "stem": "small", "compile": compiles},
+                "data": {"kind": "synthetic_images", "samples": 24, "size": 8, "classes": 3, "dtype": "uint8"},
+                "train": {"steps": 3, "global_batch": 8, "precision": precision},
+                "optim": {"kind": "sgd", "lr": 0.1},
+            }
+        )
+        trainer = build_trainer(config, SoloCommunicator(torch.device("cpu")))
+        called = count_calls(trainer.parts.loss, monkeypatch)
+        losses = [result.loss for result in trainer.steps()]
+        assert len(called) == (0 if compiles == "whole" else 3)
+        evaluation = trainer.evaluate()
+        assert evaluation is not None
+        return losses, evaluation.loss
+
+    plain, whole = run("none"), run("whole")
+    assert whole[0] == pytest.approx(plain[0], rel=1e-5)
+    assert whole[1] == pytest.approx(plain[1], rel=1e-5)
+
+
+def count_calls(loss: Any, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Counts how often a loss normalises a batch itself."""
+    called: list[torch.Tensor] = []
+    inner = loss._normalise
+
+    def normalise(batch: Any, dtype: torch.dtype) -> Any:
+        called.append(batch[0])
+        return inner(batch, dtype)
+
+    monkeypatch.setattr(loss, "_normalise", normalise)
+    return called
 
 
 _FIRST_LOSS: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """Max pooling of 3 x 3 pixels at every second one, as ResNets begin, with a backward pass that reads a gradient once.
 
-A pixel lies in up to four windows, and torch's compiler looks at all of them for each: on an H200 it takes longer than
-the largest convolution of a ResNet-50. Here a program takes the four pixels that share their windows, 2.25 on average:
+A pixel lies in up to four windows, and torch's compiler looks at all of them for each: on an H200 that takes as long
+as the largest convolution of a ResNet-50. Here a program takes the four pixels that share their windows:
 
     pixel            even, even    even, odd           odd, even           odd, odd
     its windows      own           own, right          own, below          own, right, below, both
