@@ -139,16 +139,7 @@ def build_trainer(
     talking, compressor = _build_comm(config, comm, trace, node_ranks), build_compressor(layout)
     is_fused, policy = fuses_loss(config.train.loss, layout, work.model, comm.device.type), build_policy(config)
     notes: list[Hook] = []
-    loss = build_loss(
-        config.train.loss,
-        work.data.shape,
-        may_ignore=may_ignore(config.data),
-        compiles=layout.is_compiled,
-        is_fused=is_fused,
-        dtype=policy.dtype,
-    )
-    if isinstance(loss, OnNormalised) and _is_one_graph(config, layout):
-        loss.leave_to(work.model, comm.device, precision_named(layout.precision).param_dtype)
+    loss = _build_loss(config, layout, work, comm.device, is_fused=is_fused)
     engine = _build_engine(config, talking, layout, work, compressor)
     if plan.finds_microbatch:
         plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
@@ -184,9 +175,20 @@ def build_trainer(
     return Trainer(parts, [*notes, *_notes(engine, choice), *_tuning(layout), *hooks], sink)
 
 
-def _is_one_graph(config: Config, layout: Layout) -> bool:
-    """Says whether a model is compiled as one, and its loss reads images through it alone."""
-    return layout.compile == "whole" and not layout.is_split and config.train.loss == "auto"
+def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torch.device, *, is_fused: bool) -> Loss:
+    """Makes the loss, before an engine has the model; one that is compiled as a whole may normalise its images."""
+    loss = build_loss(
+        config.train.loss,
+        work.data.shape,
+        may_ignore=may_ignore(config.data),
+        compiles=layout.is_compiled,
+        is_fused=is_fused,
+        dtype=getattr(torch, config.train.dtype),
+    )
+    is_one_graph = layout.compile == "whole" and not layout.is_split
+    if is_one_graph and isinstance(loss, OnNormalised) and config.train.loss == "auto":  # it reads images nowhere else
+        loss.leave_to(work.model, device, precision_named(layout.precision).param_dtype)
+    return loss
 
 
 def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:
