@@ -30,7 +30,7 @@ def images(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Ten
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_numbers_and_gradients_are_those_of_torch(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    # Torch's on a CPU: on CUDA, channels last, a window of -inf alone gives its gradient to the first pixel of the image.
+    # Torch's on a CPU: on CUDA, channels last, a window of -inf gives its gradient to the first pixel of the image.
     x, mine = images(shape, dtype, "cpu").requires_grad_(), images(shape, dtype, device).requires_grad_()
     expected, pooled = F.max_pool2d(x, 3, 2, 1), max_pool(mine)
     assert torch.equal(pooled.nan_to_num(7.5).cpu(), expected.nan_to_num(7.5))
