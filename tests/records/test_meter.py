@@ -280,6 +280,36 @@ def test_records_come_when_the_device_is_past_the_step(monkeypatch: pytest.Monke
     assert [record.step for record in meter.drain(wait=True)] == [3]
 
 
+def drained(clock: Clock, monkeypatch: pytest.MonkeyPatch, *, begins: float, step_s: float, steps: int) -> list[int]:
+    """Returns the steps after which a rank drains whose run began at a time, and whose steps take a time."""
+    monkeypatch.setattr("paceline.records.meter.time", SimpleNamespace(time=clock.perf_counter))
+    clock.now = begins
+    meter, found = Stage(clock).meter, []
+    meter.start()
+    for step in range(1, steps + 1):
+        clock.now += step_s
+        if meter.finish(make_facts(step)):
+            found.append(step)
+            assert len(list(meter.drain())) == step - (found[-2] if len(found) > 1 else 0)
+    return found
+
+
+def test_ranks_drain_after_the_same_steps_whatever_their_clocks_say(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = drained(clock, monkeypatch, begins=100.0, step_s=0.012, steps=200)
+    assert first == [1, 32, 64, 96, 128, 160, 192]  # about half a second of steps each
+    assert drained(clock, monkeypatch, begins=100.3, step_s=0.0125, steps=200) == first
+
+
+@pytest.mark.parametrize(("step_s", "every"), [(1e-4, 64), (0.03, 16), (0.2, 2), (0.4, 1), (30.0, 1)])
+def test_many_steps_are_drained_at_once_but_not_for_long(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, step_s: float, every: int
+) -> None:
+    found = drained(clock, monkeypatch, begins=100.0, step_s=step_s, steps=256)
+    assert found[-4:] == [256 - 3 * every, 256 - 2 * every, 256 - every, 256]
+
+
 def test_a_ledger_knows_the_phase_of_every_microbatch_and_what_steps_took() -> None:
     ledger = Ledger(rank=0, world=1)
     device = torch.device("cpu")

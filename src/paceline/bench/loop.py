@@ -114,7 +114,7 @@ def _arm(comm: Communicator) -> Callable[[], None]:
 # turns: what a busy machine does to a step, it does to the next one, and turns apart it would hide one per cent.
 PROTOCOLS = {
     "mlp": Turns(rounds=100, steps_per_turn=64, warm_up=1),
-    "gpt-11m": Turns(rounds=12, steps_per_turn=2, warm_up=1),
+    "gpt-11m": Turns(rounds=30, steps_per_turn=2, warm_up=1),
 }
 
 

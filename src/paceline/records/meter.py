@@ -38,8 +38,8 @@ from paceline.records.records import CommRecord, StepRecord
 if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger
 
-_DRAIN_STEPS = 64  # the same steps on all ranks, so that none waits for another that writes
-_DRAIN_S = 0.5
+_DRAIN_STEPS = 64  # at most; a power of two
+_DRAIN_S = 0.5  # of steps that are drained at once, about
 _FIRST_PHASE = PHASES.index(DATA)
 # What comes after a phase in the first step; from then on it is what came in the step before, since with several
 # microbatches a forward pass may follow a backward one.
@@ -129,6 +129,7 @@ class StepMeter:
         self._pending: deque[_Issued] = deque()
         self._memory = _Memory()
         self._groups = groups or {}
+        self._drain_every = 1  # steps; a power of two
         self._drained_at = self._issued_at = self._comm_at = time.time()
         self._flops_per_sample: float | None = None
         self._peak_flops: float | None = None
@@ -163,7 +164,10 @@ class StepMeter:
         self._cells[PHASE] = order[number] if number < len(order) else _PHASE_AFTER[phase]
 
     def finish(self, facts: StepFacts) -> bool:
-        """Ends the step; the next one starts here. Returns whether to drain: many steps at once cost less."""
+        """Ends the step; the next one starts here. Returns whether to drain: many steps at once cost less.
+
+        Ranks drain after the same steps, by their numbers: each at its own time, they would wait for one another.
+        """
         if facts.step % _MEMORY_EVERY == 1 or not self._memory.peak:
             self._memory = _memory(self._device, self._process)
         on_host = _to_host(facts.outcome) if self._is_device else None
@@ -177,11 +181,13 @@ class StepMeter:
         self._start, self._laps, self._issued_at = end, [], now
         self._cells[PHASE] = _FIRST_PHASE
         self._cells[STEP] += 1
-        return len(self._pending) >= _DRAIN_STEPS or abs(now - self._drained_at) > _DRAIN_S  # the clock may be set back
+        is_late = abs(now - self._drained_at) > 2 * _DRAIN_S  # the clock may be set back
+        return is_late or facts.step % self._drain_every == 0 or len(self._pending) >= 2 * _DRAIN_STEPS
 
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
         self._drained_at = time.time()
+        record = None
         while self._pending:
             end = self._pending[0][4]
             if not (wait or isinstance(end, float) or end.is_past()):
@@ -191,6 +197,8 @@ class StepMeter:
                 self._rate(record, self._flops_per_sample)
             self._add_times(record)
             yield record
+        if record is not None:
+            self._drain_every = _steps_within(_DRAIN_S, record.step_s)
 
     def drain_comm(self, step: int, *, wait: bool = False) -> list[CommRecord]:
         """Returns records of the operations that ended, by kind and group: once a second, or of all with ``wait``."""
@@ -236,6 +244,14 @@ class StepMeter:
             if seconds > 0:
                 cells[cell] += int(seconds * 1e9)
         cells[TIMED_STEPS] += 1
+
+
+def _steps_within(seconds: float, step_s: float) -> int:
+    """Returns the largest power of two of steps that take so long at most; from 1 to ``_DRAIN_STEPS``."""
+    found = 1
+    while found < _DRAIN_STEPS and 2 * found * step_s <= seconds:
+        found *= 2
+    return found
 
 
 def _numbers(outcome: StepNumbers) -> list[torch.Tensor | float]:
