@@ -40,6 +40,31 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 @pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Has the workers of pytest-xdist forked too, from the server that they then share."""
+    if sys.platform == "linux" and getattr(session.config.option, "tx", None):
+        import fork_server
+
+        fork_server.install()
+
+
+def pytest_unconfigure() -> None:
+    """Ends the server after the workers."""
+    if "fork_server" in sys.modules:
+        sys.modules["fork_server"].end()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Spares the collector what is loaded now, which stays."""
+    gc.disable()
+    try:
+        return (yield)  # type: ignore[return-value]
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Leaves to the exhaustive run all but ``some(n)`` cases of a test, spread evenly over them.
 

@@ -45,7 +45,11 @@ FORKED = (
     "kill_saves",
     "own_loop",
 )  # of python -m
-FORKED_CODE = ("import gloo_pool;", "from multiprocessing.spawn import spawn_main;")  # of python -c
+FORKED_CODE = (
+    "import gloo_pool;",
+    "from multiprocessing.spawn import spawn_main;",
+    "import sys;exec(eval(sys.stdin.readline()))",  # a worker of pytest-xdist, as execnet starts it
+)  # of python -c
 FLAGS = ("-u", "-s", "-E", "-B")
 LENGTH, NUMBER = struct.Struct("!I"), struct.Struct("!i")
 FIRST_SPARE_FILE = 200
@@ -272,6 +276,9 @@ def load_all() -> None:
             if not found.name.endswith(("__main__", "warm_server", "warm_client")):
                 with contextlib.suppress(ImportError):
                     importlib.import_module(found.name)
+    anyio = sys.modules.get("anyio")
+    if anyio is not None:  # a plugin of pytest too: a worker is told that its assertions stay as they are
+        anyio.__doc__ = f"{anyio.__doc__ or ''}\n\nPYTEST_DONT_REWRITE"
 
 
 def fork_for_clients(listener: socket.socket) -> dict[str, Any] | None:
