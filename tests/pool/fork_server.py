@@ -44,6 +44,7 @@ FORKED = (
     "faulty_rank",
     "kill_saves",
     "own_loop",
+    "deeds",
 )  # of python -m
 FORKED_CODE = (
     "import gloo_pool;",
@@ -213,6 +214,12 @@ def _server_number() -> int:
     return _server_pid
 
 
+ALSO_LOADED = (
+    "torch.distributed.run",
+    "torch.distributed.elastic.agent.server.local_elastic_agent",
+    "torch._functorch.aot_autograd",
+    "transformers",
+)  # beside Paceline
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 
 
@@ -269,8 +276,9 @@ def load_all() -> None:
     """Loads what a process of Paceline may need."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name in ("torch.distributed.run", "torch.distributed.elastic.agent.server.local_elastic_agent"):
-            importlib.import_module(name)
+        for name in ALSO_LOADED:
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
         package = importlib.import_module("paceline")
         for found in pkgutil.walk_packages(package.__path__, "paceline."):
             if not found.name.endswith(("__main__", "warm_server", "warm_client")):
