@@ -143,6 +143,22 @@ def plain_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
+def plain_seeds() -> Iterator[None]:
+    """Spares ``torch.manual_seed`` what it notes for devices that are not there.
+
+    It keeps the seed for when they are first used, three times, each time with the text of the whole stack, which under
+    pytest takes milliseconds.
+    """
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("cuda", "xpu", "mtia"):
+            if not getattr(torch, kind).is_available():
+                patch.setattr(f"torch.{kind}.manual_seed_all", lambda _: None)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
 def forks() -> Iterator[None]:
     """Has processes of Paceline forked from one that has torch loaded: see ``tests/pool/fork_server.py``."""
     if sys.platform != "linux":

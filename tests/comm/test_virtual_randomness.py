@@ -154,3 +154,21 @@ def test_normal_numbers_that_numpy_keeps_for_the_next_call_belong_to_the_rank() 
 
     for rank, drawn in enumerate(run_virtual(draw, 3)):
         assert drawn == np.random.RandomState(rank).standard_normal(6).tolist()
+
+
+def test_the_second_number_of_a_pair_stays_with_its_rank() -> None:
+    """Normal numbers are made in pairs, and the second is kept beside the generator's own memory."""
+
+    def work(comm: VirtualCommunicator) -> list[float]:
+        drawn = []
+        for place in range(3):
+            if (comm.rank + place) % 2:
+                drawn += [random.gauss(0.0, 1.0), float(np.random.standard_normal())]
+            comm.barrier()
+        return drawn
+
+    def alone(count: int) -> list[float]:
+        python, numpy = random.Random(5), np.random.RandomState(5)
+        return [number for _ in range(count) for number in (python.gauss(0.0, 1.0), float(numpy.standard_normal()))]
+
+    assert run_virtual(work, 2, seed=5) == [alone(1), alone(2)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.engines.flat import matrixwise
 from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.errors import UsageError
 
@@ -34,6 +35,12 @@ ELEMENTWISE: dict[str, Make] = {
     "SGD nesterov": lambda p: torch.optim.SGD(p, momentum=0.9, nesterov=True, weight_decay=0.1),
     "SGD foreach": lambda p: torch.optim.SGD(p, momentum=0.9, foreach=True),
 }
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every test try out its optimizers itself."""
+    monkeypatch.setattr(matrixwise, "_found", {})
 
 
 class Lars(torch.optim.Optimizer):
@@ -224,3 +231,24 @@ def test_a_trial_leaves_no_trace(make: Any) -> None:
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         else:
             assert one == other
+
+
+def test_a_class_is_tried_out_once_for_the_same_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried, trial = [], matrixwise._reason_against
+
+    def count(optimizer: torch.optim.Optimizer) -> str | None:
+        tried.append(optimizer)
+        return trial(optimizer)
+
+    monkeypatch.setattr(matrixwise, "_reason_against", count)
+    for _ in range(2):
+        check_elementwise(torch.optim.SGD(pieces(), lr=0.1, momentum=0.9))
+        check_elementwise(torch.optim.AdamW(pieces(), lr=torch.tensor(0.1), betas=(0.9, 0.99)))
+        check_refused(ClipsTogether(pieces(), lr=0.1, momentum=0.9), "another update")
+    assert len(tried) == 3
+    check_elementwise(torch.optim.SGD(pieces(), lr=0.1, momentum=0.9, nesterov=True))
+    check_elementwise(torch.optim.SGD([piece.detach().half() for piece in pieces()], lr=0.1, momentum=0.9))
+    assert len(tried) == 5
+    for _ in range(2):  # a tensor can be changed in place
+        check_elementwise(torch.optim.AdamW(pieces(), eps=torch.tensor(1e-8)))  # type: ignore[arg-type]
+    assert len(tried) == 7

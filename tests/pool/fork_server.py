@@ -218,7 +218,8 @@ ALSO_LOADED = (
     "torch.distributed.run",
     "torch.distributed.elastic.agent.server.local_elastic_agent",
     "torch._functorch.aot_autograd",
-    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "sklearn.datasets",
 )  # beside Paceline
 ELASTIC = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 

@@ -11,6 +11,7 @@ keeps the baton beyond the time limit is told with the line it stands at.
 
 from __future__ import annotations
 
+import _random
 import contextlib
 import ctypes
 import random
@@ -71,8 +72,42 @@ class _NumpyState:
         return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
 
 
+class _PythonState:
+    """Does the same for Python's random state, which takes 0.02 ms to read and 0.01 ms to write: a quarter of a turn.
+
+    A number that it keeps for the next call of ``gauss`` is an attribute of the generator, and is compared too.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[Any, ...] = ()  # the state that was read or written last
+        self._memory: tuple[bytes, float | None] | None = None  # and what tells of a change since
+
+    def capture(self) -> tuple[Any, ...]:
+        """Returns the state: the same object as before where nothing has changed."""
+        memory = self._read_memory()
+        if memory is None or memory != self._memory:
+            self._known, self._memory = random.getstate(), memory
+        return self._known
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        """Makes ``state`` the process's, unless it is."""
+        if self.capture() is not state:
+            random.setstate(state)
+            self._known, self._memory = state, self._read_memory()
+
+    @staticmethod
+    def _read_memory() -> tuple[bytes, float | None] | None:
+        """Returns the memory of Python's generator; None where it is not known to lie in the object itself."""
+        generator: Any = getattr(random.getstate, "__self__", None)
+        if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+            return None
+        return ctypes.string_at(id(generator) + object.__basicsize__, _PYTHON_BYTES), vars(generator)["gauss_next"]
+
+
 _MT19937_BYTES = 624 * 4 + 4  # the numbers, and the place among them
+_PYTHON_BYTES = _random.Random.__basicsize__ - object.__basicsize__
 _NUMPY = _NumpyState()
+_PYTHON = _PythonState()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +120,7 @@ class RandomStates:
     @classmethod
     def capture(cls, device: torch.device) -> RandomStates:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), cuda, _NUMPY.capture(), random.getstate())
+        return cls(torch.get_rng_state(), cuda, _NUMPY.capture(), _PYTHON.capture())
 
     @classmethod
     def fresh(cls, device: torch.device, seed: int) -> RandomStates:
@@ -105,7 +140,7 @@ class RandomStates:
         if self.torch_cuda is not None:
             torch.cuda.set_rng_state(self.torch_cuda, device)
         _NUMPY.restore(self.numpy)
-        random.setstate(self.python)
+        _PYTHON.restore(self.python)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ the whole matrix would be. Muon, Shampoo and Adafactor look at rows and columns,
 Prodigy at all tensors together: on a slice they would compute something else, without a word.
 
 No list of names can know every optimizer, so one of the same class and settings is tried out on a small matrix, and
-others of it on slices of that matrix: an elementwise optimizer cannot tell the difference.
+others of it on slices of that matrix: an elementwise optimizer cannot tell the difference. What was found is kept for
+the next one of that class and with those settings: virtual ranks ask as often as there are ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _SHAPE = (6, 5)
 _CUT = 13  # inside a row
 _NUM_STEPS = 3
 _LR = 0.01  # enough to see an update
+_PLAIN = (bool, int, float, str, type(None))  # what is told apart by how it is written
+
+_found: dict[tuple[object, ...], str | None] = {}  # what speaks against a class with certain settings
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
@@ -37,13 +41,28 @@ def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """
     if getattr(optimizer, "gathers_matrices", False):
         return
-    reason = _reason_against(optimizer)
+    key = _what_counts(optimizer)
+    reason = _found[key] if key in _found else _reason_against(optimizer)
+    if key is not None:
+        _found[key] = reason
     if reason is not None:
         raise UsageError(
             f"{type(optimizer).__name__} cannot update sharded parameters: {reason}\n"
             "  a rank holds a flat slice of each parameter, so every element must be updated by itself alone\n"
             "  use strategy = 'ddp', where ranks hold whole parameters, an optimizer such as AdamW, or paceline.Muon"
         )
+
+
+def _what_counts(optimizer: torch.optim.Optimizer) -> tuple[object, ...] | None:
+    """Returns all that a trial depends on; None where settings are more than plain values."""
+    first = optimizer.param_groups[0]["params"][0]
+    settings = [_adapted(optimizer.defaults), *_distinct_settings(optimizer)]
+    values = [value for each in settings for value in each.values()]
+    leaves = [leaf for value in values for leaf in (value if type(value) is tuple else (value,))]
+    if not all(type(leaf) in _PLAIN for leaf in leaves) or "step" in vars(optimizer):
+        return None
+    written = repr([sorted(each.items()) for each in settings])
+    return type(optimizer), type(optimizer).step, first.device, first.dtype, written
 
 
 def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
