@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +26,12 @@ def make_config(*, batch: int = 64, **sections: dict[str, Any]) -> Config:
 
 
 def planned(config: Config, cluster: str = "1x dgx-h100", precision: str | None = None) -> PlanResult:
-    return plan_for(request_for(config, load_cluster(cluster), precision=precision))
+    return planned_once(config.model_dump_json(), cluster, precision)
+
+
+@functools.cache
+def planned_once(config: str, cluster: str, precision: str | None) -> PlanResult:
+    return plan_for(request_for(Config.model_validate_json(config), load_cluster(cluster), precision=precision))
 
 
 @pytest.mark.parametrize("cluster", ["1x dgx-h100", "1x h100-sxm", "cpu-host"])

@@ -6,6 +6,8 @@ and a dump reads back as it was.
 
 from __future__ import annotations
 
+import copy
+import functools
 import re
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,6 +51,13 @@ def parse_document(text: str, source: str) -> Document:
 
     Raises ConfigError, with line and column, for what is not YAML, for keys given twice, and for another top.
     """
+    known = _read_document(text, source)
+    return Document(values=copy.deepcopy(known.values), lines={**known.lines})
+
+
+@functools.lru_cache(maxsize=16)
+def _read_document(text: str, source: str) -> Document:
+    """Reads what a command may ask for several times; the loader takes milliseconds for a page."""
     survey = _Survey()
     try:
         with yaml_errors():

@@ -155,8 +155,10 @@ def difference(ours: torch.Tensor | None, expected: torch.Tensor | None) -> floa
     if not ours.numel():
         return 0.0
     value = float((ours.double() - expected.double()).abs().max())
+    if not math.isnan(value):
+        return value
     same = torch.equal(torch.nan_to_num(ours, nan=1.5e300), torch.nan_to_num(expected, nan=1.5e300))
-    return (0.0 if same else math.inf) if value != value else value
+    return 0.0 if same else math.inf
 
 
 def _norm(tensor: torch.Tensor | None) -> float:
