@@ -8,6 +8,7 @@ loader handed out; the segments say what it should have been. Cost: an append a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -144,11 +145,16 @@ def _extend(known: int, values: NDArray[np.uint64], added: int, factor: int) -> 
     mixed ^= mixed >> np.uint64(30)
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(27)
-    powers = np.full(len(values), factor, dtype=np.uint64)
-    powers[0] = 1
-    powers = np.cumprod(powers, dtype=np.uint64)
-    total = int((mixed * powers[::-1]).sum(dtype=np.uint64))
+    total = int((mixed * _powers(factor, len(values))).sum(dtype=np.uint64))
     return (known * pow(factor, len(values), 1 << 64) + total) & _MASK
+
+
+@functools.lru_cache(maxsize=4)
+def _powers(factor: int, length: int) -> NDArray[np.uint64]:
+    """Returns the powers of a factor modulo 2^64, from the highest down to 1; the last ones are kept."""
+    powers = np.full(length, factor, dtype=np.uint64)
+    powers[0] = 1
+    return np.cumprod(powers, dtype=np.uint64)[::-1]
 
 
 def hash_text(known: tuple[int, int]) -> str:

@@ -48,7 +48,7 @@ _PHASE_AFTER = {
     for name, next_name in ((DATA, FORWARD), (FORWARD, BACKWARD), (BACKWARD, OPTIMIZER), (OPTIMIZER, DATA))
 }
 _COMM_S = 1.0  # between records of communication, at least
-_MEMORY_EVERY = 20  # steps; asking CUDA's allocator takes longer than all the rest here
+_MEMORY_EVERY = 50  # steps; to ask the system, or CUDA's allocator, takes longer than all the rest here
 
 
 class StepNumbers(Protocol):
@@ -187,18 +187,21 @@ class StepMeter:
     def drain(self, *, wait: bool = False) -> Iterator[StepRecord]:
         """Yields the records of the steps that the device has finished; with ``wait``, of all steps issued."""
         self._drained_at = time.time()
-        record = None
-        while self._pending:
-            end = self._pending[0][4]
-            if not (wait or isinstance(end, float) or end.is_past()):
-                break
-            record = _record(self._pending.popleft())
-            if self._flops_per_sample:
-                self._rate(record, self._flops_per_sample)
-            self._add_times(record)
-            yield record
-        if record is not None:
-            self._drain_every = _steps_within(_DRAIN_S, record.step_s)
+        done: list[StepRecord] = []
+        try:
+            while self._pending:
+                end = self._pending[0][4]
+                if not (wait or isinstance(end, float) or end.is_past()):
+                    break
+                record = _record(self._pending.popleft())
+                if self._flops_per_sample:
+                    self._rate(record, self._flops_per_sample)
+                done.append(record)
+                yield record
+        finally:
+            if done:
+                self._add_times(done)
+                self._drain_every = _steps_within(_DRAIN_S, done[-1].step_s)
 
     def drain_comm(self, step: int, *, wait: bool = False) -> list[CommRecord]:
         """Returns records of the operations that ended, by kind and group: once a second, or of all with ``wait``."""
@@ -231,19 +234,15 @@ class StepMeter:
             record.flops_per_s = flops / record.step_s
             record.mfu = record.flops_per_s / self._peak_flops if self._peak_flops else None
 
-    def _add_times(self, record: StepRecord) -> None:
-        """Adds a step to what whoever compares ranks reads; the number of steps last."""
+    def _add_times(self, records: Sequence[StepRecord]) -> None:
+        """Adds steps to what whoever compares ranks reads; the number of steps last."""
         cells = self._cells
-        cells[STEP_NS] += int(record.step_s * 1e9)
-        for cell, seconds in (
-            (DATA_NS, record.data_s),
-            (FORWARD_NS, record.forward_s),
-            (BACKWARD_NS, record.backward_s),
-            (OPTIMIZER_NS, record.optimizer_s),
-        ):
-            if seconds > 0:
-                cells[cell] += int(seconds * 1e9)
-        cells[TIMED_STEPS] += 1
+        cells[STEP_NS] += int(1e9 * sum(each.step_s for each in records))
+        cells[DATA_NS] += int(1e9 * sum(max(0.0, each.data_s) for each in records))
+        cells[FORWARD_NS] += int(1e9 * sum(max(0.0, each.forward_s) for each in records))
+        cells[BACKWARD_NS] += int(1e9 * sum(max(0.0, each.backward_s) for each in records))
+        cells[OPTIMIZER_NS] += int(1e9 * sum(max(0.0, each.optimizer_s) for each in records))
+        cells[TIMED_STEPS] += len(records)
 
 
 def _steps_within(seconds: float, step_s: float) -> int:
@@ -286,12 +285,14 @@ def _record(issued: _Issued) -> StepRecord:
     for phase, mark, num_waits_then in laps:
         took = since(mark, last)
         if num_waits_then > num_waits:
-            waited = _total_seconds(waits[num_waits:num_waits_then])
+            waited = 0.0
+            for begin, then in waits[num_waits:num_waits_then]:
+                waited += since(then, begin)
             took, comm_s, num_waits = took - waited, comm_s + waited, num_waits_then
         seconds[phase] += took
         last = mark
-    if num_waits < len(waits):  # after the last lap
-        comm_s += _total_seconds(waits[num_waits:])
+    for begin, then in waits[num_waits:]:  # after the last lap
+        comm_s += since(then, begin)
     data_s, forward_s, backward_s, optimizer_s = seconds.values()
     step_s = since(end, start)
     numbers = map(float, _numbers(facts.outcome)) if on_host is None else on_host.tolist()
@@ -326,10 +327,6 @@ def _record(issued: _Issued) -> StepRecord:
 
 def _device_seconds_since(mark: Mark, earlier: Mark) -> float:
     return mark.seconds_since(earlier)
-
-
-def _total_seconds(waits: Sequence[_Wait]) -> float:
-    return sum(end.seconds_since(begin) for begin, end in waits)
 
 
 def _memory(device: torch.device, process: psutil.Process) -> _Memory:
