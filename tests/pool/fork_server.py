@@ -44,7 +44,6 @@ FORKED = (
     "faulty_rank",
     "kill_saves",
     "own_loop",
-    "deeds",
 )  # of python -m
 FORKED_CODE = (
     "import gloo_pool;",
