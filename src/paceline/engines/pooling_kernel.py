@@ -14,12 +14,16 @@ _WARPS = 4
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _pool_kernel(x, y, taps, height, width, rows, columns, channels: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _own_part(rows, columns, channels: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns a program's row of windows, among all and in its image, and of its numbers: place, column, channel, mask."""
     line = tl.program_id(0)
-    row = line % rows
     place = tl.program_id(1) * block + tl.arange(0, block)
-    column, channel = place // channels, place % channels
-    inside = place < columns * channels
+    return line, line % rows, place, place // channels, place % channels, place < columns * channels
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _pool_kernel(x, y, taps, height, width, rows, columns, channels: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+    line, row, place, column, channel, inside = _own_part(rows, columns, channels, block)
     x += (line // rows).to(tl.int64) * height * width * channels
     best = tl.full([block], -float("inf"), tl.float32)
     # The first pixel of the window, should none be larger than -inf.
@@ -46,11 +50,7 @@ def _taken(gradient, tap, number: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gradient_kernel(g, taps, dx, height, width, rows, columns, channels: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    line = tl.program_id(0)
-    row = line % rows
-    place = tl.program_id(1) * block + tl.arange(0, block)
-    column, channel = place // channels, place % channels
-    inside = place < columns * channels
+    line, row, place, column, channel, inside = _own_part(rows, columns, channels, block)
     # The windows that the pixels (2 row, 2 column) to (2 row + 1, 2 column + 1) lie in: this one, right, below, both.
     at = line.to(tl.int64) * columns * channels + place
     has_right = inside & (column + 1 < columns)
