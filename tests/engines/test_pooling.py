@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 
 import pytest
 import torch
@@ -46,23 +47,36 @@ def test_numbers_and_gradients_are_those_of_torch(shape: tuple[int, ...], dtype:
 
 def test_the_operators_keep_torchs_rules() -> None:
     x = images((2, 4, 6, 6), torch.float32, "cpu").nan_to_num(0.0)
-    torch.library.opcheck(torch.ops.paceline.max_pool.default, (x.requires_grad_(),))
+    found = torch.library.opcheck(torch.ops.paceline.max_pool.default, (x.requires_grad_(),))
+    assert set(found.values()) == {"SUCCESS"}
+    pooled, taps = torch.ops.paceline.max_pool(x.detach())
+    found = torch.library.opcheck(torch.ops.paceline.max_pool_gradient.default, (pooled, taps, 6, 6))
+    assert set(found.values()) == {"SUCCESS"}
 
 
-def test_layers_are_swapped_only_where_they_fit() -> None:
-    pools = [
-        nn.MaxPool2d(3, stride=2, padding=1),
-        nn.MaxPool2d((3, 3), stride=(2, 2), padding=(1, 1)),
-        nn.MaxPool2d(2),
-        nn.MaxPool2d(3, stride=2),
-        nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True),
-        nn.MaxPool2d(3, stride=2, padding=1, return_indices=True),
-        nn.MaxPool2d(3, stride=2, padding=1, dilation=2),
-        nn.AvgPool2d(3, stride=2, padding=1),
-    ]
-    model = nn.Sequential(*pools)
-    assert swap_pools(model, torch.device("cpu")) == 0
-    assert not any("forward" in vars(each) for each in pools)
+@pytest.mark.parametrize(
+    ("layer", "fits"),
+    [
+        (nn.MaxPool2d(3, stride=2, padding=1), True),
+        (nn.MaxPool2d((3, 3), stride=(2, 2), padding=(1, 1)), True),
+        (nn.MaxPool2d(2), False),
+        (nn.MaxPool2d(3, stride=2), False),
+        (nn.MaxPool2d((3, 2), stride=2, padding=1), False),
+        (nn.MaxPool2d(3, stride=2, padding=1, ceil_mode=True), False),
+        (nn.MaxPool2d(3, stride=2, padding=1, return_indices=True), False),
+        (nn.MaxPool2d(3, stride=2, padding=1, dilation=2), False),
+        (nn.AvgPool2d(3, stride=2, padding=1), False),
+    ],
+)
+def test_layers_are_swapped_only_where_they_fit(layer: nn.Module, fits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())  # triton, as on a GPU
+    mine, other = copy.deepcopy(layer), copy.deepcopy(layer)
+    assert swap_pools(nn.Sequential(mine), torch.device("cuda")) == fits
+    assert ("forward" in vars(mine)) == fits
+    assert swap_pools(nn.Sequential(other), torch.device("cpu")) == 0
+    assert "forward" not in vars(other)
+    x = torch.randn(2, 3, 9, 9)  # not on a GPU: as before
+    assert torch.equal(*(each(x)[0] if getattr(layer, "return_indices", False) else each(x) for each in (mine, layer)))
 
 
 def model_of_images() -> nn.Module:

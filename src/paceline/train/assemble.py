@@ -185,10 +185,14 @@ def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torc
         is_fused=is_fused,
         dtype=getattr(torch, config.train.dtype),
     )
-    is_one_graph = layout.compile == "whole" and not layout.is_split
-    if is_one_graph and isinstance(loss, OnNormalised) and config.train.loss == "auto":  # it reads images nowhere else
+    if isinstance(loss, OnNormalised) and normalises_inside(config, layout):
         loss.leave_to(work.model, device, precision_named(layout.precision).param_dtype)
     return loss
+
+
+def normalises_inside(config: Config, layout: Layout) -> bool:
+    """Says whether a model normalises images of bytes: it is one graph, and the loss reads them nowhere else."""
+    return layout.compile == "whole" and not layout.is_split and config.train.loss == "auto"
 
 
 def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:

@@ -3,7 +3,8 @@
 ``scaled_dot_product_attention`` has no fused kernel there: it would be taken apart into products and a softmax over all
 pairs of tokens. Here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
 output and one number a row. ``rms_norm`` is fused on GPUs alone, and keeps its input there: it is put down as the layer
-norm, which does. Autocast knows no meta device: here the same functions cast their tensors, as on CUDA.
+norm, which does. ``max_pool2d`` keeps its input and 8 bytes a number for where the largest was; compiled for a GPU, one
+byte (``engines/pooling.py``). Autocast knows no meta device: here the same functions cast their tensors, as on CUDA.
 """
 
 from __future__ import annotations
@@ -45,6 +46,9 @@ _IN_FULL = (
 )
 
 
+_POOLS = {F.max_pool2d, torch.max_pool2d}
+
+
 class NoValues(TorchFunctionMode):
     """Leaves out what gives first values to tensors that have none: torch would work out their shapes in Python."""
 
@@ -61,8 +65,16 @@ class NoValues(TorchFunctionMode):
 class MetaFunctions(TorchFunctionMode):
     """Runs attention as one kernel, and casts as autocast does if there is a dtype for it."""
 
-    def __init__(self, seer: SeesAttention, autocast: torch.dtype | None = None, *, fuses_norms: bool = False) -> None:
+    def __init__(
+        self,
+        seer: SeesAttention,
+        autocast: torch.dtype | None = None,
+        *,
+        fuses_norms: bool = False,
+        pools_in_bytes: bool = False,
+    ) -> None:
         super().__init__()
+        self._pools_in_bytes = pools_in_bytes
         self._seer = seer
         self._fuses_norms = fuses_norms and hasattr(torch.ops.aten, "_fused_rms_norm")
         self._autocast = autocast
@@ -89,6 +101,13 @@ class MetaFunctions(TorchFunctionMode):
             return self._attend(func, *args, **kwargs)
         if func is F.rms_norm and self._fuses_norms:
             return _norm(*args, **kwargs)
+        if func in _POOLS and self._pools_in_bytes and not kwargs.get("return_indices"):
+            names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
+            given = dict(zip(("input", *names), args, strict=False)) | kwargs
+            defaults = {"stride": given["kernel_size"], "padding": 0, "dilation": 1, "ceil_mode": False}
+            settings = [given.get(name, defaults.get(name)) for name in names]
+            pooled: torch.Tensor = _MetaPool.apply(given["input"], settings)  # type: ignore[no-untyped-call]
+            return pooled
         return func(*args, **kwargs)
 
     def _halve(self, value: Any) -> Any:
@@ -133,6 +152,30 @@ class _MetaAttention(torch.autograd.Function):
         found = (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value))
         ctx.seer([query, key, value, output, gradient, *found], is_causal=ctx.is_causal, is_back=True)
         return *found, None, None
+
+
+class _MetaPool(torch.autograd.Function):
+    """Max pooling that keeps a byte for each number, without values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, settings: list[Any]) -> torch.Tensor:
+        pooled, where = torch.ops.aten.max_pool2d_with_indices(x, *map(_pair, settings))
+        ctx.save_for_backward(torch.empty(where.shape, dtype=torch.int8, device=where.device))
+        ctx.shape, ctx.settings = x.shape, settings
+        found: torch.Tensor = pooled
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (where,) = ctx.saved_tensors
+        x = gradient.new_empty(ctx.shape)
+        back = torch.ops.aten.max_pool2d_with_indices_backward
+        found: torch.Tensor = back(gradient, x, *map(_pair, ctx.settings), where.to(torch.int64))
+        return found, None
+
+
+def _pair(value: Any) -> Any:
+    return [value, value] if type(value) is int else value
 
 
 def _norm(*args: Any, **kwargs: Any) -> torch.Tensor:

@@ -22,11 +22,12 @@ from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, SyntheticConfig, build_data
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
+from paceline.engines.precision import precision_named
 from paceline.models.registry import build_model, model_context
 from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
-from paceline.train.assemble import build_compressor, build_policy
+from paceline.train.assemble import build_compressor, build_policy, normalises_inside
 from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import build_optimizer
@@ -68,6 +69,7 @@ def build_parts(
     config: Config, layout: Layout, model: nn.Module, data: DataSplits, comm: DryCommunicator, memory: HeldMemory
 ) -> StepPieces:
     """Hands a model to its engine and makes all else; ``memory`` knows what is on the host."""
+    dtype = _image_dtype(config, layout)
     # Compiled blocks cannot be seen into; in the first plain steps gradients travel whole, and a later step is meant.
     layout = replace(layout, compile="none", compression=replace(layout.compression, plain_steps=0))
     if comm.device_kind == "cpu":  # which is the host: engines offload nothing there
@@ -95,17 +97,21 @@ def build_parts(
         optimizer=_optimizer(config, engine, memory),
         batch=step,
         loss=build_loss(
-            config.train.loss,
-            data.shape,
-            may_ignore=may_ignore(config.data),
-            is_fused=is_fused,
-            dtype=getattr(torch, config.train.dtype),
+            config.train.loss, data.shape, may_ignore=may_ignore(config.data), is_fused=is_fused, dtype=dtype
         ),
         policy=build_policy(config),
         scaler=make_scaler(engine.precision, META, config.train.loss_scale),
         compressor=compressor,
         average=None if config.train.ema_decay is None else WeightAverage(engine, config.train.ema_decay),
     )
+
+
+def _image_dtype(config: Config, layout: Layout) -> torch.dtype:
+    """Returns what images of bytes become: in a model that is one graph, what its first layer reads."""
+    precision = precision_named(layout.precision)
+    half = precision.autocast_dtype or precision.param_dtype
+    built: torch.dtype = getattr(torch, config.train.dtype)
+    return half if half is not None and normalises_inside(config, layout) else built
 
 
 def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:

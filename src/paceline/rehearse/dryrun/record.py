@@ -162,7 +162,9 @@ class _Recording:
         config, layout, world = self._config, self._layout, self._world
         recorder = Recorder(self._calls)
         autocast = precision_named(layout.precision).autocast_dtype
-        functions = MetaFunctions(recorder.attention, autocast, fuses_norms=config.parallel.device != "cpu")
+        is_device = config.parallel.device != "cpu"
+        pools_in_bytes = is_device and layout.is_compiled
+        functions = MetaFunctions(recorder.attention, autocast, fuses_norms=is_device, pools_in_bytes=pools_in_bytes)
         comm = world.rank(rank, recorder)
         model = empty_model(config, self._data)
         recorder.watch(model_blocks(model), functions)
