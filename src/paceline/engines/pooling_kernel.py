@@ -15,7 +15,7 @@ _WARPS = 4
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _own_part(rows, columns, channels: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Returns a program's row of windows, among all and in its image, and of its numbers: place, column, channel, mask."""
+    """Returns a program's row of windows, among all and in its image, and its numbers: place, column, channel, mask."""
     line = tl.program_id(0)
     place = tl.program_id(1) * block + tl.arange(0, block)
     return line, line % rows, place, place // channels, place % channels, place < columns * channels
