@@ -44,6 +44,7 @@ FORKED = (
     "faulty_rank",
     "kill_saves",
     "own_loop",
+    "deeds",
 )  # of python -m
 FORKED_CODE = (
     "import gloo_pool;",

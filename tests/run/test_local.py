@@ -117,15 +117,18 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launch:
     """Launches a rank for each deed, and checks that nothing is left of them, in this process or elsewhere."""
-    (tmp_path / "deeds.py").write_text(RANK)
+    for name in ("deeds", "signals"):
+        (tmp_path / f"{name}.py").write_text(RANK)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCHER", str(os.getpid()))  # the parent of ranks is the server that forks them
 
     def run(*deeds: str, **settings: Any) -> None:
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         environment, disabled = dict(os.environ), logging.root.manager.disable
+        # Ranks are forked, but for those that send a signal: they would send it while the launcher still starts them.
+        module = "signals" if any("signal" in deed for deed in deeds) else "deeds"
         try:
-            launch_local(["deeds", str(folder), *deeds], folder, LocalRanks(ranks=len(deeds), **settings))
+            launch_local([module, str(folder), *deeds], folder, LocalRanks(ranks=len(deeds), **settings))
         finally:
             pids = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
             assert pids
