@@ -10,7 +10,7 @@ import pytest
 from pydantic import ValidationError
 
 from paceline.config import Config, GPTModelConfig, gpt_shape, json_schema
-from paceline.config.fields import known_fields
+from paceline.config.fields import known_fields, section_paths
 from paceline.config.sections import GPT_SIZES, GPTShape, GPTSize
 
 
@@ -88,3 +88,7 @@ def test_without_a_size_the_current_family_is_followed() -> None:
 def test_import_is_light(module: str, unwanted: tuple[str, ...]) -> None:
     code = f"import {module}, sys; found = set(sys.modules) & set({unwanted!r}); assert not found, found"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_sections_of_the_models_are_those_of_the_schema() -> None:
+    assert section_paths() == {each.path for each in known_fields() if each.is_section}

@@ -33,6 +33,7 @@ import sys
 import tempfile
 import threading
 import warnings
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -264,6 +265,7 @@ def serve(listener_number: int, address: str) -> None:
     load_all()
     _address, _server_pid = address, os.getpid()
     install()
+    leave_operators_at_exit()
     gc.collect()
     gc.freeze()
     with socket.socket(fileno=listener_number) as listener:
@@ -288,6 +290,14 @@ def load_all() -> None:
     anyio = sys.modules.get("anyio")
     if anyio is not None:  # a plugin of pytest too: a worker is told that its assertions stay as they are
         anyio.__doc__ = f"{anyio.__doc__ or ''}\n\nPYTEST_DONT_REWRITE"
+
+
+def leave_operators_at_exit() -> None:
+    """Spares processes that end the taking apart of torch's operators, which takes a tenth of a second each time."""
+    torch_library = sys.modules["torch.library"]
+    for finalizer, info in weakref.finalize._registry.items():  # type: ignore[attr-defined]
+        if info.func is torch_library._del_library:  # type: ignore[attr-defined]
+            finalizer.atexit = False
 
 
 def fork_for_clients(listener: socket.socket) -> dict[str, Any] | None:

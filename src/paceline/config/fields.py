@@ -5,11 +5,14 @@ It is read from the JSON Schema, so there is one source of truth: a field added 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
-from paceline.config.schema import json_schema
+from pydantic import BaseModel
+
+from paceline.config.schema import Config, json_schema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,21 @@ def known_fields() -> tuple[KnownField, ...]:
     """Lists every key of the schema, sections included, in order."""
     schema = json_schema()
     return tuple(_walk(schema, schema["$defs"], "", None))
+
+
+@cache
+def section_paths() -> frozenset[str]:
+    """Returns the paths of all sections, read from the models: to make the JSON Schema takes 0.1 s of every start."""
+    return frozenset(_sections(Config, ""))
+
+
+def _sections(model: type[BaseModel], place: str) -> Iterator[str]:
+    for key, field in model.model_fields.items():
+        kinds = get_args(field.annotation) if field.discriminator else (field.annotation,)
+        for kind in kinds:
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                yield place + key
+                yield from _sections(kind, f"{place}{key}.")
 
 
 @cache

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from paceline.bounded_yaml import MOST_BYTES
 from paceline.config.checks import run_checks
-from paceline.config.fields import find_field, known_fields
+from paceline.config.fields import find_field, section_paths
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
 from paceline.config.suggest import near_files
@@ -82,7 +82,7 @@ def dump_yaml(config: Config) -> str:
 
 def leaf_values(config: Config) -> dict[str, Any]:
     """Returns the value of each dotted key, in the order of a dump; ``args`` and lists count as one value."""
-    sections = {each.path for each in known_fields() if each.is_section}
+    sections = section_paths()
 
     def leaves(content: Mapping[str, Any], place: str) -> dict[str, Any]:
         found: dict[str, Any] = {}
@@ -273,11 +273,8 @@ def _open_empty_sections(values: dict[str, Any]) -> None:
     """Reads a section without keys (``optim:`` with all lines below commented out) as one with defaults."""
     contents = {"": values} | {name: content for name, content in values.items() if isinstance(content, dict)}
     empty = [(place, key) for place, content in contents.items() for key in content if content[key] is None]
-    if not empty:
-        return  # without a look at the schema, which takes 0.1 s to make
-    sections = {each.path for each in known_fields() if each.is_section}
     for place, key in empty:
-        if (f"{place}.{key}" if place else key) in sections:
+        if (f"{place}.{key}" if place else key) in section_paths():
             contents[place][key] = {}
 
 

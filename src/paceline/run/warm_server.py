@@ -181,7 +181,7 @@ def main() -> None:
                 with contextlib.suppress(ImportError):  # a rank that needs it says so
                     importlib.import_module(name)
         gc.collect()
-        gc.freeze()  # so that collections in ranks do not write to pages that all of them share
+        gc.freeze()  # so that collections in ranks leave out what all of them share: faster, and no page is copied
         server = os.getpid()
         request = WarmServer(listener).serve()
     if request is not None:
@@ -203,7 +203,6 @@ def _ended_with_parent() -> Iterator[None]:
 
 def _run(request: dict[str, Any], server: int) -> NoReturn:
     """Runs a rank's module in this process, as ``python -m`` would."""
-    gc.unfreeze()
     os.environ.clear()
     os.environ.update(request["environment"], **{PARENT: str(server)})
     os.chdir(request["folder"])
