@@ -19,6 +19,7 @@ import functools
 import re
 import sys
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -69,17 +70,30 @@ class Code:
     root_modules: list[str]
 
 
+@functools.cache
+def statements_of_the_rules() -> list[ast.stmt]:
+    return ast.parse(RULES.read_text()).body
+
+
 def rule(name: str) -> Any:
     """The value of a constant of the architecture test."""
-    for node in ast.parse(RULES.read_text()).body:
+    for node in statements_of_the_rules():
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             return ast.literal_eval(node.value)
     raise SystemExit(f"{RULES} has no {name}")
 
 
+def statements(body: Iterable[ast.AST]) -> Iterator[ast.AST]:
+    """All statements of a block and of the blocks in it, without their expressions, where most of the nodes are."""
+    for node in body:
+        yield node
+        for part in ("body", "orelse", "handlers", "finalbody", "cases"):
+            yield from statements(getattr(node, part, ()))
+
+
 def imported_modules(text: str) -> list[str]:
     found: list[str] = []
-    for node in ast.walk(ast.parse(text)):
+    for node in statements(ast.parse(text).body):
         if isinstance(node, ast.Import):
             found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -84,6 +84,10 @@ PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 # Each is one strategy, and knows no other; all else in engines/ may be shared.
 ENGINES = {"engines.ddp", "engines.zero", "engines.fsdp", "engines.pipeline"}
+# What a file may use by a dotted name alone, and what imports without a statement: other files need no look into
+# expressions, where most of their nodes are.
+BY_NAME = ("torch.distributed", *ENVIRONMENT, *PEERS)
+IMPORTERS = ("importlib.import_module", "import_module", "__import__")
 PARTLESS = (ast.expr_context, ast.operator, ast.boolop, ast.cmpop, ast.unaryop, ast.Constant, ast.Name)
 NAMELESS = ("utils", "helpers", "common", "misc", "core")
 
@@ -123,7 +127,11 @@ class SourceFile:
         """What the file uses, whether it has a docstring, and what is too long; its tree is large, and not kept."""
         text = self.path.read_text()
         tree = ast.parse(text, str(self.path))
-        collector = Collector(self.name, is_package=self.path.stem == "__init__")
+        collector = Collector(
+            self.name,
+            is_package=self.path.stem == "__init__",
+            sees_expressions=any(map(text.__contains__, (*BY_NAME, *IMPORTERS))),
+        )
         collector.visit(tree)
         return collector.uses, bool(ast.get_docstring(tree)), list(too_long(text, tree))
 
@@ -138,8 +146,9 @@ class SourceFile:
 class Collector(ast.NodeVisitor):
     """Finds what a file uses, and when."""
 
-    def __init__(self, name: str, *, is_package: bool) -> None:
+    def __init__(self, name: str, *, is_package: bool, sees_expressions: bool) -> None:
         self.uses: list[Use] = []
+        self._seen = ast.AST if sees_expressions else (ast.stmt, ast.excepthandler, ast.match_case)
         self._parents = ["paceline", *name.split(".")] if is_package else ["paceline", *name.split(".")[:-1]]
         self._when: Literal["load", "call", "types"] = "load"
 
@@ -155,13 +164,13 @@ class Collector(ast.NodeVisitor):
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         dotted = dotted_name(node)
-        if dotted is not None and is_below(dotted, ("torch.distributed", "os", *PEERS)):
+        if dotted is not None and is_below(dotted, BY_NAME):
             self._add(node, dotted)
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         function = dotted_name(node.func)
-        if function in ("importlib.import_module", "import_module", "__import__") and node.args:
+        if function in IMPORTERS and node.args:
             argument = node.args[0]
             if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
                 self._add(node, argument.value)
@@ -192,7 +201,7 @@ class Collector(ast.NodeVisitor):
         for name in node._fields:
             part = getattr(node, name, None)
             for each in part if isinstance(part, list) else (part,):
-                if isinstance(each, ast.AST) and not isinstance(each, PARTLESS):
+                if isinstance(each, self._seen) and not isinstance(each, PARTLESS):
                     self.visit(each)
 
     def _add(self, node: ast.stmt | ast.expr, target: str) -> None:

@@ -50,13 +50,14 @@ ALLOWED = {
 def loads(tree: ast.Module) -> Counter[str]:
     """Returns the calls and base classes of a module that load pickles or run code, by dotted names."""
     found: Counter[str] = Counter()
+    nodes = list(ast.walk(tree))
     imported = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         used = [node.func] if isinstance(node, ast.Call) else node.bases if isinstance(node, ast.ClassDef) else []
         for name in filter(None, (dotted(each) for each in used)):
             name = imported.get(name, name)
