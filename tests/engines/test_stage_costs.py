@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from paceline.engines.stages import costs
 from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers
 from paceline.errors import UsageError
@@ -49,6 +50,41 @@ def test_convolutions_are_judged_by_their_images_too() -> None:
     blocks = found[1:-1]
     assert blocks[-1].state_bytes > 50 * blocks[0].state_bytes
     assert max(b.total for b in blocks) < 3 * min(b.total for b in blocks)
+
+
+@pytest.mark.parametrize("kind", [int, list, nn.Module])
+def test_layers_of_the_same_shapes_cost_what_their_attributes_say(kind: type) -> None:
+    class Block(nn.Module):
+        def __init__(self, products: int) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(8, 8))
+            self.products: Any = products if kind is int else [products]
+            if kind is nn.Module:
+                self.products = 1
+                self.register_forward_hook(lambda _, __, output: sum(output @ output.T for _ in range(products)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(self.products if isinstance(self.products, int) else self.products[0]):
+                x = x @ self.weight
+            return x
+
+    layers = [Block(products) for products in (1, 1, 3)]
+    rows = [PipelineLayer(name=str(i), run=layer, modules=(layer,)) for i, layer in enumerate(layers)]
+    first, same, other = estimate_layers(nn.Sequential(*layers), rows, (torch.zeros(8, 8),))
+    assert first.forward == same.forward < other.forward
+
+
+@pytest.mark.parametrize("model", [gpt(layers=5, tied=True), ResNet(18, num_classes=3, width=2, stem="small")])
+def test_a_layer_that_is_like_another_is_not_run_again(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[int] = []
+    count = costs._count
+    monkeypatch.setattr(costs, "_count", lambda *arguments: (run.append(1), count(*arguments))[1])
+    found = estimate_layers(model)
+    assert len(run) < len(found)
+    run.clear()
+    monkeypatch.setattr(costs, "_likeness", lambda *_: object())
+    assert estimate_layers(model) == found
+    assert len(run) == len(found)
 
 
 def test_a_model_on_the_meta_device_costs_the_same() -> None:

@@ -17,11 +17,12 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from paceline.clock import DeviceClock, seconds_between
 from paceline.engines.stages.bounds import LayerCost
@@ -31,6 +32,8 @@ from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.measured import measure_activations
 
 _OPERATIONS_PER_BYTE = 16.0
+_PLAIN = (bool, int, float, str, torch.dtype, NoneType)
+_LISTED = ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
 _STATES = 4  # of each parameter: itself, its gradient, and two moments of Adam
 
 
@@ -148,11 +151,15 @@ def _estimate_from_shapes(
     model: nn.Module, layers: Sequence[PipelineLayer], inputs: Sequence[Any]
 ) -> tuple[LayerCost, ...]:
     found: list[LayerCost] = []
+    counted: dict[Any, tuple[Any, float, int]] = {}  # by likeness: the blocks of a deep model are one
     args = tree_map(_without_values, tuple(inputs))
     with _on_meta(model), torch.enable_grad():
         for layer in layers:
             args = tree_map(_leaf, args)
-            output, forward, kept = _count(nn.ModuleList(layer.modules), layer.run, args)
+            likeness = _likeness(layer, args)
+            if likeness not in counted:
+                counted[likeness] = _count(nn.ModuleList(layer.modules), layer.run, args)
+            output, forward, kept = counted[likeness]
             cost = LayerCost(
                 name=layer.name,
                 forward=forward,
@@ -163,6 +170,36 @@ def _estimate_from_shapes(
             found.append(cost)
             args = (output,)
     return tuple(found)
+
+
+def _likeness(layer: PipelineLayer, args: tuple[Any, ...]) -> Any:
+    """Returns what a layer's cost follows from, which is equal for layers that cost the same.
+
+    A layer that is a module runs as its parts, their tensors' shapes and their attributes say. Attributes other than
+    plain values are alike where they are the same object. A layer of another kind is like no other.
+    """
+    if layer.modules != (layer.run,):
+        return object()
+    leaves, structure = tree_flatten(args)
+    tensors = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else id(leaf) for leaf in leaves)
+    return structure, tensors, tuple(map(_module_facts, layer.modules[0].modules()))
+
+
+def _module_facts(module: nn.Module) -> tuple[Any, ...]:
+    tensors = tuple(
+        (name, tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.requires_grad))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+    )
+    attributes = tuple(
+        (name, value if _is_plain(value) else id(value))
+        for name, value in vars(module).items()
+        if name not in _LISTED and not (isinstance(value, dict | set) and not value)
+    )
+    return type(module), tuple(module._modules), frozenset(module._non_persistent_buffers_set), tensors, attributes
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, tuple) else isinstance(value, _PLAIN)
 
 
 def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, int]:
