@@ -91,7 +91,7 @@ def test_exceptions_are_on_their_pages() -> None:
 
 
 def test_a_figure_of_no_record_is_found() -> None:
-    text = "A step takes 56.2 ms and 123.4 ms (`bench/results/gpu-h200.json`).\n\n```\n7.77 ms\n```\n"
+    text = "A step takes 56.6 ms and 123.4 ms (`bench/results/gpu-h200.json`).\n\n```\n7.77 ms\n```\n"
     assert [each.split(": ")[1] for each in _unknown("docs/made-up.md", text)] == ["123.4 ms"]
     assert list(_unknown("docs/made-up.md", "It takes 56.2 ms.")) == ["docs/made-up.md:1: 56.2 ms"]
 
