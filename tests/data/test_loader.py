@@ -162,7 +162,7 @@ def test_a_stopped_run_continues_on_other_ranks(order: DataOrder, num_steps: int
     assert whole[stop:] == resumed
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_workers_do_not_change_the_order(workers: int) -> None:
     order = DataOrder(length=23, global_batch=7, seed=5)
     expected = read_steps(order, 2, 2, 7, 9)

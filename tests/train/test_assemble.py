@@ -37,7 +37,7 @@ def train(comm: Communicator, values: dict[str, Any]) -> tuple[dict[str, torch.T
 
 
 def run(ranks: int, parallel: dict[str, Any], **train_options: Any) -> tuple[dict[str, torch.Tensor], Plan]:
-    options = {"steps": 3, "global_batch": 8, "dtype": "float64", **train_options}
+    options = {"steps": 2, "global_batch": 8, "dtype": "float64", **train_options}
     memory = options.pop("memory", {})
     values = {**GPT, "parallel": parallel, "memory": memory, "train": options}
     return run_virtual(functools.partial(train, values=values), ranks=ranks)[0]

@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
 
-STEPS = 8
+STEPS = 4
 
 
 def make_config(compression: dict[str, Any], **train: Any) -> Config:

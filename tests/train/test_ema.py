@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_config(ranks: int = 1, parallel: dict[str, Any] | None = None, **train: Any) -> Config:
-    model = {"kind": "gpt", "layers": 2, "heads": 2, "width": 8, "context": 4, "tied": True, "dropout": 0.0}
+    model = {"kind": "gpt", "layers": 1, "heads": 2, "width": 8, "context": 4, "tied": True, "dropout": 0.0}
     return config_from_dict(
         {
             "model": model,
@@ -46,6 +47,7 @@ def averaged(trainer: Trainer) -> dict[str, torch.Tensor]:
         return trainer.parts.engine.full_state_dict()
 
 
+@functools.cache
 def alone() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What a plain loop has after four steps: parameters, and their average by hand."""
     trainer = build_trainer(make_config(), SoloCommunicator(torch.device("cpu")))

@@ -131,8 +131,8 @@ def test_the_hash_of_consumed_samples_is_that_of_any_ranks(tmp_path: Path, monke
         assert trainer.consumed.state_dict()["count"] == trainer.position
         return trainer.consumed.state_dict()
 
-    whole = run_virtual(lambda comm: run(comm, None, 9), 1)[0]
-    part = run_virtual(lambda comm: run(comm, None, 4), 3)
+    whole = run_virtual(lambda comm: run(comm, None, 5), 1)[0]
+    part = run_virtual(lambda comm: run(comm, None, 3), 3)
     assert part[0] == part[1] == part[2]
-    later = run_virtual(lambda comm: run(comm, tmp_path / "3 from 0" / "step-00000004", 9), 2)
+    later = run_virtual(lambda comm: run(comm, tmp_path / "3 from 0" / "step-00000003", 5), 2)
     assert later == [whole, whole]

@@ -97,7 +97,7 @@ def config_of(**sections: Any) -> Config:
     values = {
         "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
         "data": {"kind": "synthetic_tokens", "samples": 40, "context": 8, "vocab_size": 32, "eval_fraction": 0.2},
-        "train": {"steps": 4, "global_batch": 8, "accumulate": 2, "eval_every": 2},
+        "train": {"steps": 2, "global_batch": 8, "accumulate": 2, "eval_every": 1},
     }
     for name, section in sections.items():
         values[name] = {**values.get(name, {}), **section}
@@ -244,7 +244,7 @@ def test_a_dry_run_sees_the_products_of_chunks_and_no_logits(precision: str) -> 
         config = config_of(
             parallel={"device": "cuda"},
             data={"vocab_size": 65536, "context": 64},
-            model={"context": 64},
+            model={"context": 64, "layers": 1},
             train={"precision": precision, "global_batch": 256, "accumulate": 1, "fused_loss": asked},
         )
         (program,) = record_stages(config, ranks=1)

@@ -67,6 +67,6 @@ def test_graphs_are_refused_with_the_reason_where_there_is_no_gpu() -> None:
 
 
 def test_auto_takes_none_on_a_cpu() -> None:
-    losses, events, _ = run("cpu", steps=6)
+    losses, events, _ = run("cpu", steps=6, global_batch=4)
     assert len(losses) == 6
     assert not [event for event in events if event.name == "cuda_graphs"]

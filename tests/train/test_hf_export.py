@@ -73,6 +73,12 @@ def save(tmp_path: Path, model: dict[str, Any], strategy: str = "fsdp") -> Path:
     return tmp_path / "checkpoints" / "step-00000002"
 
 
+@pytest.fixture(scope="module")
+def gpt_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoint of a run of a GPT, which tests only read."""
+    return save(tmp_path_factory.mktemp("gpt"), MODELS["gpt"])
+
+
 MODELS: dict[str, dict[str, Any]] = {
     "adapters": {"kind": "hf", "lora": {"rank": 2, "targets": ["q_proj", "o_proj"]}},
     "factory": {"kind": "factory", "factory": f"{__name__.rpartition('.')[2]}:make_llama"},
@@ -82,7 +88,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_run_is_exported_loaded_and_sampled(
-    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, folder: Path, gpt_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import transformers
 
@@ -92,7 +98,7 @@ def test_a_run_is_exported_loaded_and_sampled(
     if model["kind"] == "hf":
         shutil.copytree(folder, own)
         model = {**model, "path": str(own)}
-    path = save(tmp_path, model)
+    path = gpt_checkpoint if name == "gpt" else save(tmp_path, model)
     shutil.rmtree(own, ignore_errors=True)  # the checkpoint has all that it takes
     checkpoint = open_checkpoint(path)
     language = open_language_model(checkpoint, CPU)
@@ -117,8 +123,8 @@ def test_a_run_is_exported_loaded_and_sampled(
     assert lengths[15 : 15 + language.context - 4] == list(range(5, language.context + 1))
 
 
-def test_the_same_seed_writes_the_same_text(tmp_path: Path) -> None:
-    language = open_language_model(open_checkpoint(save(tmp_path, MODELS["gpt"])), CPU)
+def test_the_same_seed_writes_the_same_text(gpt_checkpoint: Path) -> None:
+    language = open_language_model(open_checkpoint(gpt_checkpoint), CPU)
     one, two, other = (sample(language, "to ", SampleOptions(tokens=12, seed=seed)) for seed in (1, 1, 2))
     assert one == two != other
     assert len(one) == 12
@@ -131,11 +137,14 @@ def test_the_same_seed_writes_the_same_text(tmp_path: Path) -> None:
 @pytest.mark.some(2)
 @pytest.mark.parametrize("spread", ["fsdp", "tensor"])
 @pytest.mark.parametrize("name", ["gpt", "llama"])
-def test_ranks_that_hold_parts_write_the_same_text(name: str, spread: Any, tmp_path: Path) -> None:
+def test_ranks_that_hold_parts_write_the_same_text(
+    name: str, spread: Any, gpt_checkpoint: Path, tmp_path: Path
+) -> None:
+    path = gpt_checkpoint
     if name == "llama":
         make_llama(kv_heads=2).save_pretrained(tmp_path / "llama")
-    path = save(tmp_path, MODELS["gpt"] if name == "gpt" else {"kind": "hf", "path": str(tmp_path / "llama")})
-    options = SampleOptions(tokens=12, seed=1)
+        path = save(tmp_path, {"kind": "hf", "path": str(tmp_path / "llama")})
+    options = SampleOptions(tokens=8, seed=1)  # behind a prompt of 3: the GPT's context of 8 moves
     alone = sample(open_language_model(open_checkpoint(path), CPU), "to ", options)
     held: list[int] = []
 
@@ -150,21 +159,19 @@ def test_ranks_that_hold_parts_write_the_same_text(name: str, spread: Any, tmp_p
     assert max(held) < 0.8 * whole
 
 
-def test_a_run_without_a_vocabulary_writes_no_text(tmp_path: Path) -> None:
-    path = save(tmp_path, MODELS["gpt"])
-    manifest = json.loads((path / "manifest.json").read_text())
+def test_a_run_without_a_vocabulary_writes_no_text(gpt_checkpoint: Path) -> None:
+    manifest = json.loads((gpt_checkpoint / "manifest.json").read_text())
     names = manifest["tensors"]
     assert any("files/tokenizer" in str(name) for name in names)
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_checkpoint(gpt_checkpoint)
     tensors = {name: each for name, each in checkpoint.manifest.tensors.items() if not name.startswith("files/")}
     object.__setattr__(checkpoint.manifest, "tensors", tensors)
     with pytest.raises(UsageError, match="does not say what its tokens stand for"):
         open_language_model(checkpoint, CPU)
 
 
-def test_the_command_writes_text(tmp_path: Path) -> None:
-    save(tmp_path, MODELS["gpt"])
-    command = ["sample", str(tmp_path), "--prompt", "to be", "--tokens", "6", "--seed", "3"]
+def test_the_command_writes_text(gpt_checkpoint: Path) -> None:
+    command = ["sample", str(gpt_checkpoint.parents[1]), "--prompt", "to be", "--tokens", "6", "--seed", "3"]
     plain = CliRunner().invoke(app, command)
     assert plain.exit_code == 0, plain.output
     found = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
@@ -173,8 +180,8 @@ def test_the_command_writes_text(tmp_path: Path) -> None:
 
 
 @pytest.mark.exhaustive
-def test_the_command_writes_with_processes(tmp_path: Path) -> None:
-    call = ["sample", str(save(tmp_path, MODELS["gpt"])), "--prompt", "to ", "--tokens", "6", "--json"]
+def test_the_command_writes_with_processes(gpt_checkpoint: Path) -> None:
+    call = ["sample", str(gpt_checkpoint), "--prompt", "to ", "--tokens", "6", "--json"]
     alone, together = (
         json.loads(CliRunner().invoke(app, [*call, *more], catch_exceptions=False).stdout)
         for more in ([], ["--ranks", "2", "--device", "cpu"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -152,11 +153,17 @@ def train_theirs(path: Path, adapt: Callable[[nn.Module], object] = lambda _: No
     return losses, model
 
 
+@functools.cache
+def trained_theirs(path: Path) -> tuple[list[float], nn.Module]:
+    """The losses and the model of the library's own loop without adapters, which tests only read."""
+    return train_theirs(path)
+
+
 @pytest.mark.some(3)
 @pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "vit", "gpt_neox"])
 def test_a_pretrained_model_trains_as_the_librarys_own(folder: Folder, kind: str, strategy: str) -> None:
-    losses, model = train_theirs(folder(kind))
+    losses, model = trained_theirs(folder(kind))
     found, state = train(config_of(folder(kind), strategy))
     torch.testing.assert_close(found, losses, rtol=0, atol=1e-9)
     for name, value in model.state_dict().items():
@@ -179,7 +186,7 @@ def test_a_pretrained_model_trains_as_the_librarys_own(folder: Folder, kind: str
     ],
 )
 def test_a_model_that_is_split_trains_as_the_librarys_own(folder: Folder, kind: str, split: dict[str, int]) -> None:
-    losses, model = train_theirs(folder(kind))
+    losses, model = trained_theirs(folder(kind))
     ranks = split.get("pipeline", 1) * split.get("tensor", 1) * split.get("data", 1)
     strategy = "zero1" if "data" in split else "ddp"
     config = config_of(folder(kind), strategy, ranks, parallel=split).with_values("train", microbatch=1)

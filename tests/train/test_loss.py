@@ -249,8 +249,11 @@ def test_a_path_that_leads_nowhere_is_refused(user_module: str, path: Any, messa
 
 
 @DYNAMO_WARNS
-def test_a_compiled_loss_is_the_same_and_takes_ragged_batches_in_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    counter = CompileCounterWithBackend("aot_eager")
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.exhaustive)])
+def test_a_compiled_loss_is_the_same_and_takes_ragged_batches_in_one_graph(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter = CompileCounterWithBackend(backend)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=counter))
     torch._dynamo.reset()
     compiled = CrossEntropy(None, compiles=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def make_config(strategy: str = "ddp", ranks: int = 1, clip: float | None = 1.0,
             "data": {"kind": "synthetic_tokens", "samples": 24, "context": 8, "vocab_size": 13, "eval_fraction": 0.25},
             "parallel": {"strategy": strategy} | ({"shard_ranks": 2} if strategy == "hybrid" else {}),
             "optim": {"kind": "sgd", "lr": 0.25, "momentum": 0.5, "schedule": {"kind": "constant"}, "clip_norm": clip},
-            "train": {"steps": 3, "global_batch": 8, "accumulate": PARTS // ranks, "seed": 2} | train,
+            "train": {"steps": 2, "global_batch": 8, "accumulate": PARTS // ranks, "seed": 2} | train,
         }
     )
 
@@ -61,6 +62,13 @@ def train(
     return trainer.parts.engine.full_state_dict(), sink.steps, trainer, evaluation.loss
 
 
+@functools.cache
+def alone(clip: float | None, precision: str) -> tuple[dict[str, torch.Tensor], list[StepRecord], float]:
+    """One process of a policy, which several strategies are compared with."""
+    state, records, _, loss = train(SoloCommunicator(CPU), make_config(clip=clip, precision=precision))
+    return state, records, loss
+
+
 @pytest.mark.some(3)
 @covering(always={"strategy": ["fsdp"]}, strategy=STRATEGIES, policy=["fp16, clipped", "fp16", "bf16_master", "bf16"])
 def test_every_strategy_trains_as_one_process_of_the_same_policy(strategy: str, policy: str) -> None:
@@ -71,7 +79,7 @@ def test_every_strategy_trains_as_one_process_of_the_same_policy(strategy: str, 
     """
     precision, _, clipped = policy.partition(", ")
     clip, tolerance = (0.5, 1e-4) if clipped else (None, 1e-6)
-    expected, records, _, loss = train(SoloCommunicator(CPU), make_config(clip=clip, precision=precision))
+    expected, records, loss = alone(clip, precision)
     assert not any(record.is_skipped for record in records)
     config = make_config(strategy, PARTS, clip, precision=precision)
     for found, theirs, _, found_loss in run_virtual(lambda comm: train(comm, config), PARTS):
@@ -92,7 +100,7 @@ def train_on_real_ranks(comm: Communicator, strategy: str, precision: str) -> di
     ("strategy", "precision"), [("ddp", "bf16_master"), ("zero1", "fp16"), ("fsdp", "bf16_master")]
 )
 def test_real_ranks_train_as_one_process_of_the_same_policy(gloo_pool: GlooPool, strategy: str, precision: str) -> None:
-    expected, _, _, _ = train(SoloCommunicator(CPU), make_config(clip=None, precision=precision))
+    expected, _, _ = alone(None, precision)
     for found in gloo_pool.run(train_on_real_ranks, strategy, precision, ranks=2):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=1e-4, msg=name)
@@ -100,7 +108,7 @@ def test_real_ranks_train_as_one_process_of_the_same_policy(gloo_pool: GlooPool,
 
 def test_precisions_are_different_and_close() -> None:
     """Guards the test above."""
-    losses = {p: train(SoloCommunicator(CPU), make_config(precision=p))[3] for p in ("fp32", *PRECISIONS)}
+    losses = {precision: alone(None, precision)[2] for precision in ("fp32", *PRECISIONS)}
     assert len(set(losses.values())) == 4
     assert all(loss == pytest.approx(losses["fp32"], rel=0.02) for loss in losses.values())
 

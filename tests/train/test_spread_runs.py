@@ -25,7 +25,7 @@ def make_config(*, dropout: float = 0.0, **parallel: Any) -> Config:
     return config_from_dict(
         {
             "model": {
-                "kind": "gpt", "layers": 4, "heads": 2, "width": 16, "context": 8, "tied": True, "dropout": dropout,
+                "kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8, "tied": True, "dropout": dropout,
             },
             "data": {"kind": "synthetic_tokens", "samples": 25, "vocab_size": 24, "context": 8, "eval_fraction": 0.2},
             "train": {"steps": STEPS, "global_batch": 12, "accumulate": 3, "dtype": "float64", "eval_every": 1},

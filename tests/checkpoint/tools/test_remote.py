@@ -44,6 +44,7 @@ def test_paths_keep_their_protocol() -> None:
         storage_of(Path("nosuch://bucket"))
 
 
+@pytest.mark.parametrize("place", ["file", pytest.param("memory", marks=pytest.mark.exhaustive)], indirect=True)
 def test_ranks_save_into_a_url_and_any_tool_reads_it(saved: Save, place: Path) -> None:
     run_virtual(lambda comm: save_trained(comm, place, "fsdp", LLAMA), 2)
     found = find_checkpoint(str(place), place)
@@ -85,6 +86,7 @@ class Dying:
         return getattr(self._files, name)
 
 
+@pytest.mark.parametrize("place", ["memory", pytest.param("file", marks=pytest.mark.exhaustive)], indirect=True)
 def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: Path) -> None:
     storage = storage_of(place)
     storage.rename(reshard(open_checkpoint(saved()), place, World(ranks=1)), place / "step-00000003")
