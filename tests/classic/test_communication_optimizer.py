@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from covering import covering
+from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import CommunicationOptimizer
@@ -93,7 +94,6 @@ def test_the_seam_between_ratio_1_and_one_rank_is_the_plain_average() -> None:
     assert torch.equal(alone.all_reduce_compressed(gradient(0, 0)), gradient(0, 0))
 
 
-@settings(max_examples=20)
 @given(
     st.integers(0, 40), st.sampled_from([torch.float32, torch.float64, torch.bfloat16]), st.sampled_from([0.01, 0.3, 1])
 )
@@ -171,22 +171,26 @@ def two_level_average(comm: Communicator, hosts: list[list[int]], form: str, set
     return first, second.result(), third.result().t()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "form"),
-    [
-        ([[0, 1], [2, 3]], "places"),
-        ([[0, 1], [2, 3]], "leaders"),
-        ([[0, 1, 2], [3, 4, 5], [6, 7, 8]], "places"),
-        ([[0, 2], [1, 3, 4], [5]], "leaders"),
-        ([[0], [1], [2]], "places"),
-        ([[0, 1, 2]], "leaders"),
-    ],
+HOSTS: dict[str, tuple[list[list[int]], str]] = {
+    "places": ([[0, 1], [2, 3]], "places"),
+    "leaders": ([[0, 1], [2, 3]], "leaders"),
+    "places of three": ([[0, 1, 2], [3, 4, 5], [6, 7, 8]], "places"),
+    "leaders of any": ([[0, 2], [1, 3, 4], [5]], "leaders"),
+    "each alone": ([[0], [1], [2]], "places"),
+    "one host": ([[0, 1, 2]], "leaders"),
+}
+
+
+@covering(
+    always={"hosts": ["leaders of any"]},
+    hosts=HOSTS,
+    settings={"usual": {}, "small buckets": {"bucket_size_mb": 32 / 2**20}, "no overlap": {"enable_overlap": False}},
 )
-@pytest.mark.parametrize("settings", [{}, {"bucket_size_mb": 32 / 2**20}, {"enable_overlap": False}])
-def test_two_levels_make_the_plain_average(hosts: list[list[int]], form: str, settings: dict[str, Any]) -> None:
-    ranks = sum(len(host) for host in hosts)
+def test_two_levels_make_the_plain_average(hosts: tuple[list[list[int]], str], settings: dict[str, Any]) -> None:
+    places, form = hosts
+    ranks = sum(len(host) for host in places)
     mean = torch.stack([gradient(rank, 0, (7, 5)) for rank in range(ranks)]).mean(0)
-    results = run_virtual(lambda comm: two_level_average(comm, hosts, form, settings), ranks)
+    results = run_virtual(lambda comm: two_level_average(comm, places, form, settings), ranks)
     for whole, row, turned in results:
         torch.testing.assert_close(whole, mean, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(row, mean[0], rtol=1e-12, atol=1e-12)

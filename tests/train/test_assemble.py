@@ -48,7 +48,7 @@ def expected() -> dict[str, torch.Tensor]:
     return run(1, {"strategy": "ddp"})[0]
 
 
-@pytest.mark.some(5)
+@pytest.mark.some(4)
 @pytest.mark.parametrize(
     ("parallel", "options", "axes"),
     [
@@ -58,9 +58,11 @@ def expected() -> dict[str, torch.Tensor]:
         ({"strategy": "fsdp", "reshard_after_forward": 2, "units": ["layers.0", "layers.2"]}, {}, None),
         ({"strategy": "fsdp", "unit_mb": 0.01}, {"memory": {"checkpoint_activations": "full"}}, None),
         ({"strategy": "hybrid", "shard_ranks": 2}, {"microbatch": 1}, {"replicate": 2, "shard": 2}),
-        ({"strategy": "hybrid", "node_ranks": 2}, {}, {"replicate": 2, "shard": 2}),
         ({"strategy": "auto"}, {"microbatch": "auto"}, {"replicate": 4}),
-        ({"strategy": "zero1"}, {"memory": {"offload": ["optimizer"]}}, None),  # moves nothing on a CPU
+        ({"strategy": "hybrid", "node_ranks": 2}, {}, {"replicate": 2, "shard": 2}),
+        pytest.param(  # moves nothing on a CPU
+            {"strategy": "zero1"}, {"memory": {"offload": ["optimizer"]}}, None, marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_strategies_train_the_same(

@@ -17,7 +17,7 @@ from paceline.config import CheckpointConfig, Config, config_from_dict, layout_o
 from paceline.train.assemble import build_trainer, keeps_channels_last
 from paceline.train.survive.saving import Saver
 
-STEPS = 3
+STEPS = 2
 
 
 def config(channels_last: Any, **parallel: Any) -> Config:
@@ -61,10 +61,10 @@ def test_a_run_goes_on_in_the_other_order(
     comm = SoloCommunicator(torch.device("cpu"))
     whole = losses_until(build_trainer(config(before, strategy=strategy), comm), STEPS)
     saver = Saver(tmp_path, CheckpointConfig(every_steps=1, asynchronous=False))
-    losses_until(build_trainer(config(before, strategy=strategy), comm), 2, saver)
+    losses_until(build_trainer(config(before, strategy=strategy), comm), 1, saver)
     resumed = build_trainer(config(after, strategy=strategy), comm)
     resumed.load_state(open_checkpoint(find_checkpoint("auto", tmp_path)))
-    assert losses_until(resumed, STEPS) == pytest.approx(whole[2:], rel=1e-9)
+    assert losses_until(resumed, STEPS) == pytest.approx(whole[1:], rel=1e-9)
 
 
 @pytest.mark.parametrize(

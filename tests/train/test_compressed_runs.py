@@ -18,14 +18,15 @@ from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
 
 STEPS = 4
+DIGITS = {"kind": "digits"}
 
 
 def make_config(compression: dict[str, Any], **train: Any) -> Config:
     return config_from_dict(
         {
             "model": {"kind": "mlp", "hidden_dim": 32, "dropout": 0.0},
-            "data": {"kind": "digits"},
-            "train": {"steps": STEPS, "global_batch": 60, **train},
+            "data": {"kind": "synthetic_classification", "samples": 240, "features": 64, "classes": 10},
+            "train": {"steps": STEPS, "global_batch": 24, **train},
             "optim": {"lr": 5e-3},
             "comm": {"compression": {"min_size": 64, **compression}},
         }
@@ -133,7 +134,8 @@ def test_other_ranks_owe_the_model_the_same(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.exhaustive
 def test_top_k_with_feedback_reaches_the_accuracy_of_the_plain_run() -> None:
     def work(comm: Communicator, compression: dict[str, Any]) -> float:
-        trainer = build_trainer(make_config(compression, steps=150), comm)
+        config = make_config(compression, steps=150, global_batch=60)
+        trainer = build_trainer(config_from_dict({**config.model_dump(exclude_unset=True), "data": DIGITS}), comm)
         run_steps(trainer, 150)
         result = trainer.evaluate()
         assert result is not None

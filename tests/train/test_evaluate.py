@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -61,8 +62,7 @@ class Dyadic(Loss):
         return LossValue((targets.double() + 0.125).sum(), len(targets), (targets == 1).sum())
 
 
-@pytest.mark.parametrize("batch", [1, 4, 8, 21, 64])
-@pytest.mark.parametrize("ranks", RANKS)
+@covering(always={"batch": [8]}, batch=[1, 4, 8, 21, 64], ranks=RANKS)
 def test_21_samples_give_the_numbers_of_one_process_exactly(ranks: int, batch: int) -> None:
     data = make_data(21)
     expected = Evaluation(

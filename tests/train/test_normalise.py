@@ -148,7 +148,7 @@ def test_a_run_on_bytes_learns_as_one_on_floats(dtype: str) -> None:
     assert np.isfinite([*losses, evaluation.loss]).all()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16_master"])
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.exhaustive), "bf16_master"])
 def test_a_model_that_is_compiled_whole_normalises_what_it_trains_on(
     precision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

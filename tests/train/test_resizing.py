@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,19 @@ from paceline.data.consumed import recompute
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.saving import Saver
 
-STEPS, BATCH, SAMPLES, EVERY = 30, 12, 50, 3
+BATCH, EVERY = 12, 3
 STRATEGIES = ("ddp", "zero2", "fsdp")
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long a run is, and how many samples there are."""
+
+    steps: int
+    samples: int
+
+
+SHORT, LONG = Length(15, 25), Length(30, 50)
 
 
 @pytest.fixture(autouse=True)
@@ -25,13 +37,13 @@ def fast_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
-def attempt(comm: Communicator, folder: Path, strategy: str, end: int) -> list[tuple[int, list[int]]]:
+def attempt(comm: Communicator, folder: Path, strategy: str, end: int, length: Length) -> list[tuple[int, list[int]]]:
     """Trains from the newest checkpoint to ``end``, where it is left without a word; returns the ids of each step."""
     config = config_from_dict(
         {
             "model": {"kind": "mlp", "hidden_dim": 8},
-            "data": {"kind": "synthetic_classification", "samples": SAMPLES, "features": 4, "classes": 2},
-            "train": {"steps": STEPS, "global_batch": BATCH},
+            "data": {"kind": "synthetic_classification", "samples": length.samples, "features": 4, "classes": 2},
+            "train": {"steps": length.steps, "global_batch": BATCH},
             "parallel": {"ranks": comm.size, "strategy": strategy},
         }
     )
@@ -48,18 +60,18 @@ def attempt(comm: Communicator, folder: Path, strategy: str, end: int) -> list[t
 
     trainer.consumed.note = remember  # type: ignore[method-assign]
     for result in trainer.steps():
-        if result.step == end and end < STEPS:
+        if result.step == end and end < length.steps:
             return seen  # before it is saved
         saver(trainer, result)
     return seen
 
 
-def check(folder: Path, seed: int) -> None:
+def check(folder: Path, seed: int, run: Length) -> None:
     draw, ids, ends = random.Random(seed), dict[int, list[int]](), 0
-    while STEPS not in ids:
+    while run.steps not in ids:
         start = int(list_checkpoints(folder)[-1].name[-8:]) if list_checkpoints(folder) else 0
-        end, ranks, strategy = draw.randrange(start + 1, STEPS + 9), draw.randrange(1, 5), draw.choice(STRATEGIES)
-        found = run_virtual(lambda comm, end=end, how=strategy: attempt(comm, folder, how, end), ranks)
+        end, ranks, strategy = draw.randrange(start + 1, run.steps + 9), draw.randrange(1, 5), draw.choice(STRATEGIES)
+        found = run_virtual(lambda comm, end=end, how=strategy: attempt(comm, folder, how, end, run), ranks)
         assert all(each == found[0] for each in found)
         ids |= dict(found[0])  # a step that is done again has the last word
         ends += 1
@@ -70,18 +82,18 @@ def check(folder: Path, seed: int) -> None:
     assert len(straight) > 5 * length
     for epoch in range(len(straight) // length):
         assert sorted(straight[epoch * length : (epoch + 1) * length]) == list(range(length))
-    twin = dict(run_virtual(lambda comm: attempt(comm, folder / "twin", "ddp", STEPS), 1)[0])
+    twin = dict(run_virtual(lambda comm: attempt(comm, folder / "twin", "ddp", run.steps, run), 1)[0])
     assert ids == twin
     assert recompute(state) == {"hash": state["hash"], "count": state["count"]}
     assert (state["count"], len(state["segments"])) == (len(straight), 1)
 
 
 def test_ids_are_exact_whatever_ends_and_resizes_the_run(tmp_path: Path) -> None:
-    check(tmp_path, 1)
+    check(tmp_path, 8, SHORT)  # ends five times, on 1 to 3 ranks under all strategies
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seed", range(2, 30))
 def test_ids_are_exact_after_many_random_ends(tmp_path: Path, seed: int) -> None:
-    check(tmp_path, seed)
+    check(tmp_path, seed, LONG)

@@ -133,7 +133,7 @@ STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
 @covering(
-    always={"bad_rank": [2]},
+    always={"strategy": ["fsdp"]},
     bad_rank=[0, 2],
     strategy=STRATEGIES,
     elements={"count known": 1.0, "count exchanged": None},

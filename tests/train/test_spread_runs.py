@@ -99,8 +99,16 @@ def test_a_spread_run_is_the_run_of_one_rank(ranks: int, parallel: dict[str, Any
             assert found == pytest.approx(expected_row, abs=1e-9)
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize(("before", "after"), [(None, MESHES[3]), (MESHES[3], MESHES[0]), (MESHES[1], None)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (MESHES[1], MESHES[2]),
+        pytest.param(None, MESHES[3], marks=pytest.mark.exhaustive),
+        pytest.param(MESHES[3], MESHES[0], marks=pytest.mark.exhaustive),
+        pytest.param(MESHES[1], None, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_a_checkpoint_goes_on_with_another_mesh(before: Any, after: Any, tmp_path: Path) -> None:
     alone = alone_on_one_rank()
     ranks, parallel = before or (1, {})

@@ -31,7 +31,7 @@ WORLDS = [
 ]
 
 
-@pytest.mark.parametrize("world", [WORLDS[3], WORLDS[5]], ids=str)
+@pytest.mark.parametrize("world", [WORLDS[3], pytest.param(WORLDS[5], marks=pytest.mark.exhaustive)], ids=str)
 def test_every_world_has_the_same_state_and_goes_back(saved: Save, tmp_path: Path, world: World) -> None:
     source = open_checkpoint(saved())
     made = reshard(source, tmp_path / "there", world)
