@@ -57,15 +57,23 @@ def whole_state(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, An
     return engine.full_state_dict(), engine.full_optimizer_state(trainer.parts.optimizer)
 
 
-def assert_holds(checkpoint: Checkpoint, model: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
+def put_together(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Reads the parameters of a checkpoint and what its optimizer keeps, each tensor whole."""
+    model, optimizer = (
+        {name: checkpoint.read(prefix + name) for name in checkpoint.shapes(prefix)}
+        for prefix in ("model/", "optimizer/")
+    )
+    return model, optimizer
+
+
+def assert_holds(checkpoint: Any, model: dict[str, torch.Tensor], optimizer: dict[str, Any]) -> None:
     """The checkpoint, put together, is what the engines say that they have together."""
-    names = checkpoint.shapes("model/")
-    assert set(names) <= set(model)  # a tied parameter has one name here
-    for name in names:
-        assert torch.equal(checkpoint.read(f"model/{name}"), model[name]), name
+    parameters, saved = checkpoint
+    assert set(parameters) <= set(model)  # a tied parameter has one name here
+    for name, value in parameters.items():
+        assert torch.equal(value, model[name]), name
     moments = sorted(float(state["exp_avg"].double().sum()) for state in optimizer["state"].values())
-    saved = checkpoint.shapes("optimizer/")
-    ours = [checkpoint.read(f"optimizer/{name}") for name in saved if name.endswith("/exp_avg")]
+    ours = [value for name, value in saved.items() if name.endswith("/exp_avg")]
     assert sorted(float(each.double().sum()) for each in ours) == pytest.approx(moments, abs=1e-12)
     assert len(saved) == 2 * len(moments)
 
@@ -92,7 +100,8 @@ def test_what_one_mesh_saves_another_reads(before: str, after: str, tmp_path: Pa
     checkpoint = open_checkpoint(tmp_path / "step-00000001")
     verify_checkpoint(checkpoint.path)
     assert checkpoint.manifest.world == ranks
-    assert_holds(checkpoint, model, optimizer)
+    whole = put_together(checkpoint)
+    assert_holds(whole, model, optimizer)
     others, other_parallel = MESHES[after]
 
     def load(comm: Communicator) -> None:
@@ -100,7 +109,7 @@ def test_what_one_mesh_saves_another_reads(before: str, after: str, tmp_path: Pa
         trainer.load_state(open_checkpoint(checkpoint.path))
         found, moments = whole_state(trainer)
         assert all(torch.equal(found[name], model[name]) for name in model)
-        assert_holds(checkpoint, found, moments)
+        assert_holds(whole, found, moments)
         step(trainer)
 
     run_virtual(load, others)

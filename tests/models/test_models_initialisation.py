@@ -18,9 +18,9 @@ MAKERS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: MLPClassifier(input_dim=12, hidden_dim=8, num_classes=3),
     "resnet-18": lambda: ResNet(18, num_classes=3, width=4),
     "resnet-50-group": lambda: ResNet(50, num_classes=3, width=4, norm="group", stem="small"),
-    "gpt-rotary-tied": lambda: GPT(gpt_config("gpt-nano")),
-    "gpt-rotary-untied": lambda: GPT(gpt_config("gpt-nano", tied=False, mlp="gelu")),
-    "gpt-learned": lambda: GPT(gpt_config("gpt-nano", positions="learned", norm="layer")),
+    "gpt-rotary-tied": lambda: GPT(gpt_config("gpt-nano", layers=2)),
+    "gpt-rotary-untied": lambda: GPT(gpt_config("gpt-nano", layers=2, tied=False, mlp="gelu")),
+    "gpt-learned": lambda: GPT(gpt_config("gpt-nano", layers=2, positions="learned", norm="layer")),
 }
 
 

@@ -103,22 +103,34 @@ def test_the_search_for_a_microbatch_owes_nothing() -> None:
     assert run_virtual(work, 4) == [(0, 0)] * 4
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_other_ranks_owe_the_model_the_same(ranks: int, tmp_path: Path) -> None:
-    config = make_config({"policy": "topk", "ratio": 0.05})
+OWING = make_config({"policy": "topk", "ratio": 0.05})
+
+
+@pytest.fixture(scope="module")
+def owed_by_three(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, torch.Tensor]]]:
+    """The checkpoint of three ranks, and what each of them owes."""
+    folder = tmp_path_factory.mktemp("owing")
 
     def before(comm: Communicator) -> dict[str, torch.Tensor]:
-        trainer = build_trainer(config, comm)
+        trainer = build_trainer(OWING, comm)
         run_steps(trainer, STEPS // 2)
-        save_now(trainer, tmp_path)
+        save_now(trainer, folder)
         assert trainer.parts.compressor is not None
         return trainer.parts.compressor.residuals
 
     found = run_virtual(before, 3)
+    return folder / f"step-{STEPS // 2:08d}", found
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_other_ranks_owe_the_model_the_same(
+    ranks: int, owed_by_three: tuple[Path, list[dict[str, torch.Tensor]]]
+) -> None:
+    path, found = owed_by_three
 
     def after(comm: Communicator) -> dict[str, torch.Tensor]:
-        trainer = build_trainer(config, comm)
-        trainer.load_state(open_checkpoint(tmp_path / f"step-{STEPS // 2:08d}"))
+        trainer = build_trainer(OWING, comm)
+        trainer.load_state(open_checkpoint(path))
         assert trainer.parts.compressor is not None
         residuals = {name: each.clone() for name, each in trainer.parts.compressor.residuals.items()}
         run_steps(trainer, STEPS)

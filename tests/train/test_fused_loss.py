@@ -31,7 +31,7 @@ SHARES = ([3, 1], [2, 2], [1, 0], [4, 3])  # samples of each rank's microbatches
 
 def make_gpt(*, tied: bool) -> GPT:
     torch.manual_seed(0)
-    config = gpt_config(layers=2, heads=2, width=8, context=CONTEXT, vocab_size=VOCABULARY, tied=tied)
+    config = gpt_config(layers=1, heads=2, width=8, context=CONTEXT, vocab_size=VOCABULARY, tied=tied)
     return GPT(config).to(torch.float64)
 
 
@@ -95,7 +95,7 @@ def test_gradients_under_every_strategy_are_those_of_one_process_with_logits(str
 
 def config_of(**sections: Any) -> Config:
     values = {
-        "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
+        "model": {"kind": "gpt", "layers": 1, "heads": 2, "width": 16, "context": 8},
         "data": {"kind": "synthetic_tokens", "samples": 40, "context": 8, "vocab_size": 32, "eval_fraction": 0.2},
         "train": {"steps": 2, "global_batch": 8, "accumulate": 2, "eval_every": 1},
     }
@@ -244,7 +244,7 @@ def test_a_dry_run_sees_the_products_of_chunks_and_no_logits(precision: str) -> 
         config = config_of(
             parallel={"device": "cuda"},
             data={"vocab_size": 65536, "context": 64},
-            model={"context": 64, "layers": 1},
+            model={"context": 64},
             train={"precision": precision, "global_batch": 256, "accumulate": 1, "fused_loss": asked},
         )
         (program,) = record_stages(config, ranks=1)

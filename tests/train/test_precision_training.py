@@ -32,7 +32,7 @@ PARTS = 4  # microbatches that a global batch is always cut into, so that each p
 def make_config(strategy: str = "ddp", ranks: int = 1, clip: float | None = 1.0, **train: Any) -> Config:
     return config_from_dict(
         {
-            "model": {"kind": "gpt", "width": 16, "layers": 2, "heads": 2, "vocab_size": 13, "context": 8},
+            "model": {"kind": "gpt", "width": 16, "layers": 1, "heads": 2, "vocab_size": 13, "context": 8},
             "data": {"kind": "synthetic_tokens", "samples": 24, "context": 8, "vocab_size": 13, "eval_fraction": 0.25},
             "parallel": {"strategy": strategy} | ({"shard_ranks": 2} if strategy == "hybrid" else {}),
             "optim": {"kind": "sgd", "lr": 0.25, "momentum": 0.5, "schedule": {"kind": "constant"}, "clip_norm": clip},
@@ -117,7 +117,7 @@ def test_precisions_are_different_and_close() -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str, tmp_path: Path) -> None:
     """The scale starts far too large: steps are left out until it fits, and the run is cut in the middle of that."""
-    config = make_config(strategy, 2, precision="fp16", loss_scale=2.0**22, steps=7)
+    config = make_config(strategy, 2, precision="fp16", loss_scale=2.0**22, steps=8)
 
     def run(comm: Communicator) -> None:
         whole, records, _, _ = train(comm, config)

@@ -132,12 +132,7 @@ def make_model() -> nn.Module:
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
 
 
-@covering(
-    always={"strategy": ["fsdp"]},
-    bad_rank=[0, 2],
-    strategy=STRATEGIES,
-    elements={"count known": 1.0, "count exchanged": None},
-)
+@covering(bad_rank=[0, 2], strategy=STRATEGIES, elements={"count known": 1.0, "count exchanged": None})
 def test_ranks_take_the_same_decision_when_one_of_them_overflows(
     bad_rank: int, strategy: str, elements: float | None
 ) -> None:

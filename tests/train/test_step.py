@@ -91,7 +91,7 @@ def train_ranks(
     return seen, norms, engine.module
 
 
-@pytest.mark.some(8)
+@pytest.mark.some(6)
 @covering(
     always={"cut": ["4 ranks, 4 parts", "1 ranks, 4 parts"]},
     cut=CUTS,
@@ -156,8 +156,7 @@ UNEVEN = {
 }
 
 
-@pytest.mark.parametrize("loss", [CrossEntropy(5.0), CrossEntropy(None)], ids=["count known", "count exchanged"])
-@pytest.mark.parametrize("shares", UNEVEN.values(), ids=UNEVEN.keys())
+@covering(shares=UNEVEN, loss={"count known": CrossEntropy(5.0), "count exchanged": CrossEntropy(None)})
 def test_ranks_with_uneven_microbatches(shares: list[list[int]], loss: Loss) -> None:
     """Three steps, so that the learned buckets meet them too; between them the ranks change places."""
     total = sum(map(sum, shares))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from kept_records import Kept
 from torch import nn
 
@@ -379,8 +380,7 @@ def test_a_run_shorter_than_the_limit_must_have_trained_on_something() -> None:
         with_loss(trainer, Breaks(SoloCommunicator(CPU), 1)).run()
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
-@pytest.mark.parametrize("rank", [0, 1])
+@covering(strategy=["ddp", "zero2", "fsdp"], rank=[0, 1])
 def test_a_bad_loss_on_one_rank_leaves_the_step_out_and_stops_the_run_on_all(rank: int, strategy: str) -> None:
     def work(comm: Communicator) -> tuple[list[int], str]:
         sink = Kept()

@@ -16,7 +16,7 @@ from paceline.records.records import EventRecord
 from paceline.train.assemble import build_trainer
 
 GPT: dict[str, Any] = {
-    "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
+    "model": {"kind": "gpt", "layers": 1, "heads": 2, "width": 16, "context": 8},
     "data": {"kind": "synthetic_tokens", "samples": 64, "context": 8, "vocab_size": 16},
     "optim": {"lr": 0.01, "clip_norm": 0.5},
     "train": {"steps": 12, "global_batch": 8, "accumulate": 2, "dtype": "float64"},
