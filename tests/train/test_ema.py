@@ -58,7 +58,10 @@ def alone() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     return trainer.parts.engine.full_state_dict(), average
 
 
-@pytest.mark.parametrize(("ranks", "parallel"), [(2, {"strategy": "zero2"}), (3, {"strategy": "fsdp"})])
+@pytest.mark.parametrize(
+    ("ranks", "parallel"),
+    [pytest.param(2, {"strategy": "zero2"}, marks=pytest.mark.exhaustive), (3, {"strategy": "fsdp"})],
+)
 def test_ranks_average_what_they_hold_and_go_on_exactly(tmp_path: Path, ranks: int, parallel: dict[str, Any]) -> None:
     parameters, average = alone()
 

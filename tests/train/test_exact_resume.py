@@ -117,6 +117,7 @@ def test_half_and_half_are_the_whole(case: str, steps: int, tmp_path: Path, monk
     assert recompute(consumed) == {"hash": consumed["hash"], "count": consumed["count"]}
 
 
+@pytest.mark.exhaustive  # test_resizing.py compares samples and hashes by default
 def test_the_hash_of_consumed_samples_is_that_of_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 

@@ -238,7 +238,7 @@ def test_a_causal_model_whose_logits_are_scaled_is_told_and_left(monkeypatch: py
 # Without values.
 
 
-@pytest.mark.parametrize("precision", ["bf16", "bf16_master"])
+@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.exhaustive), "bf16_master"])
 def test_a_dry_run_sees_the_products_of_chunks_and_no_logits(precision: str) -> None:
     def peak_and_products(asked: Any) -> tuple[float, int, set[str], float]:
         config = config_of(

@@ -113,7 +113,7 @@ def test_precisions_are_different_and_close() -> None:
     assert all(loss == pytest.approx(losses["fp32"], rel=0.02) for loss in losses.values())
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)  # test_scaler.py has all strategies
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "fsdp"])
 def test_the_loss_scale_is_taken_up_where_it_stood(strategy: str, tmp_path: Path) -> None:
     """The scale starts far too large: steps are left out until it fits, and the run is cut in the middle of that."""

@@ -131,7 +131,7 @@ def facts(records: list[StepRecord]) -> list[Any]:
 # The same number of ranks: bit for bit.
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("ranks", "accumulate", "optim"),
     [
@@ -238,6 +238,7 @@ def test_at_another_number_of_ranks_order_and_rates_go_on(before: int, after: in
                 torch.testing.assert_close(ours.model[name], value, rtol=0, atol=1e-10)
 
 
+@pytest.mark.exhaustive  # test_resizing.py looks at whole epochs by default
 def test_an_epoch_is_complete_across_a_change_of_ranks(tmp_path: Path) -> None:
     """Stopped in the middle of an epoch: what follows is exactly the rest of it, no sample twice."""
     config = make_config(dropout=0.0)

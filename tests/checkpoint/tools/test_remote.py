@@ -33,6 +33,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     fsspec.filesystem("memory").store.clear()
 
 
+in_file, in_memory = (
+    pytest.mark.parametrize("place", [first, pytest.param(other, marks=pytest.mark.exhaustive)], indirect=True)
+    for first, other in (("file", "memory"), ("memory", "file"))
+)
+
+
 def test_paths_keep_their_protocol() -> None:
     assert url_of(Path("s3://bucket/run") / "step-1") == "s3://bucket/run/step-1"
     assert url_of(Path("file:///tmp/x")) == "file:///tmp/x"
@@ -44,7 +50,7 @@ def test_paths_keep_their_protocol() -> None:
         storage_of(Path("nosuch://bucket"))
 
 
-@pytest.mark.parametrize("place", ["file", pytest.param("memory", marks=pytest.mark.exhaustive)], indirect=True)
+@in_file
 def test_ranks_save_into_a_url_and_any_tool_reads_it(saved: Save, place: Path) -> None:
     run_virtual(lambda comm: save_trained(comm, place, "fsdp", LLAMA), 2)
     found = find_checkpoint(str(place), place)
@@ -57,6 +63,7 @@ def test_ranks_save_into_a_url_and_any_tool_reads_it(saved: Save, place: Path) -
     assert [each.step for each in list_folder(place, now=0.0)] == [7]
 
 
+@in_memory
 def test_a_flipped_bit_in_a_store_is_found(saved: Save, place: Path) -> None:
     path = reshard(open_checkpoint(saved()), place, World(ranks=1))
     storage = storage_of(place)
@@ -86,7 +93,7 @@ class Dying:
         return getattr(self._files, name)
 
 
-@pytest.mark.parametrize("place", ["memory", pytest.param("file", marks=pytest.mark.exhaustive)], indirect=True)
+@in_memory
 def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: Path) -> None:
     storage = storage_of(place)
     storage.rename(reshard(open_checkpoint(saved()), place, World(ranks=1)), place / "step-00000003")
@@ -115,6 +122,7 @@ def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: P
     assert [path.name for path in list_checkpoints(place)] == ["step-00000003", "step-00000007"]
 
 
+@in_file
 def test_what_is_no_longer_kept_goes_manifest_first(saved: Save, place: Path) -> None:
     storage = storage_of(place)
     for step in (1, 2, 3):
