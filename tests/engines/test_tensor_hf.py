@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from engine_cases import assert_near
 from torch import nn
 
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
@@ -16,7 +17,7 @@ from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import UsageError
 
 TOLERANCE = 1e-10
-STEPS = 5
+STEPS = 3
 VOCABULARY = 37
 TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
 LLAMA = {
@@ -144,7 +145,7 @@ def test_a_model_trains_as_on_one_process(name: str, ranks: int, is_sequence: bo
         assert list(own) == list(gradients)
         for values, others in ((whole, expected), (own, gradients)):
             for key, value in values.items():
-                torch.testing.assert_close(value, others[key], rtol=0, atol=tolerance, msg=lambda m, k=key: f"{k} {m}")
+                assert_near(value, others[key], tolerance, key)
 
 
 def test_a_model_computes_its_own_loss_from_gathered_logits() -> None:

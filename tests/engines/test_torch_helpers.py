@@ -33,7 +33,7 @@ def make_model() -> nn.Module:
 
 def make_gpt() -> nn.Module:
     torch.manual_seed(0)
-    return GPT(gpt_config("gpt-nano", context=8, vocab_size=32)).double()
+    return GPT(gpt_config("gpt-nano", layers=2, context=8, vocab_size=32)).double()
 
 
 def batch(step: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -94,8 +94,8 @@ class Branches(nn.Module):
 class Remembers(Plain):
     """Has a buffer that the first sample of a batch moves: rank 0's is that of the one process."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__(num_layers)
         self.register_buffer("level", torch.ones(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -108,8 +108,8 @@ class Remembers(Plain):
 class DiffersByRank(Plain):
     """Starts from other values on other ranks; those of rank 0 are to count. A buffer too."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, num_layers: int = 6) -> None:
+        super().__init__(num_layers)
         self.register_buffer("offset", torch.zeros(3))
         rank = current_rank() or 0
         with torch.no_grad():
@@ -356,18 +356,19 @@ def repeat_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plants a bug and sees the certificate, or the communicator, find it."""
+    """Plants a bug and sees the certificate, or the communicator, find it: steps after the one where it shows are none."""
     keep_references(monkeypatch)
-    clean = certify_clean(bug.case, bug.settings)
+    settings = bug.settings if bug.verdict else dataclasses.replace(bug.settings, steps=bug.step + 1)
+    clean = certify_clean(bug.case, settings)
     assert clean.passed, clean.divergence
     bug.plant(monkeypatch)
     if bug.module is None and bug.shows != "forward":
         repeat_no_run(monkeypatch)
     if bug.verdict is not None:
         with pytest.raises(bug.verdict):
-            certify(bug.case, bug.settings)
+            certify(bug.case, settings)
         return
-    found = certify(bug.case, bug.settings)
+    found = certify(bug.case, settings)
     assert not found.passed
     assert found.errors.largest > found.tolerance
     assert found.divergence is not None

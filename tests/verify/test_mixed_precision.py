@@ -80,7 +80,9 @@ def test_mixed_precision_passes_within_the_rounding_of_float32(strategy: str, pr
 def test_any_number_of_ranks_rounds_alike(ranks: int) -> None:
     """A third of a loss is another number in half precision, and must be weighed there as on a rank."""
     for precision in MIXED:
-        found = verify(strategy="fsdp", precision=precision, ranks=ranks, batch=lambda step: make_batch(step, 5))
+        found = verify(
+            strategy="fsdp", precision=precision, ranks=ranks, steps=2, batch=lambda step: make_batch(step, 5)
+        )
         assert found.passed, found.divergence
         assert found.errors.largest < 2e-6
 
@@ -91,7 +93,7 @@ def test_any_number_of_ranks_rounds_alike(ranks: int) -> None:
 )
 def test_batch_norm_has_a_bound_of_its_own(strategy: str, precision: str) -> None:
     """One process cannot take statistics over pieces, so it rounds other numbers."""
-    found = verify(make_normed, strategy=strategy, precision=precision, ranks=3, accumulate=2)
+    found = verify(make_normed, strategy=strategy, precision=precision, ranks=3, steps=2, accumulate=2)
     assert found.passed, found.divergence
     assert found.tolerance == 2 * torch.finfo(torch.float16 if precision == "fp16" else torch.bfloat16).eps
     assert "batches in 2 pieces" in found.reference
@@ -122,7 +124,7 @@ def test_the_first_module_that_differs_is_named(strategy: str, precision: str) -
     def model() -> nn.Module:
         return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), OffOnOneRank(6, 6), nn.Linear(6, 3))
 
-    found = verify(model, strategy=strategy, precision=precision, ranks=2, steps=2, accumulate=2)
+    found = verify(model, strategy=strategy, precision=precision, ranks=2, steps=1, accumulate=2)
     assert not found.passed
     assert found.divergence is not None
     assert (found.divergence.step, found.divergence.module, found.divergence.what) == (0, "2", "forward")

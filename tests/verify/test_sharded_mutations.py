@@ -59,6 +59,9 @@ from paceline.verify.certificate import certify
 from paceline.verify.settings import Settings
 
 PLAIN = known(functools.partial(Plain, 2))
+SHORT = known(functools.partial(Plain, 2), make_short_batch)
+DIFFERS = known(functools.partial(DiffersByRank, 2))
+REMEMBERS = known(functools.partial(Remembers, 2))
 FSDP = SETTINGS.with_layout(strategy="fsdp")
 ZERO1 = SETTINGS.with_layout(strategy="zero1")
 ZERO2 = SETTINGS.with_layout(strategy="zero2")
@@ -369,7 +372,7 @@ BUGS: dict[str, Bug] = {
         every("sit_out"),
         "",
         "fsdp zero1",
-        case=known(Plain, make_short_batch),
+        case=SHORT,
         verdict=CommunicationError,
     ),
     # Clipping.
@@ -406,14 +409,14 @@ BUGS: dict[str, Bug] = {
         replacing(VirtualCommunicator, "broadcast", first_values_differ),
         "forward",
         "fsdp zero1 hybrid",
-        case=known(DiffersByRank),
+        case=DIFFERS,
     ),
     **in_each(
         "buffers not sent",
         replacing(ModuleEngine, "share_buffers", nothing),
         "buffer",
         "fsdp zero1",
-        case=known(Remembers),
+        case=REMEMBERS,
         changes={"accumulate": 1},
     ),
     # Gradients.

@@ -14,8 +14,19 @@ needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="the mac
 
 
 @needs_compiler
+@pytest.mark.exhaustive  # every test with shared memory runs what the compiler made; this makes it once more
 def test_the_library_is_built_once(tmp_path: Path) -> None:
-    compiler = build.find_compiler()
+    check_built_once(build.find_compiler(), tmp_path)
+
+
+def test_what_a_compiler_made_is_kept(tmp_path: Path) -> None:
+    compiler = tmp_path / "c++"
+    compiler.write_text('#!/bin/sh\nfor last; do :; done\necho made > "$last"\n')
+    compiler.chmod(0o755)
+    check_built_once(str(compiler), tmp_path)
+
+
+def check_built_once(compiler: str, tmp_path: Path) -> None:
     made = build.build(compiler, tmp_path / "new")
     written = made.stat().st_mtime_ns
     assert build.build(compiler, tmp_path / "new") == made
