@@ -391,10 +391,13 @@ def assert_same(ours: Outcome, theirs: Outcome, tolerance: float = TOLERANCE) ->
 
 def assert_near(found: torch.Tensor | None, expected: torch.Tensor, tolerance: float, what: str) -> None:
     """Does what torch's assertion does, which takes ten times as long and so is asked only where something is odd."""
-    if found is not None and (found.shape, found.dtype) == (expected.shape, expected.dtype) and found.numel():
-        if found.is_floating_point() and float((found - expected).abs().max()) <= tolerance:
-            return
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
+    if found is None or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+        is_near = False
+    else:
+        numbers = found.is_floating_point() and found.numel() > 0
+        is_near = numbers and float((found - expected).abs().max()) <= tolerance
+    if not is_near:
+        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance, msg=lambda text: f"{what}: {text}")
 
 
 def sized(bucket_bytes: int, first_bucket_bytes: int, **options: Any) -> Layout:

@@ -356,7 +356,7 @@ def repeat_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plants a bug and sees the certificate, or the communicator, find it: steps after the one where it shows are none."""
+    """Plants a bug and sees the certificate, or the communicator, find it, in no more steps than until it shows."""
     keep_references(monkeypatch)
     settings = bug.settings if bug.verdict else dataclasses.replace(bug.settings, steps=bug.step + 1)
     clean = certify_clean(bug.case, settings)
