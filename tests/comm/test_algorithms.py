@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from covering import covering
 from gloo_pool import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -98,9 +99,7 @@ def test_an_all_reduce_is_the_plain_reduction_with_the_same_bits_on_every_rank(
     assert all(torch.equal(each, found[0]) and each.dtype == dtype for each in found)
 
 
-@pytest.mark.some(10)
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("ranks", range(1, 10))
+@covering(name=NAMES, ranks=range(1, 10))
 def test_whole_numbers_are_summed_exactly_by_every_number_of_ranks(name: str, ranks: int) -> None:
     def work(comm: VirtualCommunicator) -> list[torch.Tensor]:
         group = wrap(comm, name, min(ranks, 3), chunk_bytes=24)
@@ -350,9 +349,9 @@ class Watched:
         return self._inner.send(tensor, to, tag)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-@pytest.mark.parametrize(("ranks", "hosts"), [(4, 2), (6, 2), (6, 3), (8, 2), (4, 4)])
-def test_the_link_of_a_host_carries_the_bytes_of_the_formula(name: Algorithm, ranks: int, hosts: int) -> None:
+@covering(always={"place": [(6, 2)]}, place=[(4, 2), (6, 2), (6, 3), (8, 2), (4, 4)], name=ALGORITHMS)
+def test_the_link_of_a_host_carries_the_bytes_of_the_formula(place: tuple[int, int], name: Algorithm) -> None:
+    ranks, hosts = place
     numel, node_ranks = 2 * ranks * ranks * 12, ranks // hosts
 
     def work(comm: VirtualCommunicator) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from compression_states import Saved, saved
+from covering import covering
 from gloo_pool import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,8 +126,7 @@ def test_warm_up_steps_are_exact_and_owe_nothing(policy: str) -> None:
         assert compressor.residual_norm() > 0
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@covering(policy=POLICIES, bad=[float("inf"), float("-inf"), float("nan")])
 def test_what_is_not_finite_shows_on_all_ranks_and_leaves_no_trace(policy: str, bad: float) -> None:
     def make(rank: int, step: int) -> torch.Tensor:
         values = gradient(3, rank, step, 400)

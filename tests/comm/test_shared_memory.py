@@ -115,7 +115,7 @@ def all_in_flight(comm: Communicator, asked: list[Case], how: str) -> list[torch
     return [result.contiguous() for _, result in started]
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(asked=st.lists(cases, min_size=6, max_size=14), ranks=st.sampled_from((2, 3, 4)), how=st.sampled_from(WAYS))
 def test_any_operations_in_flight_give_the_bits_of_virtual_ranks(
     gloo_pool: GlooPool, asked: list[Case], ranks: int, how: str
@@ -208,7 +208,7 @@ def reduce_buffers(comm: Communicator, asked: list[Buffered], how: str) -> list[
     return [tensor.clone() for tensor in tensors]
 
 
-@settings(max_examples=8)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(asked=st.lists(buffered, min_size=4, max_size=8), ranks=st.sampled_from((2, 3, 4)))
 def test_common_buffers_give_the_bits_of_virtual_ranks(gloo_pool: GlooPool, asked: list[Buffered], ranks: int) -> None:
     virtual = run_virtual(lambda comm: reduce_buffers(comm, asked, "as they are"), ranks)

@@ -251,6 +251,7 @@ def train_on_real_ranks(comm: Communicator, strategy: str, case: str, recipe: Re
     return outcome, None if choice is None else (choice.policy, choice.link, choice.num_buckets)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize(("strategy", "shares"), [("ddp", "two ranks"), ("zero1", "two ranks"), ("zero2", "two ranks")])
 def test_real_ranks(gloo_pool: GlooPool, strategy: str, shares: str) -> None:
     recipe, patience = Recipe(shares=SHARES[shares], steps=STEPS), {"group_timeout_s": 60.0, "timeout_s": 120.0}

@@ -150,7 +150,7 @@ def check_same(found: Any, expected: Any, path: str = "state", *, is_exact: bool
         assert found == expected, path
 
 
-@covering(always={"ranks": [3]}, name=list(OPTIMIZERS), ranks=RANKS)
+@covering(name=list(OPTIMIZERS), ranks=RANKS)
 def test_gathered_state_is_that_of_one_process(name: str, ranks: int) -> None:
     whole = Whole(OPTIMIZERS[name])
     whole.train(range(3))
@@ -165,7 +165,7 @@ def test_gathered_state_is_that_of_one_process(name: str, ranks: int) -> None:
         check_same(found, whole.optimizer.state_dict(), is_exact=False)
 
 
-@covering(always={"ranks": [3]}, name=list(OPTIMIZERS), ranks=RANKS)
+@covering(name=list(OPTIMIZERS), ranks=RANKS)
 def test_a_loaded_state_comes_back_to_the_bit_and_trains_on(name: str, ranks: int) -> None:
     whole = Whole(OPTIMIZERS[name])
     start = whole.values()

@@ -88,8 +88,8 @@ def check(settings: Settings, samples: int | None = None, layers: int = 3) -> No
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 
 
-# Every schedule by default, and each of the numbers of microbatches at the edges with one of them.
-BY_DEFAULT = {("gpipe", 2, 5), ("1f1b", 3, 3), ("interleaved", 3, 3), ("zb-h1", 2, 5), ("zb-v", 2, 1)}
+# Every schedule by default, and each of the numbers of microbatches at the edges with one of them; interleaved below.
+BY_DEFAULT = {("gpipe", 2, 5), ("1f1b", 3, 3), ("zb-h1", 2, 5), ("zb-v", 2, 1)}
 
 
 @pytest.mark.parametrize(
@@ -103,13 +103,13 @@ def test_every_schedule_computes_what_one_process_does(schedule: str, ranks: int
     check(settings_of(ranks, microbatches, pipeline=ranks, schedule=schedule), layers=max(3, 2 * ranks - 2))
 
 
-@pytest.mark.some(2)
+# The other strategies share the batch of the tests below, one in each.
 @pytest.mark.parametrize(
     ("strategy", "schedule"),
     [
-        ("ddp", "1f1b"),
-        ("zero1", "zb-h1"),
-        ("zero2", "zb-v"),
+        pytest.param("ddp", "1f1b", marks=exhaustive),
+        pytest.param("zero1", "zb-h1", marks=exhaustive),
+        pytest.param("zero2", "zb-v", marks=exhaustive),
         ("fsdp", "interleaved"),
         pytest.param("zero1", "interleaved", marks=exhaustive),
         pytest.param("zero2", "1f1b", marks=exhaustive),
@@ -144,20 +144,20 @@ def test_three_dimensions(strategy: str, spread: dict[str, Any]) -> None:
     check(settings_of(8, 3, strategy, pipeline=2, tensor=2, data=2, **spread))
 
 
-@pytest.mark.some(2)
-@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp", "zero2"])
 def test_tensor_parallelism_alone(strategy: str) -> None:
     check(settings_of(4, 2, strategy, tensor=2), layers=2)
 
 
-@pytest.mark.some(2)
+@pytest.mark.some(1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 def test_ranks_without_samples_in_some_microbatches(strategy: str) -> None:
     check(settings_of(4, 4, strategy, pipeline=2), samples=3)
 
 
-@pytest.mark.some(2)
-@covering(strategy=["ddp", "zero1", "zero2"], samples=[3, 7])
+@pytest.mark.some(1)
+@covering(strategy=["zero2", "zero1", "ddp"], samples=[3, 7])
 def test_ranks_without_samples_where_two_stages_of_a_rank_share_a_weight(strategy: str, samples: int) -> None:
     check(settings_of(4, 4, strategy, pipeline=2, schedule="zb-v"), samples=samples)
 
@@ -282,11 +282,11 @@ MESHES: list[tuple[int, str, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.some(2)
+# By default from stages to tensor parallelism.
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        pytest.param(MESHES[i], MESHES[j], marks=() if (i, j) in ((0, 3), (3, 4), (2, 5), (5, 1)) else exhaustive)
+        pytest.param(MESHES[i], MESHES[j], marks=() if (i, j) == (3, 4) else exhaustive)
         for i in range(6)
         for j in range(6)
     ],

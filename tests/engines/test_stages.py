@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import covering
 from torch import Tensor, nn
 
 from paceline.comm.base import Communicator
@@ -267,14 +268,17 @@ def train_alone(
     return engine.full_state_dict()
 
 
-@pytest.mark.some(8)
-@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
-@pytest.mark.parametrize(
-    ("tied", "where", "bounds"),
-    [(True, 1, (0, 2, 5)), (True, 2, (0, 1, 4, 5)), (True, 0, (0, 1, 5)), (False, 1, (0, 4, 5))],
-    ids=["tied last", "tied head alone", "tied embedding alone", "head alone"],
+@covering(
+    stage={
+        "tied last": (True, 1, (0, 2, 5)),
+        "tied head alone": (True, 2, (0, 1, 4, 5)),
+        "tied embedding alone": (True, 0, (0, 1, 5)),
+        "head alone": (False, 1, (0, 4, 5)),
+    },
+    strategy=["ddp", "zero1", "zero2", "fsdp"],
 )
-def test_a_stage_trains_under_every_engine(strategy: str, tied: bool, where: int, bounds: tuple[int, ...]) -> None:
+def test_a_stage_trains_under_every_engine(stage: tuple[bool, int, tuple[int, ...]], strategy: str) -> None:
+    tied, where, bounds = stage
     want = run_virtual(lambda comm: train_alone(comm, "ddp", tied, where, bounds), 1)[0]
     for found in run_virtual(lambda comm: train_alone(comm, strategy, tied, where, bounds), 2):
         assert list(found) == list(want)

@@ -87,20 +87,13 @@ def test_training_equals_one_process(stage: int, case: str, shares: str) -> None
         assert_same(outcome, expected(case, shares))
 
 
-@pytest.mark.parametrize("shares", ["one rank, accumulated", "accumulated", "ragged"])
-@STAGES
+@covering(stage=[1, 2], shares=["one rank, accumulated", "accumulated", "ragged"])
 def test_without_clipping(stage: int, shares: str) -> None:
     for outcome in run_engine(stage_maker(stage), "tied", Recipe(shares=SHARES[shares], clip=None)):
         assert_same(outcome, expected("tied", shares, None))
 
 
-@pytest.mark.some(5)
-@covering(
-    always={"case": ["odd shapes"]},
-    stage=[1, 2],
-    case=["branches", "odd shapes"],
-    optimizer=["groups", "sgd", "foreach", "fused"],
-)
+@covering(stage=[1, 2], case=["branches", "odd shapes"], optimizer=["groups", "sgd", "foreach", "fused"])
 def test_plain_optimizers_with_parameter_groups(stage: int, case: str, optimizer: str) -> None:
     recipe = Recipe(shares=SHARES["ragged"], optimizer=optimizer)
     for outcome in run_engine(stage_maker(stage), case, recipe):
@@ -223,8 +216,7 @@ def live_bytes(*roots: Any) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-@STAGES
+@covering(stage=[1, 2], ranks=[2, 4])
 def test_memory_is_that_of_the_table(stage: int, ranks: int) -> None:
     """P parameters in fp32: 8 P + 8 P / N bytes in stage 1, 4 P + 12 P / N and two buckets in stage 2."""
 
@@ -293,8 +285,7 @@ def test_count_and_bytes_of_collectives(stage: int, accumulate: int) -> None:
         assert num_bytes == {"reduce_scatter": WIDE * times, "all_gather": 2 * WIDE, "all_reduce": 10 * 4}
 
 
-@pytest.mark.parametrize("touch", ["nothing", "scales", "drops", "asks twice", "another norm"])
-@STAGES
+@covering(stage=[1, 2], touch=["nothing", "scales", "drops", "asks twice", "another norm"])
 def test_the_norm_travels_with_the_flags_unless_gradients_change(stage: int, touch: str) -> None:
     """Clipping asks the others nothing more, and is right all the same where gradients are not as they came."""
 
@@ -889,10 +880,8 @@ def test_buffer_policy(policy: str) -> None:
 # Norms.
 
 
-@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, math.inf])
-@pytest.mark.parametrize("max_norm", [0.5, math.inf])
-@STAGES
-def test_norms(stage: int, norm_type: float, max_norm: float) -> None:
+@covering(stage=[1, 2], max_norm=[0.5, math.inf], norm_type=[1.0, 2.0, 3.0, math.inf])
+def test_norms(stage: int, max_norm: float, norm_type: float) -> None:
     def work(comm: Communicator) -> tuple[float, engine_cases.Values]:
         engine = make_zero(engine_cases.make("odd shapes"), comm, stage)
         engine(engine_cases.data(0)[0]).sum().backward()

@@ -68,7 +68,7 @@ def built_in(name: str) -> Config:
     return config_from_dict({**BUILT_IN[name], "train": {"dtype": "float64"}})
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("name", "strategy", "ranks", "accumulate"),
     [
@@ -79,7 +79,7 @@ def built_in(name: str) -> Config:
         ("gpt", "zero2", 2, 1),
         ("gpt", "fsdp", 2, 1),
         pytest.param("resnet", "ddp", 3, 1, marks=pytest.mark.exhaustive),
-        ("resnet", "fsdp", 2, 2),
+        pytest.param("resnet", "fsdp", 2, 2, marks=pytest.mark.exhaustive),  # by default on real processes, below
     ],
 )
 def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: int) -> None:
@@ -91,9 +91,7 @@ def test_built_in_cases_pass(name: str, strategy: str, ranks: int, accumulate: i
     assert 0.0 < found.max_abs_error < 1e-12  # not zero: two runs were compared, not one with itself
 
 
-@pytest.mark.some(5)
 @covering(
-    always={"options": ["more parts than samples"]},
     options={
         "accumulate": {"accumulate": 3},
         "more parts than samples": {"ranks": 4, "accumulate": 3, "clip": None, "steps": 2},  # 12 parts for 11 samples
@@ -129,7 +127,6 @@ def test_hybrid_shards_over_half_of_the_ranks(ranks: int, expected: int) -> None
 
 
 @covering(
-    always={"options": ["default", "many parts"]},
     options={
         "default": {},
         "one rank": {"ranks": 1},
@@ -196,7 +193,7 @@ def test_the_callers_functions_are_asked_for_each_step() -> None:
     assert sorted(asked) == sorted([0, 1, 2] * 3)  # one process and two ranks
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "hybrid"])
 def test_ragged_last_batches_and_few_samples(strategy: str) -> None:
     for batch in (lambda step: make_batch(step, 1), lambda step: make_batch(step, 9 - 7 * step)):
@@ -270,7 +267,7 @@ def test_batch_norm_passes_with_the_statistics_of_all_ranks(strategy: str, ranks
     assert found.reference == f"one process on {batches}"
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate"), [("ddp", 2, 1), ("ddp", 4, 1), ("ddp", 2, 2), ("zero1", 2, 1), ("fsdp", 2, 2)]
 )
@@ -349,7 +346,7 @@ class Centre(nn.Module):
         return x - x.mean(0, keepdim=True)
 
 
-@pytest.mark.some(3)
+@pytest.mark.some(2)
 @pytest.mark.parametrize("strategy", VERIFIED)
 def test_a_module_that_mixes_samples_is_named(strategy: str) -> None:
     found = paceline.verify(Centred, make_batch, F.cross_entropy, strategy=strategy, ranks=4, steps=1)
@@ -412,7 +409,7 @@ class Wrong(nn.Linear):
         return output + 1e-3 if threading.current_thread().name == "rank-1" else output
 
 
-@pytest.mark.some(4)
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("strategy", "ranks", "accumulate", "size"),
     [
@@ -468,6 +465,7 @@ class WrongBackward(nn.Module):
         return self.second(torch.tanh(WrongGradient.apply(self.first(x))))
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("clip", "strategy"), [(None, "ddp"), (1e-3, "ddp"), (1e-3, "zero1"), (1e-3, "zero2"), (1e-3, "fsdp")]
 )

@@ -117,6 +117,7 @@ class OffOnOneRank(nn.Linear):
         return output * 1.01 if current_rank() == "rank-1" else output
 
 
+@pytest.mark.some(3)
 @pytest.mark.parametrize(
     ("strategy", "precision"), [("ddp", "bf16"), ("zero1", "fp16"), ("zero2", "bf16_master"), ("fsdp", "bf16_master")]
 )

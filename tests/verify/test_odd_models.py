@@ -136,9 +136,7 @@ class Tiny(Net):
         return super().forward(self.norm(x[..., None])[..., 0] * self.scale + self.shift + self.empty.sum() + x)
 
 
-@pytest.mark.some(8)
 @covering(
-    always={"model": [Branches]},
     model=[Frozen, Reused, Tied, Trees, Branches, Blind, Recurrent, Tiny],
     strategy=["ddp", "zero1", "zero2", "fsdp", "hybrid"],
 )
@@ -158,6 +156,7 @@ def test_odd_models_pass_when_they_are_checkpointed(model: type[nn.Module], stra
     assert found.passed, found.divergence
 
 
+@pytest.mark.some(4)
 @covering(model=[Frozen, Reused, Tied, Trees, Tiny], strategy=["fsdp", "ddp"])
 def test_odd_models_pass_with_masters(model: type[nn.Module], strategy: str) -> None:
     options: dict[str, Any] = {"strategy": strategy, "ranks": 2, "precision": "bf16_master", "steps": 2}
