@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -367,6 +368,7 @@ def test_powersgd_leaves_matrices_whole_that_its_factors_would_not_shrink() -> N
 # Bytes, as the tracer counts them.
 
 
+@functools.cache
 def bytes_sent(chosen: Compression | None, side: int = 1000, ranks: int = 2) -> float:
     """What a rank sends of one square float32 matrix, by the bandwidth-optimal collectives."""
 

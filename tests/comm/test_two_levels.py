@@ -109,6 +109,7 @@ def on_processes(comm: Communicator, op: ReduceOp) -> tuple[list[torch.Tensor], 
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="the system has no /dev/shm")
+@pytest.mark.some(1)
 @pytest.mark.parametrize("op", ["avg", "max"])
 def test_processes_share_memory_inside_and_send_across(gloo_pool: GlooPool, op: ReduceOp) -> None:
     found = gloo_pool.run(on_processes, op, ranks=4)

@@ -265,7 +265,8 @@ def test_every_engine_with_ranks_that_sit_out(strategy: str, shares: Shares) -> 
         check_close(found, expected)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.some(1)
+@pytest.mark.parametrize("strategy", ["fsdp", "ddp"])
 def test_engines_on_gloo_ranks_that_sit_out(gloo_pool: GlooPool, strategy: str) -> None:
     shares = [(None, 4), (3, 2), (4, None)]
     expected = train_alone(make("plain"), shares)
@@ -277,6 +278,7 @@ def gloo_work(comm: Communicator, name: str, shares: Shares) -> dict[str, torch.
     return train_rank(synchronise_batchnorm(make(name), comm), comm, shares)
 
 
+@pytest.mark.some(1)
 @pytest.mark.parametrize(("name", "shares"), [("plain", cut(RAGGED, 2)), ("resnet", [(3, 2), (None, 4), (4, None)])])
 def test_the_same_on_gloo_ranks(gloo_pool: GlooPool, name: str, shares: Shares) -> None:
     expected = train_alone(make(name), shares)

@@ -35,8 +35,8 @@ def make_tuned(module: nn.Module, comm: Communicator, **options: Any) -> DataPar
     return DataParallel(module, comm, sized(200, 100, tunes_buckets=True, **options))
 
 
-@pytest.mark.some(3)
-@pytest.mark.parametrize("case", ["tied", "branches", "reentrant", "odd shapes", "tiny", "frozen"])
+@pytest.mark.some(2)
+@pytest.mark.parametrize("case", ["branches", "tied", "reentrant", "odd shapes", "tiny", "frozen"])
 def test_training_equals_one_process(case: str) -> None:
     recipe = Recipe(shares=SHARES["ragged"], steps=STEPS)
     expected = run_single(case, recipe)

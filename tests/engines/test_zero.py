@@ -579,9 +579,9 @@ def summed_by_one(steps: list[str], ranks: int) -> engine_cases.Values:
     return {name: p.grad for name, p in module.named_parameters()}
 
 
-@pytest.mark.parametrize(
-    "steps",
-    [
+@covering(
+    stage=[1, 2],
+    steps=[
         ["both", "both"],
         ["both", "zero", "both"],
         ["both", "local", "both"],
@@ -593,9 +593,7 @@ def summed_by_one(steps: list[str], ranks: int) -> engine_cases.Values:
         ["two forwards", "forward only", "both"],
         ["forward only", "both"],
     ],
-    ids=" ".join,
 )
-@STAGES
 def test_gradients_add_up_until_they_are_zeroed(stage: int, steps: list[str]) -> None:
     def work(comm: Communicator) -> engine_cases.Values:
         return accumulated(make_zero(engine_cases.make("plain"), comm, stage), steps)[0]
