@@ -324,7 +324,7 @@ PLACES = [(2, 1), (3, 1), (4, 1), (5, 1), (7, 1), (8, 1), (4, 2), (6, 3), (6, 2)
 def test_every_rank_sends_the_bytes_of_the_formula(name: Algorithm, ranks: int, hosts: int) -> None:
     if name == "hierarchical" and hosts == 1:
         hosts = ranks
-    numel = 48 * ranks * ranks  # divided by slices, by halves, and by lanes
+    numel = 192 * ranks * ranks  # divided by slices, by halves, and by lanes
     found = run_virtual(lambda c: sent(c, name, hosts, numel), ranks)
     where = Placement(ranks=ranks, hosts=hosts)
     assert [each[0] for each in found] == [round(sent_bytes(name, 4 * numel, where, rank)) for rank in range(ranks)]
