@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gone_processes import wait_until_gone
@@ -34,6 +35,7 @@ PATIENCE_S = 300.0  # a machine under load takes its time
 USER_CODE = '''
 import logging, os, signal, threading, time
 from pathlib import Path
+from typing import Any
 import torch
 
 def misbehave(plot, phase, rank="1"):
@@ -131,8 +133,18 @@ def call(
     plain_rendezvous: None,  # noqa: ARG001
 ) -> Iterator[Call]:
     """Calls ``paceline`` in this process, which has torch already; the ranks are processes all the same."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
     from paceline.cli.app import run_command
 
+    started: list[SubprocessHandler] = []
+    start = SubprocessHandler.__init__
+
+    def noted(handler: SubprocessHandler, *arguments: Any, **keywords: Any) -> None:
+        started.append(handler)
+        start(handler, *arguments, **keywords)
+
+    monkeypatch.setattr(SubprocessHandler, "__init__", noted)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
@@ -145,7 +157,9 @@ def call(
         return Called(code=code if isinstance(code, int) else int(code is not None), out=shown.out, err=shown.err)
 
     yield run
-    gc.collect()  # torch leaves the files of redirected output to the garbage collector
+    if started:
+        started.clear()
+        gc.collect()  # torch leaves the files of redirected output to the garbage collector
 
 
 @pytest.fixture
