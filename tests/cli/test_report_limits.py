@@ -71,7 +71,7 @@ def test_a_simulated_gpu_that_waits_for_launches(call: Call) -> None:
 
 @pytest.mark.usefixtures("limited")
 def test_a_simulated_slow_link_and_a_simulated_slow_rank(call: Call) -> None:
-    small = ("train.steps=12", "train.global_batch=64", "--compute", "modelled", "--json", "--ranks", "4")
+    small = ("train.steps=8", "train.global_batch=64", "--compute", "modelled", "--json", "--ranks", "4")
     assert call("simulate", "limited.yaml", *small, "--slow", "link=2:30x").code == 0
     assert verdict(call, "runs/limited-simulated")["what"] == "link"
     assert call("simulate", "limited.yaml", *small, "train.global_batch=4096", "--slow", "rank=2:3x").code == 0
