@@ -41,12 +41,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """Has the workers of pytest-xdist forked too, from the server that they then share.
-
-    Not beside a GPU: CUDA refuses to start in a process that was forked from one that has looked for devices.
-    """
-    has_gpu = Path("/dev/nvidiactl").exists()
-    if sys.platform == "linux" and getattr(session.config.option, "tx", None) and not has_gpu:
+    """Has the workers of pytest-xdist forked too, from the server that they then share."""
+    if sys.platform == "linux" and getattr(session.config.option, "tx", None):
         import fork_server
 
         fork_server.install()

@@ -16,7 +16,9 @@ import fork_server
 import psutil
 import pytest
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or fork_server.HAS_GPU, reason="processes are forked on Linux alone, and not beside a GPU"
+)
 
 SAYS = """
 import json, os, signal, sys

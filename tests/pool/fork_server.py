@@ -52,6 +52,8 @@ FORKED_CODE = (
     "from multiprocessing.spawn import spawn_main;",
     "import sys;exec(eval(sys.stdin.readline()))",  # a worker of pytest-xdist, as execnet starts it
 )  # of python -c
+# CUDA refuses to start in a process that was forked from one that has looked for devices, as libraries do on loading.
+HAS_GPU = Path("/dev/nvidiactl").exists()
 FLAGS = ("-u", "-s", "-E", "-B")
 LENGTH, NUMBER = struct.Struct("!I"), struct.Struct("!i")
 FIRST_SPARE_FILE = 200
@@ -68,8 +70,8 @@ _links: dict[int, socket.socket] = {}  # by process: where its exit status will 
 
 
 def is_forked(command: Any) -> bool:
-    """Says whether a command is started by the server."""
-    if isinstance(command, (str, bytes, os.PathLike)) or os.fsdecode(command[0]) != sys.executable:
+    """Says whether a command is started by the server: none is beside a GPU."""
+    if HAS_GPU or isinstance(command, (str, bytes, os.PathLike)) or os.fsdecode(command[0]) != sys.executable:
         return False
     kind, what = [*without_flags(command[1:]), "", ""][:2]
     return (kind == "-m" and what in FORKED) or (kind == "-c" and what.startswith(FORKED_CODE))
