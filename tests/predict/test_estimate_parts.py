@@ -25,7 +25,7 @@ from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
 from paceline.predict.memory.parts import bounds_of, num_in_flight, part_of, parts_of, stage_bounds, stages_of
 from paceline.schedule.measure import measure_schedule
-from paceline.schedule.schedules import make_schedule
+from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 from paceline.train.loss import CrossEntropy
 from paceline.train.optim import build_optimizer
 
@@ -70,11 +70,7 @@ def test_stages_add_up(values: dict[str, Any], stages: int) -> None:
     assert sum(len(part.blocks) for part in parts) == len(model.blocks)
 
 
-@given(
-    name=st.sampled_from(["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]),
-    ranks=st.integers(2, 6),
-    microbatches=st.integers(1, 16),
-)
+@given(name=st.sampled_from(SCHEDULE_NAMES), ranks=st.integers(2, 6), microbatches=st.integers(1, 16))
 def test_as_many_are_in_flight_as_in_the_schedule(name: str, ranks: int, microbatches: int) -> None:
     schedule = make_schedule(name, ranks, microbatches)
     chunks = schedule.stages // ranks

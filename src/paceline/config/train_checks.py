@@ -55,18 +55,26 @@ def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Itera
     )
 
 
+_OPTIMIZERS = ("adamw", "sgd", "muon")
+
+
+def _readers_of_optimizer_keys() -> dict[str, tuple[str, ...]]:
+    """Returns the kinds that read a key, as its description begins with them: ``sgd: momentum``."""
+    found: dict[str, tuple[str, ...]] = {}
+    for key, field in OptimConfig.model_fields.items():
+        kinds = tuple((field.description or "").partition(": ")[0].split(", "))
+        if set(kinds) <= set(_OPTIMIZERS):
+            found[key] = kinds
+    return found | {"muon": ("muon",), "args": ("an optimizer given by its path",)}
+
+
 def check_optimizer_keys(config: Config) -> Iterator[Problem]:
     """Checks that no key of the optimizer is changed that its kind does not read."""
     optim, defaults = config.optim, OptimConfig()
-    unread = {
-        "adamw": ("momentum", "nesterov", "muon", "args"),
-        "sgd": ("betas", "eps", "muon", "args"),
-        "muon": ("momentum", "nesterov", "args"),  # it has its own, in optim.muon
-    }.get(optim.kind, ("muon",))
-    owners = {"args": "an optimizer given by its path", "betas": "adamw", "eps": "adamw", "muon": "muon"}
-    for key in unread:
-        if (value := getattr(optim, key)) != getattr(defaults, key):
-            rule, where = f"it belongs to {owners.get(key, 'sgd')}", f"with optim.kind = {optim.kind}"
+    for key, owners in _readers_of_optimizer_keys().items():
+        is_read = optim.kind in owners or (optim.kind not in _OPTIMIZERS and key != "muon")
+        if not is_read and (value := getattr(optim, key)) != getattr(defaults, key):
+            rule, where = f"it belongs to {owners[0]}", f"with optim.kind = {optim.kind}"
             yield no_effect(f"optim.{key}", value, where, rule, "change optim.kind")
     for pattern, group in optim.groups.items() if optim.kind == "muon" else ():
         given = {"lr": group.lr, "weight_decay": group.weight_decay}
