@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from paceline.config import Config, check_hosts, check_ranks, config_from_dict, layout_of, load_config, run_checks
 from paceline.config.checks import check_gpt_heads
 from paceline.config.layout import layout_problems
+from paceline.config.schema import MuonConfig
 from paceline.config.sections import GPT_SIZES
+from paceline.config.train_checks import check_optimizer_keys
 from paceline.errors import ConfigError
 
 # A test asserts no timing: a busy machine must not fail a law.
@@ -282,6 +284,22 @@ def test_rules_of_a_broken_section_are_skipped_and_others_run() -> None:
     broken = broken.model_copy(update={"parallel": config.parallel.model_copy(update={"ranks": 2})})
     assert len(run_checks(broken)) == 2
     assert len(run_checks(broken, sections={"name", "train"})) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "refused"),
+    [
+        ("adamw", {"momentum", "nesterov", "muon", "args"}),
+        ("sgd", {"betas", "eps", "muon", "args"}),
+        ("muon", {"momentum", "nesterov", "args"}),
+        ("torch.optim:Adam", {"muon"}),
+    ],
+)
+def test_a_key_is_refused_with_the_optimizers_that_do_not_read_it(kind: str, refused: set[str]) -> None:
+    changed = {"betas": (0.8, 0.9), "eps": 1e-6, "momentum": 0.8, "nesterov": True, "args": {"a": 1}}
+    config = load_config(None, MLP).with_values("optim", kind=kind, muon=MuonConfig(iterations=4), **changed)
+    found = check_optimizer_keys(config)
+    assert {each.what.split()[0].removeprefix("optim.") for each in found} == refused
 
 
 def test_every_named_size_is_sound() -> None:

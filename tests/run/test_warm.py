@@ -24,7 +24,7 @@ pytestmark = [
 ]
 
 RANK = """
-import ctypes, os, signal, subprocess, sys, threading, time
+import ctypes, gc, os, signal, subprocess, sys, threading, time
 from pathlib import Path
 
 def main():
@@ -32,6 +32,9 @@ def main():
     if deed == "leave":
         print("so long", os.environ["COLOUR"], Path.cwd().name, os.getpgrp() == os.getpid(), flush=True)
         sys.exit(int(details[0]))
+    if deed == "count":
+        print(gc.get_freeze_count(), flush=True)
+        sys.exit(0)
     if deed == "kill":
         os.kill(os.getpid(), int(details[0]))
     if deed == "hear":
@@ -91,6 +94,10 @@ def test_a_rank_has_its_own_environment_output_folder_and_code(client: Client, t
     assert process.returncode == 3
     returned = client("return")
     assert returned.wait(240) == 0
+
+
+def test_collections_in_a_rank_leave_out_what_the_server_has_loaded(client: Client) -> None:
+    assert int(client("count").communicate(timeout=240)[0]) > 10_000
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

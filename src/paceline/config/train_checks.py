@@ -58,8 +58,8 @@ def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Itera
 _OPTIMIZERS = ("adamw", "sgd", "muon")
 
 
-def _readers_of_optimizer_keys() -> dict[str, tuple[str, ...]]:
-    """Returns the kinds that read a key, as its description begins with them: ``sgd: momentum``."""
+def _kinds_that_read_a_key() -> dict[str, tuple[str, ...]]:
+    """Returns the kinds of optimizers that read a key, where not all do; its description begins with them."""
     found: dict[str, tuple[str, ...]] = {}
     for key, field in OptimConfig.model_fields.items():
         kinds = tuple((field.description or "").partition(": ")[0].split(", "))
@@ -71,10 +71,10 @@ def _readers_of_optimizer_keys() -> dict[str, tuple[str, ...]]:
 def check_optimizer_keys(config: Config) -> Iterator[Problem]:
     """Checks that no key of the optimizer is changed that its kind does not read."""
     optim, defaults = config.optim, OptimConfig()
-    for key, owners in _readers_of_optimizer_keys().items():
-        is_read = optim.kind in owners or (optim.kind not in _OPTIMIZERS and key != "muon")
+    for key, kinds in _kinds_that_read_a_key().items():
+        is_read = optim.kind in kinds or (optim.kind not in _OPTIMIZERS and key != "muon")
         if not is_read and (value := getattr(optim, key)) != getattr(defaults, key):
-            rule, where = f"it belongs to {owners[0]}", f"with optim.kind = {optim.kind}"
+            rule, where = f"it belongs to {kinds[0]}", f"with optim.kind = {optim.kind}"
             yield no_effect(f"optim.{key}", value, where, rule, "change optim.kind")
     for pattern, group in optim.groups.items() if optim.kind == "muon" else ():
         given = {"lr": group.lr, "weight_decay": group.weight_decay}

@@ -182,7 +182,7 @@ def _likeness(layer: PipelineLayer, args: tuple[Any, ...]) -> Any:
         return object()
     leaves, structure = tree_flatten(args)
     tensors = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else id(leaf) for leaf in leaves)
-    return structure, tensors, tuple(map(_module_facts, layer.modules[0].modules()))
+    return repr(structure), tensors, tuple(map(_module_facts, layer.modules[0].modules()))
 
 
 def _module_facts(module: nn.Module) -> tuple[Any, ...]:
