@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from paceline.bench.data import (
+    LoaderTurn,
     PrepareWorkload,
     TokensWorkload,
-    Turn,
     bench_prepare,
     bench_tokens,
     make_rows,
@@ -17,8 +17,8 @@ from paceline.bench.data import (
 )
 
 
-def turn(seconds: float, memory_bytes: int | None = None) -> Turn:
-    return Turn(
+def turn(seconds: float, memory_bytes: int | None = None) -> LoaderTurn:
+    return LoaderTurn(
         seconds=seconds, processor_s=2 * seconds + (memory_bytes is not None), tokens=7, memory_bytes=memory_bytes
     )
 

@@ -12,7 +12,7 @@ from paceline.bench.gpu import arms as arms_module
 from paceline.bench.gpu import loops
 from paceline.bench.gpu.arms import GpuArm, MeasuredTurn, StepWork, arms_of, bench_gpu, make_rows, select_arms
 from paceline.bench.gpu.losses import compare_losses
-from paceline.bench.gpu.process import Order, Turn, run_order
+from paceline.bench.gpu.process import ArmTurn, Order, run_order
 from paceline.bench.gpu.workloads import TINY_WORKLOADS, WORKLOADS, GpuWorkload
 from paceline.cluster.peaks import Peaks
 from paceline.errors import UsageError
@@ -145,11 +145,11 @@ def test_rows_are_compared_with_the_best_plain_loop_round_by_round() -> None:
 def test_an_arm_that_fails_leaves_its_reason_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
-    def run(arm: GpuArm, *_: Any) -> Turn:
+    def run(arm: GpuArm, *_: Any) -> ArmTurn:
         asked.append(arm.name)
         if arm.name == "paceline engine":
             raise OSError("out of\n  memory")
-        return Turn(step_s=[0.1] * 6, losses=[1.0] * 6, peak_bytes=None, first_step_at=0.0, samples=4)
+        return ArmTurn(step_s=[0.1] * 6, losses=[1.0] * 6, peak_bytes=None, first_step_at=0.0, samples=4)
 
     monkeypatch.setattr(arms_module, "_run_process", run)
     rows = bench_gpu(TINY, 2, None, ["plain autocast", "paceline engine"], lambda _: None)
@@ -161,7 +161,9 @@ def test_an_arm_that_fails_leaves_its_reason_and_the_others_go_on(monkeypatch: p
 
 
 def test_curves_are_compared_at_equal_steps_and_at_equal_time() -> None:
-    slow = Turn(step_s=[9.0, *[2.0] * 99], losses=[4.0] * 50 + [2.0] * 50, peak_bytes=0, first_step_at=0.0, samples=1)
+    slow = ArmTurn(
+        step_s=[9.0, *[2.0] * 99], losses=[4.0] * 50 + [2.0] * 50, peak_bytes=0, first_step_at=0.0, samples=1
+    )
     fast = replace(slow, step_s=[9.0, *[1.0] * 99], losses=[4.0] * 50 + [2.01] * 50)
     rows = compare_losses("gpt", ["bf16_master", "fp8"], [slow, fast])
     assert [row["step"] for row in rows] == [*range(10, 101, 10)]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.bench.gpu.arms import run_train
-from paceline.bench.gpu.process import Order, Turn, run_order
+from paceline.bench.gpu.process import ArmTurn, Order, run_order
 from paceline.bench.gpu.workloads import TINY_WORKLOADS
 from paceline.comm.traced import Trace
 from paceline.records.meter import StepMeter
@@ -29,7 +29,7 @@ TINY = replace(TINY_WORKLOADS["gpt-tiny"], device="cuda")
 IMAGES = replace(TINY_WORKLOADS["resnet-tiny"], device="cuda")
 
 
-def turn_of(workload: Any, arm: str, folder: Path) -> Turn:
+def turn_of(workload: Any, arm: str, folder: Path) -> ArmTurn:
     file = str(workload.config_file(folder))
     return run_order(Order(arm=arm, model=workload.model, device="cuda", file=file, steps=8))
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.load import Loaded, LoadWorkload, bench_load, check_same, make_rows, sums_of
+from paceline.bench.load import LoadedState, LoadWorkload, bench_load, check_same, make_rows, sums_of
 from paceline.errors import TrainingError
 
 
-def loaded(seconds: float, memory_bytes: int, total: float = 1.0) -> Loaded:
-    return Loaded(seconds=seconds, memory_bytes=memory_bytes, private_bytes=memory_bytes // 2, sums=(total, total))
+def loaded(seconds: float, memory_bytes: int, total: float = 1.0) -> LoadedState:
+    return LoadedState(seconds=seconds, memory_bytes=memory_bytes, private_bytes=memory_bytes // 2, sums=(total, total))
 
 
 def test_the_slowest_and_the_largest_rank_count() -> None:

@@ -22,7 +22,7 @@ from paceline.comm.control import wire
 from paceline.comm.control.hosts import Hosts
 from paceline.comm.control.server import private_server
 from paceline.comm.control.store import ControlClient, ControlStore
-from paceline.comm.control.wire import HEAD, LONGEST_MESSAGE, NONCE_BYTES, Address, Link, RefusedError
+from paceline.comm.control.wire import HEAD, LONGEST_MESSAGE, NONCE_BYTES, Address, RefusedError, WireLink
 from paceline.comm.meeting import disconnect
 from paceline.comm.torch_dist import connect
 from paceline.errors import CommunicationError
@@ -190,14 +190,14 @@ def test_a_server_without_the_secret_is_not_believed(tmp_path: Path) -> None:
     with wire.listen(address) as listener:
         thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
-        link = Link(address, b"s" * 32, 30)
+        link = WireLink(address, b"s" * 32, 30)
         with pytest.raises(RefusedError, match="wrong seal"):
             link.ask("count", timeout_s=30)
         link.close()
         thread.join()
 
 
-class Forger(Link):
+class Forger(WireLink):
     """A client with the secret that sends what it likes."""
 
     def send(self, text: bytes, length: int | None = None) -> None:

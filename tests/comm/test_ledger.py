@@ -22,7 +22,7 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerView
 from paceline.health.pairing import Update
-from paceline.health.verdict import Limits, judge
+from paceline.health.verdict import HangLimits, judge
 
 
 def around(comm: Communicator, path: Path | None = None) -> LedgerCommunicator:
@@ -69,7 +69,7 @@ def test_every_verb_is_written_down_with_what_ranks_must_agree_on() -> None:
     ]
     assert first.issued == {GroupName((0, 1)): 6, GroupName((1, 0)): 2} == second.issued
     assert all(entry.done_s is not None and entry.done_s >= entry.issued_s for entry in first.entries)
-    assert judge([first, second], 0.0, Limits()) is None
+    assert judge([first, second], 0.0, HangLimits()) is None
 
 
 def test_results_are_those_of_the_communicator_inside() -> None:

@@ -13,7 +13,7 @@ import pytest
 from paceline.config.data_sections import TokensDataConfig
 from paceline.data.datasets import EpochDataset
 from paceline.data.fetch import BatchRequest, LoaderOptions, LoaderSource, is_in_memory
-from paceline.data.manifest import Manifest, Shard, hash_file
+from paceline.data.manifest import DataManifest, TokenShard, hash_file
 from paceline.data.registry import DataSplits, build_data
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer
@@ -34,9 +34,9 @@ def write_shards(folder: Path, sizes: tuple[int, ...] = (7, 1, 12), dtype: str =
 def write_prepared(folder: Path) -> None:
     tokens = np.arange(40).astype("uint16")
     tokens.tofile(folder / "tokens-0.bin")
-    shard = Shard(file="tokens-0.bin", tokens=40, documents=1, sha256=hash_file(folder / "tokens-0.bin"))
+    shard = TokenShard(file="tokens-0.bin", tokens=40, documents=1, sha256=hash_file(folder / "tokens-0.bin"))
     ByteTokenizer(has_end=True).save(folder)
-    Manifest(
+    DataManifest(
         dtype="uint16", vocab_size=257, end_token=256, tokenizer="bytes", skipped=0, source=("a.txt",), shards=(shard,)
     ).write(folder)
 

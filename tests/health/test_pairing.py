@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry
-from paceline.health.pairing import Difference, PairedRanks, Update, pairing_verdict
+from paceline.health.pairing import PairedRanks, StepDifference, Update, pairing_verdict
 
 STEP, SAMPLES = 1, 2
 
@@ -22,7 +22,7 @@ def updates(rows: Iterable[tuple[int, ...]]) -> list[Update]:
     return found
 
 
-def compare(own: Iterable[tuple[int, ...]], other: Iterable[tuple[int, ...]]) -> tuple[int, Difference] | None:
+def compare(own: Iterable[tuple[int, ...]], other: Iterable[tuple[int, ...]]) -> tuple[int, StepDifference] | None:
     """Returns the first difference, and at which update it is found."""
     pair = PairedRanks()
     for one, two in zip(updates(own), updates(other), strict=True):
@@ -37,16 +37,16 @@ PLAIN = [(number, 0, number) for number in range(1, 11)]
 
 def test_a_step_that_is_left_out_is_found_at_once() -> None:
     skipped = [(number, 0, number + (number >= 6)) for number in range(1, 11)]
-    expected = Difference(what="step", is_own=False, own=6, other=7, counter=STEP)
+    expected = StepDifference(what="step", is_own=False, own=6, other=7, counter=STEP)
     assert compare(PLAIN, skipped) == (6, expected)
-    assert compare(skipped, PLAIN) == (6, Difference(what="step", is_own=True, own=7, other=6, counter=STEP))
+    assert compare(skipped, PLAIN) == (6, StepDifference(what="step", is_own=True, own=7, other=6, counter=STEP))
 
 
 def test_an_update_without_a_backward_pass_and_one_that_is_left_out_are_told_apart() -> None:
     idle = [(number + (number >= 6), int(number >= 6), number) for number in range(1, 11)]
-    assert compare(PLAIN, idle) == (6, Difference(what="backward", is_own=False, own=6, other=7))
+    assert compare(PLAIN, idle) == (6, StepDifference(what="backward", is_own=False, own=6, other=7))
     fewer = [(number - (number >= 6), 0, number) for number in range(1, 11)]
-    assert compare(PLAIN, fewer) == (6, Difference(what="update", is_own=False, own=6, other=5))
+    assert compare(PLAIN, fewer) == (6, StepDifference(what="update", is_own=False, own=6, other=5))
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_the_verdict_names_both_ranks_and_lines() -> None:
         LedgerEntry(number=9, group=GroupName((0, 1)), sequence=8, call=call, site=f"train.py:{line} in main")
         for line in (20, 21)
     ]
-    found = Difference(what="step", is_own=True, own=7, other=6, counter=STEP)
+    found = StepDifference(what="step", is_own=True, own=7, other=6, counter=STEP)
     verdict = pairing_verdict(found, (1, 0), (entries[0], entries[1]), "step")
     assert verdict.sentence == (
         "rank 1 left out a step of its loop, and ranks pair different steps from there on (operation 8 of group "

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
-from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.health.verdict import HangLimits, HangVerdict, judge
 
 WORLD = GroupName((0, 1, 2))
 PAIR = GroupName((1, 2))
-LIMITS = Limits(step_s=5.0, setup_s=50.0)
+LIMITS = HangLimits(step_s=5.0, setup_s=50.0)
 SUM = LedgerCall(kind="all_reduce", shape=(4,), dtype="float32", op="sum")
 ROOT = LedgerCall(kind="broadcast", shape=(4,), dtype="float32", peer=0)
 BARRIER = LedgerCall(kind="barrier")

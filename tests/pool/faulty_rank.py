@@ -23,7 +23,7 @@ import torch
 from paceline.comm.base import Communicator
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.torch_dist import connect, disconnect
-from paceline.health.verdict import Limits
+from paceline.health.verdict import HangLimits
 from paceline.run.notes import note_process
 from paceline.run.self_watch import watch_itself
 from paceline.run.watch import WatchPolicy, keep_ledger
@@ -84,7 +84,7 @@ def main() -> None:
     note_process(folder, rank)
     comm = keep_ledger(connect(backend, timeout_s=120.0), folder)  # type: ignore[arg-type]
     if len(sys.argv) > 4:
-        policy = WatchPolicy(limits=Limits(step_s=2.0, setup_s=100.0))
+        policy = WatchPolicy(limits=HangLimits(step_s=2.0, setup_s=100.0))
         watch_itself(comm, folder, policy, host=sys.argv[4])
     for number in count() if fault == "endless" else range(ROUNDS):
         one_round(comm, comm.ledger, fault, number == BAD_ROUND and rank == GUILTY)

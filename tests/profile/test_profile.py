@@ -16,13 +16,13 @@ from paceline.config import load_config
 from paceline.errors import UsageError
 from paceline.profile.merge import ANCHOR, RankProfile, beside, merged_events, place_rank
 from paceline.profile.run import profiled_config
-from paceline.profile.spans import Operator, RankSpans, Span
+from paceline.profile.spans import Operator, RankSpans, TraceSpan
 from paceline.profile.summary import length, length_in_both, summarize_profile
 
 Call = Callable[..., Any]
 
 
-def spans_of(rank: int, ahead_s: float, **tracks: list[Span]) -> RankSpans:
+def spans_of(rank: int, ahead_s: float, **tracks: list[TraceSpan]) -> RankSpans:
     """A rank whose clock is so far ahead; the spans are given on the clock of rank 0."""
     moved = {
         name: [replace(each, start_s=each.start_s + ahead_s, end_s=each.end_s + ahead_s) for each in own]
@@ -42,10 +42,10 @@ def spans_of(rank: int, ahead_s: float, **tracks: list[Span]) -> RankSpans:
 
 def two_ranks() -> list[RankProfile]:
     """A step from 1 s to 3 s: rank 0 waits from 2.0 s on for rank 1, which comes at 2.4 s; both leave at 2.5 s."""
-    step = [Span(name="step 4", start_s=1.0, end_s=3.0)]
-    phases = [Span(name="data", start_s=1.0, end_s=1.2), Span(name="forward", start_s=1.2, end_s=3.0)]
-    ways = [Span(name="all_reduce", start_s=start, end_s=2.5, num_bytes=8, ranks=(0, 1)) for start in (1.8, 2.4)]
-    waits = [Span(name="wait", start_s=start, end_s=2.5) for start in (2.0, 2.4)]
+    step = [TraceSpan(name="step 4", start_s=1.0, end_s=3.0)]
+    phases = [TraceSpan(name="data", start_s=1.0, end_s=1.2), TraceSpan(name="forward", start_s=1.2, end_s=3.0)]
+    ways = [TraceSpan(name="all_reduce", start_s=start, end_s=2.5, num_bytes=8, ranks=(0, 1)) for start in (1.8, 2.4)]
+    waits = [TraceSpan(name="wait", start_s=start, end_s=2.5) for start in (2.0, 2.4)]
     memory = {"Device Type": 0, "Total Allocated": 4096}
     trace = {
         "traceEvents": [
@@ -111,7 +111,7 @@ def test_kernels_of_collectives_are_hidden_where_others_compute() -> None:
             ),
         ]
     }
-    rank = place_rank(spans_of(0, 0.0, steps=[Span(name="step 4", start_s=2.0, end_s=4.0)]), trace)
+    rank = place_rank(spans_of(0, 0.0, steps=[TraceSpan(name="step 4", start_s=2.0, end_s=4.0)]), trace)
     (found,) = summarize_profile([rank]).ranks
     assert (found.communication_s, found.exposed_s, found.device_idle_s) == pytest.approx((1.0, 0.5, 0.5))
     assert [each.name for each in summarize_profile([rank]).kernels] == ["ncclDevKernel_AllReduce", "gemm"]

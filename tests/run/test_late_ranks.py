@@ -10,7 +10,7 @@ import pytest
 
 from paceline.config import dump_yaml, load_config
 from paceline.health.lateness import LatenessPolicy
-from paceline.health.verdict import Limits
+from paceline.health.verdict import HangLimits
 from paceline.records.records import EventRecord, read_records
 from paceline.records.report import summarize
 from paceline.run.folder import claim_folder
@@ -44,7 +44,7 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
         ],
     )
     watch = WatchPolicy(
-        limits=Limits(step_s=60.0, setup_s=100.0), compare_s=0.2, late=LatenessPolicy(windows=3, min_steps=3)
+        limits=HangLimits(step_s=60.0, setup_s=100.0), compare_s=0.2, late=LatenessPolicy(windows=3, min_steps=3)
     )
     with claim_folder(folder, dump_yaml(config), force=False, resume=False):
         launch_local(

@@ -16,7 +16,7 @@ import pytest
 
 from paceline.comm.ledger.file import PID, ledger_path
 from paceline.comm.ledger.ledger import Ledger
-from paceline.health.verdict import HangVerdict, Limits
+from paceline.health.verdict import HangLimits, HangVerdict
 from paceline.run.process_state import ProcessState, look_at_process
 from paceline.run.watch import Watch, WatchPolicy
 
@@ -88,7 +88,7 @@ def test_a_frozen_cgroup_is_named(process: subprocess.Popen[bytes], kind: str) -
 
 def look_twice(folder: Path, ranks: int = 2) -> HangVerdict | None:
     """Looks as a watch does that allows no standstill at all, until two looks agree."""
-    watch = Watch(folder, range(ranks), WatchPolicy(limits=Limits(step_s=0.0, setup_s=100.0)))
+    watch = Watch(folder, range(ranks), WatchPolicy(limits=HangLimits(step_s=0.0, setup_s=100.0)))
     deadline = time.monotonic() + 30.0
     found = None
     while found is None and time.monotonic() < deadline:

@@ -11,7 +11,7 @@ import pytest
 from paceline.comm.ledger.file import LedgerReader
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
-from paceline.health.verdict import HangVerdict, Limits
+from paceline.health.verdict import HangLimits, HangVerdict
 from paceline.run.own_loop import StepPairing
 from paceline.run.self_watch import SelfWatch
 from paceline.run.watch import WatchPolicy
@@ -35,7 +35,7 @@ class Rank:
     def __init__(self, folder: Path, rank: int, others: list[LedgerReader]) -> None:
         self._ledger = Ledger(rank=rank, world=2, is_own_loop=True)
         self._ledger.add_group((0, 1))
-        watch = TwoLedgers(folder, self._ledger, {"a": [0, 1]}, WatchPolicy(limits=Limits()), None, "a")
+        watch = TwoLedgers(folder, self._ledger, {"a": [0, 1]}, WatchPolicy(limits=HangLimits()), None, "a")
         watch.others = others
         self._pairing = StepPairing(self._ledger, watch)
 

@@ -19,7 +19,7 @@ import pytest
 from free_ports import free_port
 
 from paceline.health.exit_codes import FAILED, HUNG
-from paceline.health.verdict import Limits
+from paceline.health.verdict import HangLimits
 from paceline.run.failure import RunFailedError
 from paceline.run.local import LocalRanks, launch_local
 from paceline.run.processes import loopback_interface
@@ -57,7 +57,7 @@ def hang(folder: Path, fault: str, backend: str, *, ranks: int) -> Told:
     for part in ("logs", "records"):
         (folder / part).mkdir()
     # In set-up nobody is late, however busy the machine is; in a step the limit is short.
-    watch = WatchPolicy(limits=Limits(step_s=2.0, setup_s=100.0))
+    watch = WatchPolicy(limits=HangLimits(step_s=2.0, setup_s=100.0))
     with pytest.raises(RunFailedError) as caught:
         launch_local(
             ["faulty_rank", str(folder), fault, backend],

@@ -17,11 +17,11 @@ from paceline.records.records import CommRecord, EventRecord, HostRecord, parse_
 from paceline.run.records import note_clock
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
 from paceline.view.follow import glance
-from paceline.view.runs import Run, find_runs, names_of
+from paceline.view.runs import ShownRun, find_runs, names_of
 
 
-def read(folder: Path) -> Run:
-    run = Run(folder)
+def read(folder: Path) -> ShownRun:
+    run = ShownRun(folder)
     while run.look():
         pass
     return run
@@ -113,14 +113,14 @@ def test_a_process_that_is_gone_without_an_end_has_died(tmp_path: Path) -> None:
 def test_at_a_glance_a_run_goes_on_while_a_rank_or_a_host_writes(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=10, is_done=False)
     rank, host = (folder / "records" / name for name in ("rank-0.jsonl", "host-node.jsonl"))
-    assert glance(Run(folder))["status"] == "running"
+    assert glance(ShownRun(folder))["status"] == "running"
     os.utime(rank, (1, 1))
-    assert glance(Run(folder))["status"] == "unfinished"
+    assert glance(ShownRun(folder))["status"] == "unfinished"
     host.write_text(to_line(HostRecord(host="node", values={}, time=RUN.time)))
-    assert glance(Run(folder))["status"] == "running"  # in a long step
+    assert glance(ShownRun(folder))["status"] == "running"  # in a long step
     with rank.open("a") as file:
         file.write(to_line(END))
-    assert glance(Run(folder))["status"] == "done"
+    assert glance(ShownRun(folder))["status"] == "done"
 
 
 def test_what_samplers_and_collectives_left(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_runs_are_found_named_apart_and_never_outside_of_the_folder(tmp_path: Pa
 
 def test_configs_are_compared_by_setting(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one", steps=2), write_run(tmp_path / "other", steps=3)
-    configs = [config_of(Run(one)), config_of(Run(other)), {}]
+    configs = [config_of(ShownRun(one)), config_of(ShownRun(other)), {}]
     assert differences(configs) == [("name", ["one", "other", ""]), ("train.steps", ["2", "3", ""])]
     (one / "config.yaml").write_text("a: [")
-    assert config_of(Run(one)) == {}
+    assert config_of(ShownRun(one)) == {}

@@ -81,7 +81,7 @@ class PrepareWorkload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class LoaderTurn:
     """What one turn took, by the clock and on all cores, and the tokens that it made."""
 
     seconds: float
@@ -98,7 +98,7 @@ def bench_prepare(work: PrepareWorkload, tell: Callable[[str], None] = lambda _:
         text = write_library_text(folder / "library.txt", work.mib * MIB)
         for tokenizer in work.tokenizers:
             chosen = train_bpe(folder / "bpe", text) if tokenizer == "bpe" else tokenizer
-            turns: dict[str, list[Turn]] = {OWN: [], COMMAND: []}
+            turns: dict[str, list[LoaderTurn]] = {OWN: [], COMMAND: []}
             for arm in rotate([OWN, COMMAND], work.rounds):
                 turn = time_own(text, chosen) if arm == OWN else time_command(text, chosen, folder / "tokens")
                 turns[arm].append(turn)
@@ -107,7 +107,7 @@ def bench_prepare(work: PrepareWorkload, tell: Callable[[str], None] = lambda _:
     return rows
 
 
-def make_rows(tokenizer: str, num_bytes: int, turns: Mapping[str, Sequence[Turn]]) -> list[dict[str, Any]]:
+def make_rows(tokenizer: str, num_bytes: int, turns: Mapping[str, Sequence[LoaderTurn]]) -> list[dict[str, Any]]:
     """Returns a row for each arm. A ratio is that of speeds: more is faster."""
     rows = []
     for arm, found in turns.items():
@@ -168,7 +168,7 @@ def train_bpe(folder: Path, text: Path) -> str:
     return str(folder)
 
 
-def time_command(text: Path, tokenizer: str, output: Path) -> Turn:
+def time_command(text: Path, tokenizer: str, output: Path) -> LoaderTurn:
     """Runs ``paceline data prepare`` in a process of its own."""
     command = [sys.executable, "-m", "paceline", "data", "prepare", str(text), "--tokenizer", tokenizer]
     done = subprocess.run(
@@ -180,7 +180,7 @@ def time_command(text: Path, tokenizer: str, output: Path) -> Turn:
         raise UsageError(f"paceline data prepare has ended with code {done.returncode}\n  its message is above")
     first, _, printed = done.stdout.partition(b"\n")
     found = parse_json_object(first)
-    return Turn(
+    return LoaderTurn(
         seconds=found["seconds"],
         processor_s=found["processor_s"],
         tokens=parse_json_object(printed)["tokens"] - 1,  # less the end token
@@ -188,19 +188,19 @@ def time_command(text: Path, tokenizer: str, output: Path) -> Turn:
     )
 
 
-def time_own(text: Path, tokenizer: str) -> Turn:
+def time_own(text: Path, tokenizer: str) -> LoaderTurn:
     """Times the tokenizer alone, on all cores: of one process with threads, or of one process for each."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes, threads = (cores, 1) if tokenizer in _COPIED else (1, cores)
     found = run_processes(_encode_alone, processes, args=(text, tokenizer), threads=threads, timeout_s=_TIMEOUT_S)
-    return Turn(
+    return LoaderTurn(
         seconds=max(each.seconds for each in found),
         processor_s=math.fsum(each.processor_s for each in found),
         tokens=sum(each.tokens for each in found),
     )
 
 
-def _encode_alone(comm: Communicator, path: Path, name: str) -> Turn:
+def _encode_alone(comm: Communicator, path: Path, name: str) -> LoaderTurn:
     size = path.stat().st_size
     blocks = list(_blocks(path, size * comm.rank // comm.size, size * (comm.rank + 1) // comm.size))
     encode = _own_encoder(name, blocks)
@@ -209,7 +209,7 @@ def _encode_alone(comm: Communicator, path: Path, name: str) -> Turn:
     tokens, start, processor = 0, time.perf_counter(), time.process_time()
     for first in range(0, len(blocks), _BLOCKS_AT_ONCE):
         tokens += sum(map(len, encode(blocks[first : first + _BLOCKS_AT_ONCE])))
-    return Turn(seconds=time.perf_counter() - start, processor_s=time.process_time() - processor, tokens=tokens)
+    return LoaderTurn(seconds=time.perf_counter() - start, processor_s=time.process_time() - processor, tokens=tokens)
 
 
 def _own_encoder(name: str, blocks: list[str]) -> Callable[[list[str]], Sequence[Any]]:

@@ -76,7 +76,7 @@ class LoadWorkload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loaded:
+class LoadedState:
     """What loading took on one rank, and two sums over the values that it holds, by which arms are compared."""
 
     seconds: float
@@ -88,7 +88,7 @@ class Loaded:
 def bench_load(work: LoadWorkload, tell: Callable[[str], None] = lambda _: None) -> list[dict[str, Any]]:
     """Loads the folder in turns of all arms; returns a row for each."""
     arms = [OURS, *([ACCELERATE] if importlib.util.find_spec("accelerate") else []), PLAIN]
-    found: dict[str, list[list[Loaded]]] = {name: [] for name in arms}
+    found: dict[str, list[list[LoadedState]]] = {name: [] for name in arms}
     with tempfile.TemporaryDirectory(prefix="load-", dir=work.folder) as name:
         folder = Path(name)
         num_bytes = write_llama(folder, work)
@@ -132,7 +132,7 @@ def write_llama(folder: Path, work: LoadWorkload) -> int:
     return sum(parameter.numel() * parameter.element_size() for parameter in parameters)
 
 
-def check_same(found: Mapping[str, Sequence[Sequence[Loaded]]]) -> None:
+def check_same(found: Mapping[str, Sequence[Sequence[LoadedState]]]) -> None:
     """Raises TrainingError where the ranks of some arm hold other values than those of another."""
     totals = {
         name: [tuple(math.fsum(rank.sums[at] for rank in ranks) for at in (0, 1)) for ranks in rounds]
@@ -145,7 +145,7 @@ def check_same(found: Mapping[str, Sequence[Sequence[Loaded]]]) -> None:
                 raise TrainingError(f"{name} has loaded other values than {OURS}: their sums are {total}, {first}")
 
 
-def make_rows(found: Mapping[str, Sequence[Sequence[Loaded]]]) -> list[dict[str, Any]]:
+def make_rows(found: Mapping[str, Sequence[Sequence[LoadedState]]]) -> list[dict[str, Any]]:
     """Returns a row for each arm: medians over rounds, and ratios to Accelerate, or to the plain way without it."""
     peer = ACCELERATE if ACCELERATE in found else PLAIN
     rows = []
@@ -170,7 +170,7 @@ def make_rows(found: Mapping[str, Sequence[Sequence[Loaded]]]) -> list[dict[str,
 # On a rank
 
 
-def _load(comm: Communicator, arm: str, folder: Path, dtype: str) -> Loaded:
+def _load(comm: Communicator, arm: str, folder: Path, dtype: str) -> LoadedState:
     _load_library()
     load = {OURS: _prepare_ours, ACCELERATE: _prepare_accelerate, PLAIN: _prepare_plain}[arm](comm, folder, dtype)
     gauge = MemoryGauge(comm.device)
@@ -183,7 +183,7 @@ def _load(comm: Communicator, arm: str, folder: Path, dtype: str) -> Loaded:
         seconds = time.perf_counter() - start
         memory = max(gauge.peak_bytes() - before, 0)
     comm.barrier()
-    return Loaded(
+    return LoadedState(
         seconds=seconds, memory_bytes=memory, private_bytes=private.peak - private.before, sums=sums_of(parts())
     )
 

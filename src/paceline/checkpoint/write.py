@@ -57,7 +57,7 @@ _SMALL_BYTES = 2**16  # what several ranks hold is cut among them, unless it is 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class SaveTarget:
     """Where a checkpoint goes, for one rank of the attempt that ``token`` names."""
 
     folder: Path
@@ -142,7 +142,7 @@ def plain_state(state: State) -> State:
     )
 
 
-def write_part(target: Target, shares: Iterable[RankShare], plain: State) -> int:
+def write_part(target: SaveTarget, shares: Iterable[RankShare], plain: State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
         return write_rank(target, [share.piece() for share in shares], plain)
@@ -151,7 +151,7 @@ def write_part(target: Target, shares: Iterable[RankShare], plain: State) -> int
 
 
 def write_rank(
-    target: Target, pieces: Iterable[StreamedPiece], plain: State, progress: Progress = ignore_progress
+    target: SaveTarget, pieces: Iterable[StreamedPiece], plain: State, progress: Progress = ignore_progress
 ) -> int:
     """Writes one rank's files, and last the one that says what is in them; returns their size."""
     storage, stem = target.storage, f"rank-{target.rank:05d}"
@@ -180,13 +180,13 @@ def write_rank(
     return sum(file.num_bytes for file in files.values()) + written.num_bytes
 
 
-def missing_parts(target: Target) -> list[int]:
+def missing_parts(target: SaveTarget) -> list[int]:
     """Returns the ranks that have not written their part yet, as far as is seen from here."""
     there = set(target.storage.names(target.partial))
     return [rank for rank in range(target.world) if f"rank-{rank:05d}.json" not in there]
 
 
-def commit(target: Target, plain: State) -> Manifest:
+def commit(target: SaveTarget, plain: State) -> Manifest:
     """Merges the parts of all ranks into the manifest, and gives the checkpoint its name. Rank 0 calls it."""
     storage = target.storage
     try:
@@ -199,7 +199,7 @@ def commit(target: Target, plain: State) -> Manifest:
     return manifest
 
 
-def discard(target: Target) -> None:
+def discard(target: SaveTarget) -> None:
     """Removes what was written of a checkpoint that will not be, as far as that works."""
     try:
         target.storage.remove(target.partial)
@@ -207,12 +207,12 @@ def discard(target: Target) -> None:
         return  # the next start removes it
 
 
-def unwritten(target: Target, error: object) -> CheckpointError:
+def unwritten(target: SaveTarget, error: object) -> CheckpointError:
     """Returns the error of a checkpoint that cannot be written."""
     return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
 
 
-def _merged(target: Target, plain: State) -> Manifest:
+def _merged(target: SaveTarget, plain: State) -> Manifest:
     """Reads what the ranks have written, and puts it together."""
     storage = target.storage
     files: dict[str, SavedFile] = {}
@@ -255,7 +255,7 @@ def _add(tensors: dict[str, SavedTensor], name: str, found: SavedTensor) -> None
     tensors[name] = SavedTensor(shape=known.shape, dtype=known.dtype, pieces=(*known.pieces, *new))
 
 
-def _check_complete(target: Target, tensors: Mapping[str, SavedTensor]) -> None:
+def _check_complete(target: SaveTarget, tensors: Mapping[str, SavedTensor]) -> None:
     """Raises CheckpointError where the ranks have not written all of a tensor: a bug of who made the shards."""
     for name, tensor in tensors.items():
         for problem in coverage_problems(name, tensor):

@@ -28,7 +28,7 @@ from paceline.checkpoint.retention import Retention, apply_retention, clear_left
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
 from paceline.checkpoint.write import (
     RankShare,
-    Target,
+    SaveTarget,
     commit,
     discard,
     missing_parts,
@@ -79,7 +79,7 @@ class CheckpointWriter:
         Raises CheckpointError on all ranks where one cannot write, now or in the save before; older ones are intact.
         """
         self.finish()
-        target = Target(
+        target = SaveTarget(
             folder=self.folder,
             step=state.step,
             rank=self._comm.rank,
@@ -149,7 +149,7 @@ class CheckpointWriter:
             return plain
         return replace(plain, line=likely_line(state.step, list(spots_in(self.folder, self._storage).values())))
 
-    def _agree(self, target: Target, problem: str) -> None:
+    def _agree(self, target: SaveTarget, problem: str) -> None:
         """Raises CheckpointError on all ranks if one has a problem; a small exchange."""
         problems = gather_objects(self._comm, problem)
         told = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
@@ -256,7 +256,7 @@ def _cuda_device(shares: Sequence[RankShare]) -> torch.device | None:
 class _PendingSave:
     """A save under way, written by the caller or by a thread, and what came of it."""
 
-    def __init__(self, target: Target, retention: Retention) -> None:
+    def __init__(self, target: SaveTarget, retention: Retention) -> None:
         self.target = target
         self.plain: State | None = None
         self.shares: list[RankShare] = []

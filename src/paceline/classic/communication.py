@@ -80,7 +80,7 @@ def connect_groups(inside: Communicator, across: Communicator | None) -> TwoGrou
             "  make the groups across of one rank of each host, or of the first ranks, the second ranks, and so on"
         )
     # A host of one rank fits either way.
-    mine = _Host(size=inside.size, is_sliced=inside.size > 1 and all(has_group))
+    mine = _HostRanks(size=inside.size, is_sliced=inside.size > 1 and all(has_group))
     told = gather_objects(inside, None if across is None else gather_objects(across, mine))
     seen = [hosts for hosts in told if hosts is not None]
     is_even = all(hosts == seen[0] for hosts in seen) and len(set(seen[0])) == 1
@@ -98,7 +98,7 @@ def connect_groups(inside: Communicator, across: Communicator | None) -> TwoGrou
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Host:
+class _HostRanks:
     size: int
     is_sliced: bool  # each of its ranks has a group across
 

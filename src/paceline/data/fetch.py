@@ -108,7 +108,7 @@ class LoaderSource:
                 "prefetch_factor": options.prefetch,
                 "multiprocessing_context": start_method(options.worker_start),
             }
-        self._reader = _Reader(dataset, seed)
+        self._reader = _SampleReader(dataset, seed)
         self._loader: DataLoader[Any] | None = None
         self._stream_number = 0
 
@@ -275,7 +275,7 @@ class _RequestSampler(Sampler[BatchRequest]):
         return self.requests
 
 
-class _Reader:
+class _SampleReader:
     """What a ``DataLoader`` sees as the data set: its index is a request, its item a whole batch."""
 
     def __init__(self, dataset: MapDataset, seed: int) -> None:

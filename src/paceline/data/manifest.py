@@ -25,7 +25,7 @@ _BLOCK = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shard:
+class TokenShard:
     """One file of tokens."""
 
     file: str
@@ -35,7 +35,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class DataManifest:
     """All that is known of a folder of tokens. ``source`` lists the files that it was made of."""
 
     dtype: str
@@ -44,7 +44,7 @@ class Manifest:
     tokenizer: str
     skipped: int
     source: tuple[str, ...]
-    shards: tuple[Shard, ...]
+    shards: tuple[TokenShard, ...]
 
     @property
     def tokens(self) -> int:
@@ -61,7 +61,7 @@ class Manifest:
         part.replace(folder / MANIFEST)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> DataManifest:
     """Reads the manifest of a folder. Raises ``DataError`` where it is missing or damaged."""
     try:
         return parse_manifest(read_regular(folder / MANIFEST))
@@ -77,7 +77,7 @@ def read_manifest(folder: Path) -> Manifest:
         ) from error
 
 
-def parse_manifest(content: bytes) -> Manifest:
+def parse_manifest(content: bytes) -> DataManifest:
     """Reads a manifest. Raises ValueError for what is none."""
     values = parse_json_object(content)
     if values.pop("format", None) != FORMAT:
@@ -88,7 +88,7 @@ def parse_manifest(content: bytes) -> Manifest:
         raise ValueError(f"it lacks a name, or has one too many: {error}") from error
 
 
-def check_shards(folder: Path, manifest: Manifest, verify: Verify) -> None:
+def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
     """Raises ``DataError`` with all shards that are missing, cut off or changed since they were prepared.
 
     ``fast`` compares sizes, and the hashes of files that are younger than the manifest; ``full`` compares all hashes.
@@ -123,9 +123,9 @@ def hash_file(path: Path) -> str:
     return known.hexdigest()
 
 
-def _checked(values: dict[str, Any]) -> Manifest:
-    shards = tuple(Shard(**each) for each in values.pop("shards"))
-    found = Manifest(**{**values, "shards": shards, "source": tuple(values["source"])})
+def _checked(values: dict[str, Any]) -> DataManifest:
+    shards = tuple(TokenShard(**each) for each in values.pop("shards"))
+    found = DataManifest(**{**values, "shards": shards, "source": tuple(values["source"])})
     for shard in shards:
         file_inside(Path(os.curdir), plain_name(shard.file))
         if not is_count(shard.tokens) or not is_count(shard.documents) or not isinstance(shard.sha256, str):

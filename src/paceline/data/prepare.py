@@ -24,7 +24,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.data.documents import Piece, Text, cut_pieces, find_sources, read_piece
-from paceline.data.manifest import MANIFEST, Manifest, Shard
+from paceline.data.manifest import MANIFEST, DataManifest, TokenShard
 from paceline.data.tokenizers import (
     TOKENIZER_FILES,
     ByteTokenizer,
@@ -60,7 +60,7 @@ class PrepareOptions:
 class PieceDone:
     """One shard, the bytes of text it was made of, and the documents that were left out."""
 
-    shard: Shard
+    shard: TokenShard
     bytes: int
     skipped: int
 
@@ -70,7 +70,7 @@ def total_bytes(options: PrepareOptions) -> int:
     return sum(piece.bytes for piece in cut_pieces(find_sources(list(options.sources)), _MOST_PIECE))
 
 
-def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _: None) -> Manifest:
+def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _: None) -> DataManifest:
     """Makes the files of tokens. ``progress`` hears of bytes of text that are done. Raises ``DataError``."""
     if options.workers < 1:
         raise UsageError(f"--workers {options.workers}\n  at least one process reads")
@@ -92,7 +92,7 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
         for number, found in _run(pool, work, missing, pieces):
             done[number] = found
             progress(found.bytes)
-    manifest = Manifest(
+    manifest = DataManifest(
         dtype=_dtype(tokenizer),
         vocab_size=tokenizer.vocab_size,
         end_token=tokenizer.end_token,
@@ -162,7 +162,7 @@ def _noted(notes: Path, output: Path, number: int) -> PieceDone | None:
     """Returns a piece that an earlier call has done."""
     try:
         values = parse_json_object(read_regular(notes / f"{number}.json"))
-        found = PieceDone(**{**values, "shard": Shard(**values["shard"])})
+        found = PieceDone(**{**values, "shard": TokenShard(**values["shard"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return found if (output / found.shard.file).is_file() else None
@@ -209,7 +209,7 @@ def _encode_piece(number: int, piece: Piece, *, tokenizer: Tokenizer, options: P
             file.write(content.data)
             tokens += len(content)
     part.replace(options.output / name)
-    shard = Shard(file=name, tokens=tokens, documents=documents, sha256=known.hexdigest())
+    shard = TokenShard(file=name, tokens=tokens, documents=documents, sha256=known.hexdigest())
     done = PieceDone(shard=shard, bytes=piece.bytes, skipped=skipped.count)
     note = options.output / _PROGRESS / f"{number}.json"
     note.with_suffix(".part").write_text(json.dumps(asdict(done)), encoding="utf-8")

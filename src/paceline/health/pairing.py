@@ -79,7 +79,7 @@ class UpdateHistory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
+class StepDifference:
     """What two ranks differ in, at the same moment. ``is_own``: it is due to the rank that compares.
 
     ``counter`` is the number of a loop's counter; of updates it is None.
@@ -93,7 +93,7 @@ class Difference:
 
 
 @dataclass(slots=True)
-class _Counter:
+class _CallCounter:
     value: int
     updates: int  # those after a collective that were made when it had this value
     rate: tuple[int, int] = (0, 1)  # by how much it went up, in so many updates
@@ -117,14 +117,14 @@ class PairedRanks:
     """Compares the updates of this rank with those of one other, moment by moment."""
 
     _offsets: tuple[int, int] | None = None  # by how many updates they differ from the beginning, and idle ones
-    _counters: dict[int, _Counter | None] = field(default_factory=dict)  # None: says nothing any more
+    _counters: dict[int, _CallCounter | None] = field(default_factory=dict)  # None: says nothing any more
 
-    def compare(self, own: Update, other: Update) -> Difference | None:
+    def compare(self, own: Update, other: Update) -> StepDifference | None:
         """Compares two updates after equally many collectives."""
         found = self._compare_updates(own, other)
         return found or self._compare_counters(own, other)
 
-    def _compare_updates(self, own: Update, other: Update) -> Difference | None:
+    def _compare_updates(self, own: Update, other: Update) -> StepDifference | None:
         offsets = own.updates - other.updates, own.idle - other.idle
         if self._offsets is None:
             self._offsets = offsets
@@ -133,15 +133,15 @@ class PairedRanks:
             return None
         idle = offsets[1] - self._offsets[1]
         if idle * more > 0:  # whoever made more updates made one for which nothing was reduced
-            return Difference(what="backward", is_own=more > 0, own=own.updates, other=other.updates)
-        return Difference(what="update", is_own=more < 0, own=own.updates, other=other.updates)
+            return StepDifference(what="backward", is_own=more > 0, own=own.updates, other=other.updates)
+        return StepDifference(what="update", is_own=more < 0, own=own.updates, other=other.updates)
 
-    def _compare_counters(self, own: Update, other: Update) -> Difference | None:
-        suspect: Difference | None = None
+    def _compare_counters(self, own: Update, other: Update) -> StepDifference | None:
+        suspect: StepDifference | None = None
         agrees, updates = False, own.updates - own.idle
         for number in own.counters.keys() & other.counters.keys():
             value, theirs = own.counters[number], other.counters[number]
-            known = self._counters.setdefault(number, _Counter(value, updates) if value == theirs else None)
+            known = self._counters.setdefault(number, _CallCounter(value, updates) if value == theirs else None)
             if known is None:
                 continue
             if value == theirs:
@@ -151,12 +151,15 @@ class PairedRanks:
             least, most = sorted((value, theirs))
             is_trusted = known.num_same >= _TRUSTED and known.is_on(least, updates)
             if is_trusted and (most - least) * known.rate[1] % known.rate[0] == 0:
-                suspect = Difference(what="step", is_own=value > theirs, own=value, other=theirs, counter=number)
+                suspect = StepDifference(what="step", is_own=value > theirs, own=value, other=theirs, counter=number)
         return None if agrees else suspect
 
 
 def pairing_verdict(
-    difference: Difference, ranks: tuple[int, int], entries: tuple[LedgerEntry | None, LedgerEntry | None], name: str
+    difference: StepDifference,
+    ranks: tuple[int, int],
+    entries: tuple[LedgerEntry | None, LedgerEntry | None],
+    name: str,
 ) -> HangVerdict:
     """Tells a difference between this rank and another; ``entries`` are the collective that both were in."""
     guilty = ranks[0] if difference.is_own else ranks[1]

@@ -29,7 +29,7 @@ _SLOW_PHASES = (SETUP, EVALUATION, CHECKPOINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class HangLimits:
     """How long all ranks may stand still: in a step, and in set-up, the first step, evaluation and checkpoints.
 
     ``stopped_s`` is how long a rank's process may be stopped, whatever it was doing; None: as long as a step. With
@@ -94,7 +94,7 @@ class HangVerdict:
         return "\n".join([self.sentence, *(f"  {state}" for state in self.states)]) + "\n"
 
 
-def judge(ledgers: Sequence[LedgerView], now: float, limits: Limits) -> HangVerdict | None:
+def judge(ledgers: Sequence[LedgerView], now: float, limits: HangLimits) -> HangVerdict | None:
     """Finds what keeps the ranks from going on at time ``now``, on the clock of ``changed_s``; None if nothing does.
 
     Ranks that are not among ``ledgers`` are not known of, and nobody is blamed for them.

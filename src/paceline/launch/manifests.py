@@ -26,7 +26,7 @@ _AFTER_GRACE_S = 30  # to end ranks and to write records, once the time to save 
 _HELPER_MEMORY = "512Mi"
 
 
-class _Dumper(yaml.SafeDumper):
+class _ManifestDumper(yaml.SafeDumper):
     """Writes a value that occurs twice twice, in place of a mark that refers to it."""
 
     def ignore_aliases(self, _: object) -> bool:
@@ -37,12 +37,12 @@ def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
-_Dumper.add_representer(str, _write_text)  # a file inside a manifest keeps its lines
+_ManifestDumper.add_representer(str, _write_text)  # a file inside a manifest keeps its lines
 
 
 def to_text(manifests: Sequence[Manifest]) -> str:
     """Returns manifests as YAML, one document for each."""
-    return yaml.dump_all(manifests, Dumper=_Dumper, sort_keys=False, width=120)
+    return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=120)
 
 
 def metadata(options: KubernetesOptions, name: str, component: str, **more: Any) -> Manifest:

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.comm.clock_offset import clock_offset
 from paceline.comm.traced import Trace
 from paceline.engines.pipeline import Pipeline
-from paceline.profile.spans import Operator, RankSpans, Span
+from paceline.profile.spans import Operator, RankSpans, TraceSpan
 from paceline.run.variables import profile_request
 from paceline.schedule.grid import Action
 from paceline.train.trainer import StepResult, Trainer
@@ -39,7 +39,7 @@ class StepProfiler:
     def __init__(self) -> None:
         self._folder = profile_request()
         self._profile: profile | None = None
-        self._spans: dict[str, list[Span]] = {name: [] for name in ("steps", "phases", "waits", "actions")}
+        self._spans: dict[str, list[TraceSpan]] = {name: [] for name in ("steps", "phases", "waits", "actions")}
         self._since = self._step_since = self._action_since = 0.0
         self._anchor_s = 0.0
         self._clock = (0.0, 0.0)
@@ -50,7 +50,7 @@ class StepProfiler:
             return
         now = time.perf_counter()
         if self._profile is not None:
-            self._spans["steps"].append(Span(name=f"step {result.step}", start_s=self._step_since, end_s=now))
+            self._spans["steps"].append(TraceSpan(name=f"step {result.step}", start_s=self._step_since, end_s=now))
         if result.step == WARM_UP and not result.is_last:
             self._start(trainer)
         elif result.is_last and self._profile is not None:
@@ -81,7 +81,7 @@ class StepProfiler:
         def noting_lap(phase: str) -> None:
             lap(phase)
             now = time.perf_counter()
-            self._spans["phases"].append(Span(name=phase, start_s=self._since, end_s=now))
+            self._spans["phases"].append(TraceSpan(name=phase, start_s=self._since, end_s=now))
             self._since = now
             if phase == "data":
                 self._action_since = now
@@ -101,7 +101,7 @@ class StepProfiler:
         def noting_end(start: Any) -> None:
             end_wait(start)
             if start is not None:
-                self._spans["waits"].append(Span(name="wait", start_s=since[0], end_s=time.perf_counter()))
+                self._spans["waits"].append(TraceSpan(name="wait", start_s=since[0], end_s=time.perf_counter()))
 
         trace.begin_wait, trace.end_wait = noting_begin, noting_end  # type: ignore[method-assign]
 
@@ -113,7 +113,7 @@ class StepProfiler:
 
         def note(action: Action) -> None:
             now = time.perf_counter()
-            self._spans["actions"].append(Span(name=str(action), start_s=self._action_since, end_s=now))
+            self._spans["actions"].append(TraceSpan(name=str(action), start_s=self._action_since, end_s=now))
             self._action_since = now
 
         pipeline.on_action = note
@@ -126,7 +126,9 @@ class StepProfiler:
         self._profile.stop()
         rank, operations = world.rank, [] if world.trace is None else world.trace.operations
         collectives = [
-            Span(name=each.kind, start_s=each.start_s, end_s=each.end_s, num_bytes=each.num_bytes, ranks=each.group)
+            TraceSpan(
+                name=each.kind, start_s=each.start_s, end_s=each.end_s, num_bytes=each.num_bytes, ranks=each.group
+            )
             for each in operations
         ]
         found = RankSpans(

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TraceSpan:
     """Something that lasted, in seconds of its rank's clock. Collectives have bytes, and the ranks of their group."""
 
     name: str
@@ -42,7 +42,7 @@ class RankSpans:
     ahead_s: float
     clock_error_s: float
     anchor_s: float
-    tracks: Mapping[str, list[Span]] = field(default_factory=dict)
+    tracks: Mapping[str, list[TraceSpan]] = field(default_factory=dict)
     operators: tuple[Operator, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -53,17 +53,17 @@ class RankSpans:
     def from_json(cls, values: Mapping[str, Any]) -> Self:
         """Reads what ``to_json`` returned."""
         tracks = {
-            name: [Span(**{**each, "ranks": tuple(each["ranks"])}) for each in spans]
+            name: [TraceSpan(**{**each, "ranks": tuple(each["ranks"])}) for each in spans]
             for name, spans in values["tracks"].items()
         }
         operators = tuple(Operator(**each) for each in values["operators"])
         return cls(**{**values, "tracks": tracks, "operators": operators})
 
-    def corrected(self, name: str) -> list[Span]:
+    def corrected(self, name: str) -> list[TraceSpan]:
         """Returns the spans of a track on the clock of rank 0."""
         ahead = self.ahead_s
         return [
-            Span(
+            TraceSpan(
                 name=each.name,
                 start_s=each.start_s - ahead,
                 end_s=each.end_s - ahead,

@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from paceline.profile.merge import MemoryPoint, RankProfile, begin_s, largest_by_time
-from paceline.profile.spans import Operator, Span
+from paceline.profile.spans import Operator, TraceSpan
 from paceline.units import format_bytes, format_seconds
 
 Interval = tuple[float, float]
@@ -194,7 +194,7 @@ def _rank_times(profile: RankProfile, late: Sequence[Interval]) -> RankTimes:
 
 def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
     """Returns, by rank, the times between its coming to a collective and that of the last rank of the group."""
-    arrivals: dict[tuple[str, tuple[int, ...], int], dict[int, Span]] = defaultdict(dict)
+    arrivals: dict[tuple[str, tuple[int, ...], int], dict[int, TraceSpan]] = defaultdict(dict)
     for each in ranks:
         counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
         for operation in each.spans.corrected("collectives"):
@@ -210,7 +210,7 @@ def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
     return found
 
 
-def _intervals(spans: Sequence[Span]) -> list[Interval]:
+def _intervals(spans: Sequence[TraceSpan]) -> list[Interval]:
     return [(each.start_s, each.end_s) for each in spans]
 
 

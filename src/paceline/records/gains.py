@@ -31,7 +31,7 @@ def _unknown(overrides: Sequence[str]) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class Improvement:
     """What to change, and how many times as fast the run would be: predicted by formulas, or at most (a bound)."""
 
     text: str
@@ -53,9 +53,9 @@ class Gains:
     settings: Mapping[str, Any] = field(default_factory=dict)  # by dotted key
     predict: Predict = _unknown
 
-    def best_changes(self, shares: Mapping[str, float], facts: RunFacts, most: int = 2) -> tuple[Change, ...]:
+    def best_changes(self, shares: Mapping[str, float], facts: RunFacts, most: int = 2) -> tuple[Improvement, ...]:
         """Returns the changes that help most against what limits a run: those of the first cause come first."""
-        ways: dict[str, Callable[[float, RunFacts], Iterator[Change]]] = {
+        ways: dict[str, Callable[[float, RunFacts], Iterator[Improvement]]] = {
             "data": self._for_data,
             "communication": self._for_communication,
             "link": self._for_link,
@@ -65,20 +65,20 @@ class Gains:
             "restarts": self._for_restarts,
             "compute": self._for_compute,
         }
-        found: list[Change] = []
+        found: list[Improvement] = []
         for cause in [*shares, "compute"]:
             own = sorted(ways[cause](shares.get(cause, 0.0), facts), key=lambda change: -change.gain)
             found += [each for each in own if each.gain >= _FEWEST and each.text not in {one.text for one in found}]
         return tuple(found[:most])
 
-    def _change(self, text: str, bound: float, why: str, overrides: Sequence[str] = ()) -> Change:
+    def _change(self, text: str, bound: float, why: str, overrides: Sequence[str] = ()) -> Improvement:
         """Makes a change with the gain that formulas predict for the overrides; else with the bound."""
         predicted = self.predict(overrides) if overrides else None
         if predicted is not None:
-            return Change(text=text, gain=predicted, basis="predicted")
-        return Change(text=text, gain=min(bound, _LONGEST), basis="bound", why=why)
+            return Improvement(text=text, gain=predicted, basis="predicted")
+        return Improvement(text=text, gain=min(bound, _LONGEST), basis="bound", why=why)
 
-    def _for_data(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_data(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         del facts
         bound = 1.0 / max(1.0 - share, 1e-9)
         workers = self.settings.get("data.workers", 0)
@@ -93,21 +93,21 @@ class Gains:
             yield self._change("raise data.workers", bound, "no waiting for data")
         yield self._change("prepare samples once, ahead of the run", bound, "no waiting for data")
 
-    def _for_communication(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_communication(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         del facts
         half = 1.0 / (1.0 - share / 2)
         yield self._accumulate(half)
         if self.settings.get("comm.compression.policy", "none") == "none":
             yield self._change("send half the bytes (comm.compression.policy = bf16)", half, "half the bytes")
 
-    def _accumulate(self, bound: float) -> Change:
+    def _accumulate(self, bound: float) -> Improvement:
         """Twice the samples a step; in a pipeline also half the bubble for each of them."""
         run = self.run
         twice = [f"train.accumulate={2 * run.accumulate}", f"train.global_batch={2 * run.global_batch}"]
         text = f"raise train.accumulate from {run.accumulate} to {2 * run.accumulate}, and the global batch with it"
         return self._change(text, bound, "half the exchanges for each sample", twice)
 
-    def _for_link(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_link(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         exposed = share * (facts.steps.without_warm_up().step_s or 0.0)
         kept = min(1.0, (facts.priced_comm_s or 0.0) / exposed) if exposed > 0 else 0.0
         bound = 1.0 / max(1.0 - share * (1.0 - kept), 1e-9)
@@ -116,7 +116,7 @@ class Gains:
         )
         yield self._accumulate(1.0 / (1.0 - share / 2))
 
-    def _for_rank(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_rank(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         if facts.straggler is None:
             return
         rank, ranks = facts.straggler.rank, self.run.world_size
@@ -127,7 +127,7 @@ class Gains:
         if ranks > 2:
             yield self._change(f"leave rank {rank} out", bound * (ranks - 1) / ranks, f"{ranks - 1} equal ranks")
 
-    def _for_host(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_host(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         del share, facts
         if str(self.settings.get("model.compile", "none")).lower() in ("none", "false"):
             yield self._change(
@@ -138,7 +138,7 @@ class Gains:
         twice = [f"train.microbatch={2 * run.microbatch}", f"train.global_batch={2 * run.global_batch}"]
         yield self._change(text, 2.0, "twice the samples in as many launches", twice)
 
-    def _for_memory(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_memory(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         run, bound = self.run, 1.0 / max(1.0 - share, 1e-9) if share > 0 else 2.0
         why = "as before memory ran out" if share > 0 else "half as many passes over the model"
         if run.world_size > 1 and run.strategy == "ddp":
@@ -150,7 +150,7 @@ class Gains:
             yield self._change("halve activations (train.precision = bf16) and raise train.microbatch", bound, why)
         del facts
 
-    def _for_restarts(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_restarts(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         goodput = facts.goodput
         yield self._change(
             "remove what ends the ranks (paceline report names it)", 1.0 / max(1.0 - share, 1e-9), "no restarts"
@@ -161,7 +161,7 @@ class Gains:
             "save twice as often (checkpoint.every_steps)", 1.0 / (1.0 - saved), "half the steps made again"
         )
 
-    def _for_compute(self, share: float, facts: RunFacts) -> Iterator[Change]:
+    def _for_compute(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         del share
         run, steps = self.run, facts.steps.without_warm_up()
         is_gpu = run.device != "cpu"
@@ -183,7 +183,7 @@ class Gains:
         if is_gpu and str(self.settings.get("model.compile", "none")).lower() in ("none", "false"):
             predicted = self.predict(["model.compile=auto"])
             if predicted is not None:
-                yield Change(text="compile the model (model.compile = auto)", gain=predicted, basis="predicted")
+                yield Improvement(text="compile the model (model.compile = auto)", gain=predicted, basis="predicted")
         peak, rate = run.measured_peak_flops, steps.samples_per_s
         if peak and rate and run.flops_per_sample:
             bound = peak * run.world_size / (rate * run.flops_per_sample)

@@ -24,7 +24,7 @@ from itertools import chain
 from typing import Any, Literal
 
 from paceline.records.facts import RunFacts
-from paceline.records.gains import Change, Gains
+from paceline.records.gains import Gains, Improvement
 from paceline.records.goodput import Goodput
 from paceline.records.records import strict_json
 from paceline.records.summary import StepTable
@@ -68,7 +68,7 @@ class Limits:
     what: Cause
     sentence: str
     found: tuple[Limit, ...] = ()
-    changes: tuple[Change, ...] = ()
+    changes: tuple[Improvement, ...] = ()
 
     @property
     def evidence(self) -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.ledger_view import LedgerView
-from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.health.verdict import HangLimits, HangVerdict, judge
 
-_NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
+_NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 _ASK_S = 0.02
 _STAYS_S = 1.5  # the watch of a host looks several times in it
 _READS_S = 2.0

@@ -38,7 +38,7 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.errors import CollectiveMismatchError, CommunicationError, ConfigError
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
-from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.health.verdict import HangLimits, HangVerdict, judge
 from paceline.run.left_ranks import LeftRanks
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.process_state import look_at_process
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
 _SOONER = 0.9  # a verdict comes before the operation that waits gives up
 _STOPPED_S = 60.0
 _SELDOM_S = 0.25  # updates are compared at least so often, and every sixteenth or so of faster loops
-_NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
-_MISMATCHES = Limits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
+_NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
+_MISMATCHES = HangLimits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
 _GONE = "is gone"
 _WAITED = ("did not come within", _GONE)
 _DIES_S, _ASK_S = 0.5, 0.01
@@ -84,7 +84,7 @@ def connect(
     if comm.size == 1 or not is_watched:
         return comm
     limit_s = _SOONER * timeout_s
-    limits = Limits(step_s=limit_s, setup_s=limit_s, stopped_s=min(limit_s, _STOPPED_S), needs_waiting=True)
+    limits = HangLimits(step_s=limit_s, setup_s=limit_s, stopped_s=min(limit_s, _STOPPED_S), needs_waiting=True)
     folder = _scratch(broadcast_object(comm, f"{time.time_ns()}-{os.getpid()}"))
     problem = ""
     try:
@@ -132,7 +132,7 @@ def watch(
     where = Path(folder).absolute()
     ledger_path(where, comm.ranks[comm.rank]).unlink(missing_ok=True)
     (where / "logs").mkdir(parents=True, exist_ok=True)
-    limits = Limits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
+    limits = HangLimits(step_s=hang_s, setup_s=hang_s if hang_setup_s is None else hang_setup_s)
     return _follow(_keep_ledger(comm, where), where, where, WatchPolicy(limits=limits))
 
 

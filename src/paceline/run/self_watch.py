@@ -37,7 +37,7 @@ from paceline.health.lateness import Lateness, RankLook
 from paceline.health.ledger_text import looks_from_text, looks_to_text, views_from_text, views_to_text
 from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
-from paceline.health.verdict import HangVerdict, Limits, RankState, judge, state_of
+from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
 from paceline.run.left_ranks import LeftRanks, left_key
 from paceline.run.notes import note_hang
 from paceline.run.pair_hosts import PairedHosts
@@ -156,7 +156,7 @@ _TAKES_OVER_S = 1.2  # until the next rank of a host leads, and has answered
 _UNHEARD = "its host is gone, stopped or cannot be reached"
 _STOPS_S = 3.0  # a look takes less, even where ranks are asked for their stacks
 _HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
-_NO_LIMIT = Limits(step_s=0.0, setup_s=0.0)
+_NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 
 
 def watch_itself(

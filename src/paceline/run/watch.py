@@ -32,7 +32,7 @@ from paceline.health.failure import Failure, failure_of_verdict, locate_death
 from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
 from paceline.health.straggler import Straggler
-from paceline.health.verdict import HangVerdict, Limits, judge
+from paceline.health.verdict import HangLimits, HangVerdict, judge
 from paceline.run.logs import append_line
 from paceline.run.notes import noted_processes, read_failures, replace_file, write_failure
 from paceline.run.polling import polling
@@ -56,12 +56,12 @@ _MANY_PAGES = 50  # read from a disk in a second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How long ranks may stand still; see ``Limits``. ``every_s`` is how often they are looked at.
+    """How long ranks may stand still; see ``HangLimits``. ``every_s`` is how often they are looked at.
 
     ``compare_s`` is how often the times of ranks are compared, and ``late`` says when one is told to be late.
     """
 
-    limits: Limits
+    limits: HangLimits
     every_s: float = 0.2
     compare_s: float = 2.0
     late: LatenessPolicy = field(default_factory=LatenessPolicy)
@@ -71,7 +71,7 @@ def watch_policy(config: Config) -> WatchPolicy | None:
     """Returns how the ranks of a config are watched; None where it says not to."""
     if config.monitor.hang_s is None:
         return None
-    return WatchPolicy(limits=Limits(step_s=config.monitor.hang_s, setup_s=config.monitor.hang_setup_s))
+    return WatchPolicy(limits=HangLimits(step_s=config.monitor.hang_s, setup_s=config.monitor.hang_setup_s))
 
 
 def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
@@ -250,7 +250,7 @@ class Watch:
         early = {number: process.pid for number, process in self._early.items()}
         return early | {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> HangLimits:
         """Returns the limits, longer where steps have shown to be long."""
         asked = self._policy.limits
         step_s = max(asked.step_s, _PATIENT * self._longest_s)
@@ -363,7 +363,7 @@ def note_mismatch(folder: Path, ranks: Iterable[int]) -> HangVerdict | None:
     readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in ranks}
     now = time.monotonic()
     views = [reader.view(changed_s=now) for reader in readers.values() if reader is not None]
-    verdict = judge(views, now, Limits(step_s=math.inf, setup_s=math.inf))  # however long they stood
+    verdict = judge(views, now, HangLimits(step_s=math.inf, setup_s=math.inf))  # however long they stood
     if verdict is not None:
         ranks = [view.rank for view in views]
         tell_verdict(folder, verdict, ranks)

@@ -94,7 +94,7 @@ def recognise(environment: Mapping[str, str]) -> Surroundings:
     """Finds out how this process was started. Raises ConfigError with all that is missing or contradictory."""
     if environment.get(SWITCH) == "none":
         return Surroundings(launcher=f"{SWITCH}=none")
-    read = _Reader(environment)
+    read = _VariableReader(environment)
     found = _recognise(read)
     if SWITCH in environment:
         read.problem(f"{SWITCH} = {environment[SWITCH]}", "the only value is none: this process starts its own ranks")
@@ -121,7 +121,7 @@ def tasks_of_node(text: str, node: int) -> int | None:
 
 
 @dataclass(slots=True)
-class _Reader:
+class _VariableReader:
     """Reads variables, and collects what is wrong with them."""
 
     environment: Mapping[str, str]
@@ -161,7 +161,7 @@ class _Reader:
             self.problem(f"{name} = {number} with {of} = {count}", f"{name} counts from 0 to {of} - 1")
 
 
-def _recognise(read: _Reader) -> Surroundings:
+def _recognise(read: _VariableReader) -> Surroundings:
     if read.has("TORCHELASTIC_RUN_ID") and read.has("RANK"):
         return _rank_of_environment(read, "torchrun")
     if read.has("RAY_JOB_ID") and read.has("RANK"):
@@ -183,7 +183,7 @@ def _recognise(read: _Reader) -> Surroundings:
     return _alone(read)
 
 
-def _alone(read: _Reader) -> Surroundings:
+def _alone(read: _VariableReader) -> Surroundings:
     """Nothing says which rank this is. A meeting point elsewhere, or a world of several, says that there are others."""
     address, world = read.environment.get("MASTER_ADDR", ""), read.environment.get("WORLD_SIZE", "1")
     if world != "1" or not _is_loopback(address or "localhost") or read.environment.get("NNODES", "1") != "1":
@@ -198,7 +198,7 @@ def _alone(read: _Reader) -> Surroundings:
     return Surroundings(launcher="no launcher")
 
 
-def _rank_of_environment(read: _Reader, launcher: str) -> Surroundings:
+def _rank_of_environment(read: _VariableReader, launcher: str) -> Surroundings:
     rank = read.number("RANK", "the number of this rank")
     world = read.number("WORLD_SIZE", "the number of ranks", least=1)
     read.below("RANK", rank, "WORLD_SIZE", world)
@@ -223,7 +223,7 @@ def _rank_of_environment(read: _Reader, launcher: str) -> Surroundings:
     )
 
 
-def _host_of_kubeflow(read: _Reader) -> Surroundings:
+def _host_of_kubeflow(read: _VariableReader) -> Surroundings:
     least, most = _counts(read, "PET_NNODES")
     number = read.number("PET_NODE_RANK", "the number of this host", default=0 if most == 1 else None)
     read.below("PET_NODE_RANK", number, "PET_NNODES", most)
@@ -258,7 +258,7 @@ def _host_of_kubeflow(read: _Reader) -> Surroundings:
     )
 
 
-def _host_of_environment(read: _Reader, launcher: str, index: str) -> Surroundings:
+def _host_of_environment(read: _VariableReader, launcher: str, index: str) -> Surroundings:
     """A process on each host. Without NNODES, WORLD_SIZE counts hosts: nobody has counted ranks yet."""
     if not read.has("NNODES", "WORLD_SIZE"):
         read.problem(
@@ -290,7 +290,7 @@ def _host_of_environment(read: _Reader, launcher: str, index: str) -> Surroundin
     )
 
 
-def _rank_of_mpi(read: _Reader) -> Surroundings:
+def _rank_of_mpi(read: _VariableReader) -> Surroundings:
     if read.has("OMPI_COMM_WORLD_RANK"):
         names = [f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")]
     elif read.has("PMI_RANK"):
@@ -327,7 +327,7 @@ def _rank_of_mpi(read: _Reader) -> Surroundings:
     )
 
 
-def _task_of_slurm(read: _Reader) -> Surroundings:
+def _task_of_slurm(read: _VariableReader) -> Surroundings:
     job = read.environment["SLURM_JOB_ID"]
     if not read.has("SLURM_STEP_ID") or read.environment["SLURM_STEP_ID"] == _INTERACTIVE_STEP:
         nodes = read.number("SLURM_JOB_NUM_NODES", "the number of nodes of the job", least=1, default=1)
@@ -367,7 +367,7 @@ def _task_of_slurm(read: _Reader) -> Surroundings:
     return replace(host, kind="rank", local_rank=local, host_ranks=here)
 
 
-def _counts(read: _Reader, name: str) -> tuple[int, int]:
+def _counts(read: _VariableReader, name: str) -> tuple[int, int]:
     """Reads a number of hosts: ``4``, or the fewest and the most, ``2:4``."""
     given = read.text(name, "the number of hosts")
     found = re.fullmatch(r"(\d{1,6})(?::(\d{1,6}))?", given)

@@ -139,7 +139,7 @@ def sample(language: LanguageModel, prompt: str, options: SampleOptions) -> list
         raise UsageError("the prompt has no tokens\n  the model goes on from them\n  give --prompt a text")
     generator = torch.Generator().manual_seed(options.seed)
     tokens: list[int] = []
-    reader = _Reader(language, uses_cache=options.uses_cache)
+    reader = _TokenReader(language, uses_cache=options.uses_cache)
     for _ in range(options.tokens):
         logits = reader.read([*given, *tokens])[0, -1].float().cpu()
         token = _draw(logits[: language.tokenizer.vocab_size], options, generator)
@@ -153,7 +153,7 @@ def sample(language: LanguageModel, prompt: str, options: SampleOptions) -> list
     return tokens
 
 
-class _Reader:
+class _TokenReader:
     """Has a model read a growing row of tokens, each of them once where it keeps keys and values."""
 
     def __init__(self, language: LanguageModel, *, uses_cache: bool) -> None:

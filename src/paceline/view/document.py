@@ -30,7 +30,7 @@ from paceline.search.expectation import read_expectation
 from paceline.units import format_seconds
 from paceline.untrusted import read_regular
 from paceline.view.columns import HEAT, Array, bucket_starts, extremes, means
-from paceline.view.runs import QUIET_EVENTS, Run
+from paceline.view.runs import QUIET_EVENTS, ShownRun
 from paceline.view.traces import operations_between
 
 _MOST_EVENTS = 200  # of a kind
@@ -49,7 +49,7 @@ class Window:
     points: int = 1000
 
 
-def describe(run: Run, window: Window | None = None) -> dict[str, Any]:
+def describe(run: ShownRun, window: Window | None = None) -> dict[str, Any]:
     """Returns all that the page shows of a run but for its map, timeline and words."""
     window = window or Window()
     curves, steps = run.columns.curves(), run.columns.steps
@@ -84,7 +84,7 @@ def describe(run: Run, window: Window | None = None) -> dict[str, Any]:
     }
 
 
-def heat(run: Run, name: str, window: Window) -> dict[str, Any]:
+def heat(run: ShownRun, name: str, window: Window) -> dict[str, Any]:
     """Returns the map of one field. Raises KeyError for a field that there is none of."""
     if name not in HEAT:
         raise KeyError(name)
@@ -99,7 +99,7 @@ def heat(run: Run, name: str, window: Window) -> dict[str, Any]:
     return {"name": name, "ranks": ranks, "steps": rounded(steps, 9), "values": packed, "limits": limits}
 
 
-def timeline(run: Run, first: float, last: float, most: int = _MOST_STEPS) -> dict[str, Any]:
+def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) -> dict[str, Any]:
     """Returns when each rank did what in some steps; where they are too many, in the last of them."""
     steps = run.columns.steps
     span = _span(steps, Window(first=first, last=last))
@@ -124,7 +124,7 @@ def timeline(run: Run, first: float, last: float, most: int = _MOST_STEPS) -> di
     }
 
 
-def _clock_note(run: Run, ranks: Sequence[int]) -> str:
+def _clock_note(run: ShownRun, ranks: Sequence[int]) -> str:
     """Says whether rows of several hosts lie on one clock."""
     if len({run.starts[rank].host for rank in ranks if rank in run.starts}) < 2 and not run.clocks:
         return ""
@@ -134,7 +134,7 @@ def _clock_note(run: Run, ranks: Sequence[int]) -> str:
     return f"clocks of the hosts differ by up to {format_seconds(most)}, and are corrected"
 
 
-def config_of(run: Run) -> dict[str, str]:
+def config_of(run: ShownRun) -> dict[str, str]:
     """Returns the settings of a run by dotted name; nothing where there is no config that can be read."""
     path = run.folder / "config.yaml"
     try:
@@ -176,7 +176,7 @@ def _curve(values: Array, starts: Array) -> dict[str, list[float]]:
     return {"mean": rounded(means(values, starts)), "min": rounded(low), "max": rounded(high)}
 
 
-def _facts(run: Run) -> dict[str, Any]:
+def _facts(run: ShownRun) -> dict[str, Any]:
     lead = run.lead
     if lead is None:
         return {}
@@ -186,7 +186,7 @@ def _facts(run: Run) -> dict[str, Any]:
     return facts | {"device": lead.device, "hosts": hosts[:16], "num_hosts": len(hosts), "started": run.first_time}
 
 
-def _evaluations(run: Run) -> dict[str, list[list[float]]]:
+def _evaluations(run: ShownRun) -> dict[str, list[list[float]]]:
     """Returns step, time and value of each evaluation, by metric."""
     found: dict[str, list[list[float]]] = {}
     for each in run.evaluations:
@@ -197,7 +197,7 @@ def _evaluations(run: Run) -> dict[str, list[list[float]]]:
     return found
 
 
-def _events(run: Run) -> list[dict[str, Any]]:
+def _events(run: ShownRun) -> list[dict[str, Any]]:
     """Returns the events and evaluations that are marks on charts, in order; of a frequent kind, the last."""
     steps, times = run.columns.steps, run.columns.curves()["time"]
     is_rising = bool(np.all(np.diff(times) >= 0))
@@ -224,7 +224,7 @@ def _as_event(evaluation: EvalRecord) -> EventRecord:
     return EventRecord(name="evaluation", step=evaluation.step, detail=values, time=evaluation.time)
 
 
-def _own_scalars(run: Run) -> dict[str, list[list[float]]]:
+def _own_scalars(run: ShownRun) -> dict[str, list[list[float]]]:
     found: dict[str, list[list[float]]] = {}
     for each in run.scalars:
         for name, value in each.detail.items():
@@ -234,7 +234,7 @@ def _own_scalars(run: Run) -> dict[str, list[list[float]]]:
     return found
 
 
-def _hosts(run: Run, points: int) -> list[dict[str, Any]]:
+def _hosts(run: ShownRun, points: int) -> list[dict[str, Any]]:
     """Returns what samplers read: a curve for each host and name, over the steps that were made meanwhile."""
     by_name: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for record in run.hosts:
@@ -252,7 +252,7 @@ def _hosts(run: Run, points: int) -> list[dict[str, Any]]:
     return found
 
 
-def _comm(run: Run) -> list[dict[str, Any]]:
+def _comm(run: ShownRun) -> list[dict[str, Any]]:
     """Returns rate and bytes of communication by kind and group, as the lowest rank saw it."""
     found: dict[tuple[str, str, int], list[list[float]]] = {}
     for each in run.comm:
@@ -265,14 +265,14 @@ def _comm(run: Run) -> list[dict[str, Any]]:
     ]
 
 
-def _predicted(run: Run) -> dict[str, Any] | None:
+def _predicted(run: ShownRun) -> dict[str, Any] | None:
     expected = read_expectation(run.folder)
     if expected is None:
         return None
     return {name: value for name, value in asdict(expected).items() if value not in (None, "", [], ())}
 
 
-def _heat_names(run: Run) -> list[str]:
+def _heat_names(run: ShownRun) -> list[str]:
     steps = run.columns.steps
     if not len(steps):
         return []

@@ -13,7 +13,7 @@ import numpy as np
 from paceline.errors import RunFolderError
 from paceline.records.summary import PHASES
 from paceline.view.document import rounded
-from paceline.view.runs import Run
+from paceline.view.runs import ShownRun
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +26,7 @@ _COLORS = ("#5753c6", "#d9730d", "#0d8a72", "#c2378a", "#2f7fd1", "#8a7a0a")
 _PHASE_COLORS = ("#3b8fd6", "#6ab187", "#2f7d60", "#d8434f", "#e0a32e")
 
 
-def write_csv(runs: Sequence[Run], path: Path) -> None:
+def write_csv(runs: Sequence[ShownRun], path: Path) -> None:
     """Writes a line for each step of each run: what all ranks did together, in the units of the records."""
     text = io.StringIO()
     lines = csv.writer(text, lineterminator="\n")
@@ -42,7 +42,7 @@ def write_csv(runs: Sequence[Run], path: Path) -> None:
     _write(path, text.getvalue().encode())
 
 
-def write_figure(runs: Sequence[Run], path: Path, kind: str) -> None:
+def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
     """Draws loss, throughput, step time and memory of runs, phases and the map of ranks of the first one."""
     from matplotlib.figure import Figure
 
@@ -65,7 +65,7 @@ def write_figure(runs: Sequence[Run], path: Path, kind: str) -> None:
     _write(path, made.getvalue())
 
 
-def _lines(axis: Axes, runs: Sequence[Run], name: str, title: str, scale: float | None) -> None:
+def _lines(axis: Axes, runs: Sequence[ShownRun], name: str, title: str, scale: float | None) -> None:
     for place, run in enumerate(runs):
         factor = scale if scale is not None else 1.0 if run.lead is None else run.lead.units_per_sample
         values = run.columns.curves()[name] * factor
@@ -74,7 +74,7 @@ def _lines(axis: Axes, runs: Sequence[Run], name: str, title: str, scale: float 
     _finish(axis, title, has_legend=len(runs) > 1)
 
 
-def _phases(axis: Axes, run: Run) -> None:
+def _phases(axis: Axes, run: ShownRun) -> None:
     curves = run.columns.curves()
     parts = [1e3 * np.nan_to_num(curves[name]) for name in PHASES]
     names = [name.removesuffix("_s") for name in PHASES]
@@ -82,7 +82,7 @@ def _phases(axis: Axes, run: Run) -> None:
     _finish(axis, "phases of a step, mean of the ranks, ms", has_legend=True)
 
 
-def _map(axis: Axes, run: Run) -> None:
+def _map(axis: Axes, run: ShownRun) -> None:
     ranks, steps, values = run.columns.heat("step_s", slice(None), 600)
     if values.size:
         low, high = np.nanpercentile(values, (2, 98))

@@ -19,7 +19,7 @@ from threading import Event, Lock, Thread
 from typing import Any
 
 from paceline.untrusted import file_inside, open_regular, parse_json_object
-from paceline.view.runs import Run, find_runs, names_of
+from paceline.view.runs import ShownRun, find_runs, names_of
 
 _LOOK_S, _IDLE_LOOK_S, _FIND_S = 0.25, 2.0, 1.0
 _FIRST_S, _BUDGET_S = 0.02, 0.05  # of reading at a stretch, with the lock held
@@ -32,7 +32,7 @@ class Follower:
 
     def __init__(self, paths: Sequence[Path], notice: Callable[[str], None] = lambda _: None) -> None:
         self.lock = Lock()
-        self.runs: list[Run] = []
+        self.runs: list[ShownRun] = []
         self._paths = list(paths)
         self._notice = notice
         self._told: set[str] = set()
@@ -69,10 +69,10 @@ class Follower:
         if self._thread is not None:
             self._thread.join(5.0)
 
-    def find_run(self, run_id: str) -> Run | None:
+    def find_run(self, run_id: str) -> ShownRun | None:
         return next((run for run in self.runs if run.id == run_id), None)
 
-    def want(self, run: Run) -> None:
+    def want(self, run: ShownRun) -> None:
         """Has a run read from now on; the first of it at once."""
         if run.id not in self._wanted:
             self._wanted.add(run.id)
@@ -104,7 +104,7 @@ class Follower:
         finally:
             self._watchers -= 1
 
-    async def words_of(self, run: Run) -> dict[str, Any]:
+    async def words_of(self, run: ShownRun) -> dict[str, Any]:
         """Returns the words of a run, at most some seconds old; a process of its own reads the records."""
         made, status, words = self._words.get(run.id, (0.0, "", {}))
         with self.lock:
@@ -130,7 +130,7 @@ class Follower:
         known = {run.folder: run for run in self.runs}
         if list(known) != folders:
             named = dict(zip(folders, names_of(folders), strict=True))
-            self.runs = [known.get(folder) or Run(folder) for folder in folders]
+            self.runs = [known.get(folder) or ShownRun(folder) for folder in folders]
             for run in self.runs:
                 run.name = named[run.folder]
 
@@ -155,7 +155,7 @@ class Follower:
                 self._wake.clear()
             time.sleep(0.01)  # lets requests have the lock
 
-    def _look(self, run: Run, *, is_over: bool) -> None:
+    def _look(self, run: ShownRun, *, is_over: bool) -> None:
         now = time.monotonic()
         if is_over and run.id not in self._behind and now - self._looked.get(run.id, 0.0) < _IDLE_LOOK_S:
             return
@@ -178,7 +178,7 @@ class Follower:
                 self._loop.call_soon_threadsafe(wake)
 
 
-def glance(run: Run) -> dict[str, Any]:
+def glance(run: ShownRun) -> dict[str, Any]:
     """Returns the state of a run that has not been read: the status at the end of its lowest rank's file.
 
     Without an end it runs as long as its files grow: those of hosts do every second.

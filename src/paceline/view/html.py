@@ -19,7 +19,7 @@ from pydantic_core import to_json
 from paceline import __version__
 from paceline.errors import RunFolderError
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
-from paceline.view.runs import Run, read_runs
+from paceline.view.runs import ShownRun, read_runs
 from paceline.view.words import summary_of
 
 _STYLES = ("uPlot.min.css", "page.css")
@@ -54,7 +54,7 @@ def report_data(folders: Sequence[Path]) -> dict[str, Any]:
     return {"version": __version__, "runs": [_whole(run) for run in runs], "differences": differences_of(runs)}
 
 
-def differences_of(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
+def differences_of(runs: Sequence[ShownRun]) -> list[tuple[str, list[str]]]:
     """Returns the settings in which runs differ; nothing for a single one."""
     return differences([config_of(run) for run in runs]) if len(runs) > 1 else []
 
@@ -67,7 +67,7 @@ def as_json(value: Any) -> str:
     return text
 
 
-def _whole(run: Run) -> dict[str, Any]:
+def _whole(run: ShownRun) -> dict[str, Any]:
     told = describe(run, Window(points=_POINTS))
     names = told["heat_names"]
     columns = max(60, min(_HEAT_POINTS, _HEAT_VALUES // max(1, len(run.columns.ranks))))

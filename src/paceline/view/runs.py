@@ -37,7 +37,7 @@ _MARKS = ("config.yaml", "records")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class ShownState:
     """Where a run stands, and what to say about it first."""
 
     status: Status
@@ -50,7 +50,7 @@ class State:
     message: str = ""
 
 
-class Run:
+class ShownRun:
     """One run, as far as it has been read. Not for several threads at once."""
 
     def __init__(self, folder: Path, name: str = "") -> None:
@@ -168,13 +168,13 @@ class Run:
             case CommRecord() if rank == min(self.starts, default=0):
                 _keep(self.comm, record)
 
-    def state(self, now: float | None = None) -> State:
+    def state(self, now: float | None = None) -> ShownState:
         """Says where the run stands."""
         now = time.time() if now is None else now
         lead = self.lead
         step = int(self.columns.steps[-1]) if len(self.columns.steps) else 0
         if lead is None:
-            return State(status="starting", sentence="waiting for the first record", step=0, total=0, seconds=0.0)
+            return ShownState(status="starting", sentence="waiting for the first record", step=0, total=0, seconds=0.0)
         times = self.columns.curves()["time"]
         last = float(times[-1]) if len(times) else lead.time
         current = [end for rank, end in self.ends.items() if rank < lead.world_size]
@@ -186,12 +186,12 @@ class Run:
         if is_over and end is not None:
             seconds = end.time - self.first_time
             sentence = _ended(end, total, seconds)
-            return State(status=end.status, sentence=sentence, seconds=seconds, message=end.message, **common)
+            return ShownState(status=end.status, sentence=sentence, seconds=seconds, message=end.message, **common)
         gone = _gone_ranks(run for rank, run in self.starts.items() if rank < lead.world_size and rank not in self.ends)
         if gone:
             who = f"rank {gone[0]}" if len(gone) == 1 else f"{len(gone)} ranks"
             sentence = f"died after step {step:,}: the process of {who} is gone, and no end was recorded"
-            return State(status="died", sentence=sentence, seconds=last - self.first_time, **common)
+            return ShownState(status="died", sentence=sentence, seconds=last - self.first_time, **common)
         left_s = self._left_s(step, total)
         sentence = f"running, step {step:,} of {total:,}" if total else f"running, step {step:,}"
         sentence += f", about {format_seconds(left_s)} left" if left_s is not None else ""
@@ -199,7 +199,7 @@ class Run:
         length = self.columns.curves()["step_s"]
         if quiet_s > max(_SILENT_S, 10 * float(length[-1]) if len(length) else 0.0):
             sentence += f"; no step for {format_seconds(quiet_s)}"
-        return State(status="running", sentence=sentence, seconds=now - self.first_time, left_s=left_s, **common)
+        return ShownState(status="running", sentence=sentence, seconds=now - self.first_time, left_s=left_s, **common)
 
     def _left_s(self, step: int, total: int) -> float | None:
         lengths = self.columns.curves()["step_s"][-50:]
@@ -248,9 +248,9 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     return sorted(runs.values(), key=_started, reverse=True), problems
 
 
-def read_runs(folders: Sequence[Path]) -> list[Run]:
+def read_runs(folders: Sequence[Path]) -> list[ShownRun]:
     """Reads the records of runs, as far as they are there."""
-    runs = [Run(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
+    runs = [ShownRun(folder, name) for folder, name in zip(folders, names_of(folders), strict=True)]
     for run in runs:
         while run.look():
             pass

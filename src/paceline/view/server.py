@@ -34,7 +34,7 @@ from paceline.errors import UsageError
 from paceline.view.document import Window, describe, heat, timeline
 from paceline.view.follow import Follower
 from paceline.view.html import differences_of, live_page
-from paceline.view.runs import Run
+from paceline.view.runs import ShownRun
 
 _COOKIE = "paceline_token"
 _MOST_POINTS = 4000
@@ -186,7 +186,7 @@ class _Api:
         text: str = await asyncio.to_thread(metrics_text, folders)
         return PlainTextResponse(text, headers=HEADERS)
 
-    async def _of_run(self, request: Request, work: Callable[[Run], Any]) -> Response:
+    async def _of_run(self, request: Request, work: Callable[[ShownRun], Any]) -> Response:
         run = self._follower.find_run(request.query_params.get("id", ""))
         if run is None:
             return _not_found()

@@ -20,7 +20,7 @@ from paceline.checkpoint.tools.audit import audit
 from paceline.checkpoint.tools.difference import compare
 from paceline.checkpoint.tools.listing import list_folder
 from paceline.checkpoint.tools.reshard import World, reshard
-from paceline.checkpoint.write import RankShare, Target, commit, write_part
+from paceline.checkpoint.write import RankShare, SaveTarget, commit, write_part
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
@@ -102,7 +102,7 @@ def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: P
     num_kills = 0
     for changes in range(60):
         dying = RemoteFiles(Dying(fsspec.filesystem(str(place).partition(":")[0]), changes))
-        target = Target(folder=place, step=7, rank=0, world=1, token="t", storage=dying)
+        target = SaveTarget(folder=place, step=7, rank=0, world=1, token="t", storage=dying)
         try:
             write_part(target, [share], plain)
             commit(target, plain)

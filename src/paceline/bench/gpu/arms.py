@@ -24,7 +24,7 @@ import torch
 
 from paceline.bench.arms import check_words
 from paceline.bench.gpu.loops import LOOPS
-from paceline.bench.gpu.process import ENGINE, Order, Turn
+from paceline.bench.gpu.process import ENGINE, ArmTurn, Order
 from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.bench.interleave import rotate
 from paceline.cluster.peaks import Peaks, find_peaks
@@ -120,7 +120,7 @@ class MeasuredTurn:
     samples: int
 
 
-def measured(turn: Turn, warm_up: int, started: float) -> MeasuredTurn:
+def measured(turn: ArmTurn, warm_up: int, started: float) -> MeasuredTurn:
     """Takes from a turn what is reported of it."""
     return MeasuredTurn(
         step_s=median(turn.step_s[warm_up:] or turn.step_s),
@@ -145,7 +145,7 @@ def _take_turn(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path) -> 
     return measured(turn, workload.warm_up, started)
 
 
-def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, steps: int) -> Turn:
+def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, steps: int) -> ArmTurn:
     order = Order(
         arm=arm.name, model=workload.model, device=workload.device, file=str(file), steps=steps, precision=arm.precision
     )
@@ -158,10 +158,10 @@ def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, s
         raise LaunchError(
             found.get("error") or f"it left with exit code {done.returncode}: {done.stderr.strip()[-200:]}"
         )
-    return Turn(**found)
+    return ArmTurn(**found)
 
 
-def run_train(workload: GpuWorkload, file: Path, folder: Path, overrides: Sequence[str]) -> Turn:
+def run_train(workload: GpuWorkload, file: Path, folder: Path, overrides: Sequence[str]) -> ArmTurn:
     """Runs ``paceline train`` as a user does, and reads its records."""
     words = [*overrides, "name=bench", f"monitor.folder={folder}"]
     command = [sys.executable, "-m", "paceline", "train", str(file), *words, "--json"]
@@ -173,7 +173,7 @@ def run_train(workload: GpuWorkload, file: Path, folder: Path, overrides: Sequen
     attempt = read_run(folder / "bench")[0][-1]
     steps = attempt.steps
     peak = max(each.memory_bytes for each in steps)
-    return Turn(
+    return ArmTurn(
         step_s=[each.step_s for each in steps],
         losses=[float("nan") if each.loss is None else each.loss for each in steps],
         peak_bytes=peak if workload.device == "cuda" else None,

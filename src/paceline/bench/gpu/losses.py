@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from paceline.bench.gpu.arms import Tell, run_train
-from paceline.bench.gpu.process import Turn
+from paceline.bench.gpu.process import ArmTurn
 from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.config import config_from_dict, dump_yaml
 
@@ -46,7 +46,7 @@ def bench_losses(workload: GpuWorkload, steps: int, precisions: Sequence[str], t
     return compare_losses(workload.model, precisions, turns)
 
 
-def compare_losses(model: str, precisions: Sequence[str], turns: Sequence[Turn]) -> list[dict[str, Any]]:
+def compare_losses(model: str, precisions: Sequence[str], turns: Sequence[ArmTurn]) -> list[dict[str, Any]]:
     """Returns the rows of two curves: ``first`` is what the second is compared with."""
     first, second = turns
     # The first step compiles: it says nothing of how fast either is.
@@ -77,7 +77,7 @@ def compare_losses(model: str, precisions: Sequence[str], turns: Sequence[Turn])
     return rows
 
 
-def _loss_at(turn: Turn, step: int) -> float:
+def _loss_at(turn: ArmTurn, step: int) -> float:
     return fmean(turn.losses[max(0, step - _SMOOTHED) : step])
 
 

@@ -54,7 +54,7 @@ class Order:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class ArmTurn:
     """What one turn of an arm measured: seconds and losses of all its steps, and the moment the first was done."""
 
     step_s: list[float]
@@ -64,7 +64,7 @@ class Turn:
     samples: int  # of a step
 
 
-def run_order(order: Order) -> Turn:
+def run_order(order: Order) -> ArmTurn:
     """Sets an arm up and lets it train."""
     workload, device = replace(ALL_WORKLOADS[order.model], device=order.device), torch.device(order.device)
     config = workload.config(Path(order.file), order.steps, precision=order.precision)
@@ -130,7 +130,7 @@ def make_batches(config: Config, data: DataSplits, device: torch.device) -> Iter
         yield inputs, targets
 
 
-def _measure(step: Step, batches: Iterator[Batch], device: torch.device) -> Turn:
+def _measure(step: Step, batches: Iterator[Batch], device: torch.device) -> ArmTurn:
     gauge, clock = MemoryGauge(device), DeviceClock(device)
     first = next(batches)
     start, losses = clock.take(), [step(*first)]
@@ -145,7 +145,7 @@ def _measure(step: Step, batches: Iterator[Batch], device: torch.device) -> Turn
     ends = [float(loss) for loss in losses]
     # Of the batches that lie ready a loop would hold one; the others are the benchmark's.
     held = sum(each.numel() * each.element_size() for batch in ready[1:] for each in batch)
-    return Turn(
+    return ArmTurn(
         step_s=[first_s, *(seconds_between(before, after) for before, after in pairwise(marks))],
         losses=ends,
         peak_bytes=gauge.peak_bytes() - held if device.type == "cuda" else None,

@@ -73,7 +73,7 @@ def read_distributed(path: Path) -> dict[Any, Any]:
         raise _damaged(path / FILE, error) from error
     places, entries = metadata.planner_data or {}, metadata.state_dict_metadata
     shapes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    reader = _Reader(path, metadata)
+    reader = _CheckedReader(path, metadata)
     values = reader.take({name: None for name in entries if name not in shapes})
     tensors = _Tensors(reader, shapes)
     found: dict[Any, Any] = {}
@@ -88,7 +88,7 @@ def read_distributed(path: Path) -> dict[Any, Any]:
     return found
 
 
-class _Reader(FileSystemReader):
+class _CheckedReader(FileSystemReader):
     """Reads the files of a folder by metadata that was read and checked before: torch would unpickle anything."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -130,7 +130,7 @@ class _PlainValues(DefaultLoadPlanner):
 class _Tensors:
     """Reads tensors in the order in which they are asked for, several small ones at a time: each time has its price."""
 
-    def __init__(self, reader: _Reader, shapes: Mapping[str, TensorStorageMetadata]) -> None:
+    def __init__(self, reader: _CheckedReader, shapes: Mapping[str, TensorStorageMetadata]) -> None:
         self._reader = reader
         self._shapes = shapes
         self._read: dict[str, torch.Tensor] = {}

@@ -23,7 +23,7 @@ from paceline.checkpoint.manifest import State
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, is_remote, storage_of, url_of
 from paceline.checkpoint.tensors import Progress, Stream, file_chunks, host_bytes, ignore_progress
-from paceline.checkpoint.write import StreamedPiece, Target, commit, discard, write_rank
+from paceline.checkpoint.write import SaveTarget, StreamedPiece, commit, discard, write_rank
 from paceline.errors import CheckpointError
 from paceline.shards import Region, whole_region
 
@@ -93,7 +93,7 @@ def write_checkpoint(
     storage = storage_of(folder)
     token = secrets.token_hex(4)
     targets = [
-        Target(folder=folder, step=plain.step, rank=rank, world=len(ranks), token=token, storage=storage)
+        SaveTarget(folder=folder, step=plain.step, rank=rank, world=len(ranks), token=token, storage=storage)
         for rank in range(len(ranks))
     ]
     first = targets[0]

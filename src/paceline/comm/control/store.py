@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.comm.control.wire import Address, Link, RefusedError, Secret, SilentServerError
+from paceline.comm.control.wire import Address, RefusedError, Secret, SilentServerError, WireLink
 from paceline.errors import CommunicationError
 
 _REPLY_S = 30.0  # for what the server answers at once
@@ -32,7 +32,7 @@ class ControlClient:
     def __init__(self, address: Address, secret: Secret) -> None:
         self.address = address
         self._secret = secret
-        self._idle: list[Link] = []
+        self._idle: list[WireLink] = []
         self._owner = os.getpid()
 
     def ask(self, operation: str, *details: Any, within_s: float = 0.0) -> Any:
@@ -72,7 +72,7 @@ class ControlClient:
         while self._idle:
             self._idle.pop().close()
 
-    def _take(self) -> Link:
+    def _take(self) -> WireLink:
         if self._owner != os.getpid():  # forked: its connections are its parent's
             self._idle, self._owner = [], os.getpid()
         try:
@@ -80,9 +80,9 @@ class ControlClient:
         except IndexError:
             return self._connect(_REPLY_S)
 
-    def _connect(self, within_s: float) -> Link:
+    def _connect(self, within_s: float) -> WireLink:
         try:
-            return Link(self.address, self._secret(), within_s)
+            return WireLink(self.address, self._secret(), within_s)
         except OSError as error:
             raise self._unreachable(error) from error
 

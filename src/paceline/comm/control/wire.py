@@ -140,7 +140,7 @@ def from_text(text: bytes) -> list[Any]:
     return message
 
 
-class Link:
+class WireLink:
     """One authenticated connection of a client."""
 
     def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:

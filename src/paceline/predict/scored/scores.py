@@ -98,7 +98,7 @@ def _hit(group: Sequence[tuple[float, float]]) -> bool:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scaling:
+class ScalingScore:
     """Efficiency on more devices: its mean absolute error in points, and errors of throughput given the first row."""
 
     groups: int
@@ -107,7 +107,7 @@ class Scaling:
     given_first: ErrorScores
 
 
-def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> Scaling | None:
+def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> ScalingScore | None:
     """Scores groups of (devices, measured, predicted) throughput per device; None where no group has two counts."""
     points, pairs, used = [], [], 0
     for group in groups:
@@ -123,4 +123,4 @@ def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> Scaling 
     found = errors_of(pairs)
     if found is None:
         return None
-    return Scaling(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)
+    return ScalingScore(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)

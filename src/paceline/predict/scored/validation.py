@@ -20,7 +20,7 @@ from paceline.predict.formulas.predict import Prediction, model_flops, predict
 from paceline.predict.memory.footprint import footprint
 from paceline.predict.scored.measured_table import Row, RowError, Table
 from paceline.predict.scored.published import PublishedRun, read_case
-from paceline.predict.scored.scores import ErrorScores, Ranking, Scaling, errors_of, ranking_of, scaling_of
+from paceline.predict.scored.scores import ErrorScores, Ranking, ScalingScore, errors_of, ranking_of, scaling_of
 from paceline.units import GIB
 
 # Predictions of published runs: what a row does not state is chosen, and the result is in the row's own metric.
@@ -141,7 +141,7 @@ class _Scores:
     time: ErrorScores | None
     memory: ErrorScores | None
     ranking: Ranking | None
-    scaling: Scaling | None
+    scaling: ScalingScore | None
 
     def scores_json(self) -> dict[str, Any]:
         scores = {"time": self.time, "memory": self.memory, "ranking": self.ranking, "scaling": self.scaling}
@@ -400,5 +400,5 @@ def to_json(validation: Validation) -> dict[str, Any]:
     }
 
 
-def _plain(value: ErrorScores | Ranking | Scaling | None) -> dict[str, Any] | None:
+def _plain(value: ErrorScores | Ranking | ScalingScore | None) -> dict[str, Any] | None:
     return None if value is None else asdict(value)

@@ -28,7 +28,7 @@ from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, full_shape, piece_places
 from paceline.errors import UsageError
 from paceline.train.muon.hidden import hidden_matrices
-from paceline.train.muon.rounds import Matrix, Round, make_rounds
+from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 
 
 class Muon(torch.optim.Optimizer):
@@ -55,7 +55,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype: torch.dtype | None = None  # in which matrices are orthogonalised; None: as the device does it best
         self._engine = engine
         self._alone = functools.cache(SoloCommunicator)
-        self._rounds: list[Round] | None = None  # made in the first step, when the device is known
+        self._rounds: list[UpdateRound] | None = None  # made in the first step, when the device is known
         _check_engine(engine)
         groups, others = _make_groups(dict(named), engine, lr, weight_decay, settings)
         self._adamw: torch.optim.AdamW | None = None
@@ -101,7 +101,7 @@ class Muon(torch.optim.Optimizer):
     def _iterations(self) -> int:
         return int(next(group["iterations"] for group in self.param_groups if group["is_hidden"]))
 
-    def _start(self, current: Round, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+    def _start(self, current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
         """Moves the momentum of a round's matrices, and hands over what this rank gives of their updates."""
         found = {number: members[number] for number in current.numbers if members[number][0].grad is not None}
         by_group: dict[int, list[int]] = {}
@@ -124,14 +124,14 @@ class Muon(torch.optim.Optimizer):
             updates.update(zip(given, values, strict=True))
         current.start(updates)
 
-    def _make_rounds(self) -> list[Round]:
+    def _make_rounds(self) -> list[UpdateRound]:
         """Makes the rounds of all matrices: those of one group of ranks, and of one dtype, after another."""
         places = {} if self._engine is None else piece_places(self._engine.flat_groups)
         kinds: dict[tuple[int, torch.dtype], tuple[Communicator, dict[int, Matrix]]] = {}
         for number, (parameter, _) in enumerate(self._members()):
             comm, matrix = self._describe(parameter, places)
             kinds.setdefault((id(comm), parameter.dtype), (comm, {}))[1][number] = matrix
-        rounds: list[Round] = []
+        rounds: list[UpdateRound] = []
         for (_, dtype), (comm, matrices) in kinds.items():
             lower = torch.bfloat16 if comm.device_kind == "cuda" and dtype == torch.float32 else dtype
             rounds += make_rounds(matrices, comm, self.dtype or lower, self._iterations())
@@ -197,7 +197,7 @@ def _describe_piece(group: FlatGroup, place: int) -> tuple[Communicator, Matrix]
     return group.comm, Matrix(shape=shape, spans=spans)
 
 
-def _apply(current: Round, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
+def _apply(current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str, Any]]]) -> None:
     """Decays the parameters of a round, and adds their updates: in one call for all that have the same factors."""
     alike: dict[tuple[float, float], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for number, update in current.finish().items():

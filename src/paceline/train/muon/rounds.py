@@ -60,7 +60,9 @@ def cut_into_rounds(indices: Sequence[int], costs: Sequence[float], rounds: int)
     return parts
 
 
-def make_rounds(matrices: Mapping[int, Matrix], comm: Communicator, dtype: torch.dtype, iterations: int) -> list[Round]:
+def make_rounds(
+    matrices: Mapping[int, Matrix], comm: Communicator, dtype: torch.dtype, iterations: int
+) -> list[UpdateRound]:
     """Makes the rounds of a step over numbered matrices, the same on all ranks of ``comm``."""
     order = sorted(matrices, key=lambda number: (matrices[number].shape, number))  # equal shapes side by side
     costs = [float(orthogonal_flops(matrices[number].shape, iterations, dtype)) for number in order]
@@ -77,7 +79,7 @@ def make_rounds(matrices: Mapping[int, Matrix], comm: Communicator, dtype: torch
     ]
 
 
-class Round(ABC):
+class UpdateRound(ABC):
     """Some matrices of a step: ``start`` with updates, ``compute``, ``finish`` with what they became."""
 
     def __init__(
@@ -117,7 +119,7 @@ class Round(ABC):
         return stacks
 
 
-class _Replicated(Round):
+class _Replicated(UpdateRound):
     """Every rank holds all elements: an owner takes them where they are, and all ranks gather the results."""
 
     _updates: Mapping[int, torch.Tensor]
@@ -175,7 +177,7 @@ class _Replicated(Round):
         return places
 
 
-class _Sharded(Round):
+class _Sharded(UpdateRound):
     """Every rank holds slices: they go to the owner, and come back."""
 
     _held: torch.Tensor  # this rank's slices, by owner
