@@ -3,10 +3,12 @@
 mesh = Mesh.of(replicate=2, shard=4)      # 8 ranks; the last axis varies fastest, so neighbours share a shard group
 mesh.coordinates(5)                       # {'replicate': 1, 'shard': 1}
 comm.split(mesh.group(comm.rank, "shard"))
+comm.split(mesh.group(comm.rank, "replicate", "shard"))     # all that differ along one of the two, or both
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -58,14 +60,18 @@ class Mesh:
             result = result * size + place
         return result
 
-    def group(self, rank: int, axis: str) -> tuple[int, ...]:
-        """Returns the ranks that differ from ``rank`` along ``axis`` alone, in order, ``rank`` among them."""
+    def group(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """Returns the ranks that differ from ``rank`` along ``axes`` alone, in order, ``rank`` among them."""
         place = self.coordinates(rank)
-        return tuple(self.rank(**{**place, axis: i}) for i in range(self.axis_size(axis)))
+        ranges = [range(self.axis_size(name)) if name in axes else (place[name],) for name, _ in self.axes]
+        for axis in axes:
+            self._index(axis)
+        names = [name for name, _ in self.axes]
+        return tuple(self.rank(**dict(zip(names, each, strict=True))) for each in itertools.product(*ranges))
 
-    def groups(self, axis: str) -> list[tuple[int, ...]]:
-        """Returns every group along ``axis``; together they cover each rank once."""
-        return sorted({self.group(rank, axis) for rank in range(self.size)})
+    def groups(self, *axes: str) -> list[tuple[int, ...]]:
+        """Returns every group along ``axes``; together they cover each rank once."""
+        return sorted({self.group(rank, *axes) for rank in range(self.size)})
 
     def _index(self, axis: str) -> int:
         for index, (name, _) in enumerate(self.axes):

@@ -22,6 +22,7 @@ from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket
 from paceline.engines.buckets.choice import BucketChoice, trial_policies
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.ddp import DataParallel
+from paceline.engines.groups import make_groups
 from paceline.engines.precision import PRECISIONS
 from paceline.plan.layout import Compression
 
@@ -32,7 +33,7 @@ STEPS = NUM_PASSES + 3
 
 
 def make_tuned(module: nn.Module, comm: Communicator, **options: Any) -> DataParallel:
-    return DataParallel(module, comm, sized(200, 100, tunes_buckets=True, **options))
+    return DataParallel(module, make_groups(comm), sized(200, 100, tunes_buckets=True, **options))
 
 
 @pytest.mark.some(2)
@@ -90,7 +91,7 @@ def step(engine: Any) -> None:
 
 
 def wide(comm: Communicator, **options: Any) -> DataParallel:
-    return DataParallel(seeded(), comm, sized(2**15, 2**14, tunes_buckets=True), **options)
+    return DataParallel(seeded(), make_groups(comm), sized(2**15, 2**14, tunes_buckets=True), **options)
 
 
 def replicas_are_equal(engine: DataParallel) -> bool:
@@ -192,7 +193,7 @@ def test_gradients_that_are_kept_add_up_while_buckets_change() -> None:
         return list(engine.full_gradients().values())
 
     tuned = run_virtual(lambda comm: add_up(wide(comm)), 2)
-    plain = run_virtual(lambda comm: add_up(DataParallel(seeded(), comm)), 2)
+    plain = run_virtual(lambda comm: add_up(DataParallel(seeded(), make_groups(comm))), 2)
     for found, expected in zip(tuned, plain, strict=True):
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)

@@ -19,6 +19,7 @@ from paceline.config import config_from_dict
 from paceline.engines.apply import parallelize
 from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.ddp import DataParallel
+from paceline.engines.groups import make_groups
 from paceline.models.gpt import GPT, gpt_config
 from paceline.records.sinks import JsonlSink
 from paceline.train.assemble import build_trainer
@@ -73,7 +74,7 @@ def test_buckets_are_sized_by_events_of_the_device() -> None:
     def work(comm: Communicator) -> tuple[BucketChoice | None, dict[str, torch.Tensor]]:
         torch.manual_seed(0)
         model = GPT(gpt_config("gpt-nano", dropout=0.0, vocab_size=64)).double().to(comm.device)
-        engine = DataParallel(model, comm, sized(10**5, 5 * 10**4, tunes_buckets=comm.size > 1))
+        engine = DataParallel(model, make_groups(comm), sized(10**5, 5 * 10**4, tunes_buckets=comm.size > 1))
         optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
         for step in range(11):
             tokens = torch.randint(0, 64, (8, 17), generator=torch.Generator().manual_seed(step)).to(comm.device)

@@ -19,6 +19,7 @@ from paceline.data.datasets import TensorPairs
 from paceline.data.loader import TrainLoader
 from paceline.data.order import DataOrder
 from paceline.engines.ddp import DataParallel
+from paceline.engines.groups import make_groups
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.errors import RankFailedError, UsageError
 from paceline.train.loss import CrossEntropy
@@ -63,7 +64,7 @@ def data() -> TensorPairs:
 
 
 def make_engine(comm: Communicator, precision: Precision, model: nn.Module | None = None) -> DataParallel:
-    return DataParallel(model or make_model(), comm, sized(400, 100), precision)
+    return DataParallel(model or make_model(), make_groups(comm), sized(400, 100), precision)
 
 
 def train(comm: Communicator, precision: Precision, *, parts: int, steps: int = 4) -> dict[str, torch.Tensor]:
@@ -147,7 +148,7 @@ def test_gradients_are_the_masters_and_the_modules_own_are_freed(ranks: int) -> 
 
 def test_microbatches_add_up_in_the_masters_dtype() -> None:
     """The second gradient is far smaller than the distance of bf16 numbers at the first one's size."""
-    engine = DataParallel(nn.Linear(1, 1, bias=False), SoloCommunicator(CPU), None, MASTER)
+    engine = DataParallel(nn.Linear(1, 1, bias=False), make_groups(SoloCommunicator(CPU)), None, MASTER)
     (master,) = engine.parameters()
     with engine.no_sync():
         engine(torch.tensor([[256.0]])).backward()
@@ -304,7 +305,7 @@ def test_a_sparse_gradient_is_refused_by_masters_too() -> None:
     model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
 
     def work(comm: Communicator) -> None:
-        engine = DataParallel(model, comm, None, MASTER)
+        engine = DataParallel(model, make_groups(comm), None, MASTER)
         engine(torch.tensor([1, 2])).float().sum().backward()
 
     with pytest.raises(RankFailedError, match="has a sparse gradient"):

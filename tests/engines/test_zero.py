@@ -46,6 +46,7 @@ from paceline.engines.buckets.gradients import SlicedBucket
 from paceline.engines.compiled import compile_model
 from paceline.engines.ddp import DataParallel
 from paceline.engines.flat.gathering import Gathering, _tell_of_step
+from paceline.engines.groups import make_groups
 from paceline.engines.precision import precision_named
 from paceline.engines.zero import ZeroParallel
 from paceline.errors import RankFailedError, UsageError
@@ -62,7 +63,7 @@ def make_zero(
     module: nn.Module, comm: Communicator, stage: Any = 1, buckets: BucketPolicy = SMALL, **options: Any
 ) -> ZeroParallel:
     layout = sized(buckets.bucket_bytes, buckets.first_bucket_bytes, strategy=f"zero{stage}", **options)
-    return ZeroParallel(module, comm, layout)
+    return ZeroParallel(module, make_groups(comm), layout)
 
 
 def stage_maker(stage: int, **options: Any) -> Callable[[nn.Module, Communicator], ZeroParallel]:
@@ -148,7 +149,7 @@ def test_pieces_have_the_modules_names_and_add_up_to_it(stage: int) -> None:
 
 def test_one_rank_alone_costs_nothing() -> None:
     module = engine_cases.make("plain")
-    engine = ZeroParallel(module, SoloCommunicator(torch.device("cpu")), Layout(strategy="zero1"))
+    engine = ZeroParallel(module, make_groups(SoloCommunicator(torch.device("cpu"))), Layout(strategy="zero1"))
     assert [id(p) for p in engine.parameters()] == [id(p) for p in module.parameters()]
     hooks = [m._forward_pre_hooks or m._forward_hooks for m in module.modules()]
     hooks += [p._post_accumulate_grad_hooks for p in module.parameters()]  # type: ignore[attr-defined]
@@ -945,7 +946,11 @@ def continue_training(comm: Communicator, make: Any, saved: Any, steps: range) -
     return state
 
 
-MAKERS = {"zero1": stage_maker(1), "zero2": stage_maker(2), "ddp": DataParallel}
+def make_ddp(module: nn.Module, comm: Communicator) -> DataParallel:
+    return DataParallel(module, make_groups(comm))
+
+
+MAKERS = {"zero1": stage_maker(1), "zero2": stage_maker(2), "ddp": make_ddp}
 
 
 @pytest.mark.parametrize(
@@ -956,7 +961,7 @@ def test_state_moves_to_other_ranks_and_engines(first: str, ranks: int, second: 
     saved = run_virtual(lambda comm: continue_training(comm, MAKERS[first], None, range(2)), ranks=ranks)[0]
     results = run_virtual(lambda c: continue_training(c, MAKERS[second], saved, range(2, 5)), ranks=more_ranks)
     solo = SoloCommunicator(torch.device("cpu"))
-    state, optimizer = continue_training(solo, DataParallel, None, range(5))
+    state, optimizer = continue_training(solo, make_ddp, None, range(5))
     torch.testing.assert_close(results[0][0], state, rtol=0, atol=1e-10)
     torch.testing.assert_close(results[0][1]["state"], optimizer["state"], rtol=0, atol=1e-10)
 
@@ -1016,8 +1021,8 @@ def test_mixed_precision_is_that_of_data_parallelism(stage: int, name: str) -> N
         module = engine_cases.make("frozen").float()
         if is_zero:
             policy = sized(200, 100, strategy=f"zero{stage}")
-            return train_in_bf16(comm, ZeroParallel(module, comm, policy, precision))
-        return train_in_bf16(comm, DataParallel(module, comm, None, precision))
+            return train_in_bf16(comm, ZeroParallel(module, make_groups(comm), policy, precision))
+        return train_in_bf16(comm, DataParallel(module, make_groups(comm), None, precision))
 
     for (losses, state), (ddp_losses, ddp_state) in zip(
         run_virtual(lambda comm: work(comm, True), ranks=2),
@@ -1036,7 +1041,7 @@ def test_masters_keep_what_bf16_would_lose(stage: int) -> None:
     comm = SoloCommunicator(torch.device("cpu"))
     module = engine_cases.make("plain").float()
     nn.init.ones_(module.get_parameter("second.bias"))
-    engine = ZeroParallel(module, comm, Layout(strategy=f"zero{stage}"), precision_named("bf16_master"))
+    engine = ZeroParallel(module, make_groups(comm), Layout(strategy=f"zero{stage}"), precision_named("bf16_master"))
     optimizer = torch.optim.SGD(engine.parameters(), lr=1e-4)
     for _ in range(3):
         engine(torch.ones(1, 5)).float().sum().backward()
@@ -1051,7 +1056,7 @@ def test_masters_keep_what_bf16_would_lose(stage: int) -> None:
 def test_norms_with_statistics_stay_as_they_were_built() -> None:
     def work(comm: Communicator) -> list[torch.dtype]:
         module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-        engine = ZeroParallel(module, comm, Layout(strategy="zero1"), precision_named("bf16_master"))
+        engine = ZeroParallel(module, make_groups(comm), Layout(strategy="zero1"), precision_named("bf16_master"))
         engine(torch.randn(4, 5)).float().sum().backward()
         return [parameter.dtype for parameter in module.parameters()]
 

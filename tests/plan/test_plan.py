@@ -68,7 +68,7 @@ def test_a_batch_larger_than_the_data_is_one_step_an_epoch() -> None:
 
 def test_the_plan_says_who_computes_what() -> None:
     made = plan(50, ranks=4, global_batch=16, microbatch=2)
-    assert made.mesh.axes == (("replicate", 4),)
+    assert made.layout.axes == {"replicate": 4}
     assert (made.batch.global_batch, made.batch.microbatch, made.batch.accumulate, made.batch.ranks) == (16, 2, 2, 4)
     assert (made.name, made.layout.strategy, made.train_samples, made.eval_samples) == ("a-run", "ddp", 50, 7)
 
@@ -86,7 +86,7 @@ def test_the_plan_says_who_computes_what() -> None:
 def test_the_mesh_says_who_shares(parallel: dict[str, Any], node_ranks: int | None, axes: dict[str, int]) -> None:
     config = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "parallel": parallel})
     made = plan_of(config, ranks=4, train_samples=50, eval_samples=7, node_ranks=node_ranks)
-    assert dict(made.mesh.axes) == axes
+    assert made.layout.axes == axes
     assert with_memory(made, config, None, "cpu").memory is None
     known = with_memory(made, config, describe_model(config, "cpu"), "cpu")
     values = json.loads(json.dumps(known.to_json()))
@@ -186,9 +186,9 @@ def split_config(**parallel: Any) -> Config:
 def test_a_split_model_has_axes_of_its_own(parallel: dict[str, Any], ranks: int, axes: dict[str, int]) -> None:
     config = split_config(**parallel)
     made = plan_of(config, ranks=ranks, train_samples=64, eval_samples=8)
-    assert dict(made.mesh.axes) == axes
-    assert list(made.mesh.axes) == list(axes.items())
-    assert made.mesh.size == ranks
+    assert made.layout.axes == axes
+    assert list(made.layout.axes) == list(axes)
+    assert made.layout.mesh.size == ranks
     data = ranks // (parallel.get("pipeline", 1) * parallel.get("tensor", 1))
     assert (made.batch.global_batch, made.batch.ranks) == (16, data)
     assert made.batch.accumulate == parallel.get("pipeline", 1)

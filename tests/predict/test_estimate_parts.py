@@ -190,7 +190,7 @@ def held(comm: Communicator, config: Config) -> tuple[int, dict[str, int]]:
     }
     optimizer.step()
     states = [value for state in optimizer.state.values() for value in state.values() if value.numel() > 1]
-    return engine.axes.pipe.rank, {**found, "optimizer": storage_bytes(states)}
+    return engine.groups.pipeline.rank, {**found, "optimizer": storage_bytes(states)}
 
 
 def storage_bytes(tensors: list[Any]) -> int:

@@ -8,6 +8,7 @@ import torch
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
+from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
 from paceline.records.bandwidth import achieved_bytes_per_s, bus_bytes_per_s, bus_factor
 from paceline.records.meter import StepMeter
@@ -44,7 +45,7 @@ def test_a_meter_adds_up_operations_by_kind_and_group() -> None:
         trace = Trace(torch.device("cpu"))
         traced = TracedCommunicator(comm, trace)  # type: ignore[arg-type]
         layout = Layout(strategy="hybrid", data=4, shard_ranks=2)
-        meter = StepMeter(torch.device("cpu"), trace, groups=layout.group_names(traced.rank))
+        meter = StepMeter(torch.device("cpu"), trace, groups=groups_of(layout, traced.rank).names())
         pair = traced.split([0, 1] if traced.rank < 2 else [2, 3])
         for _ in range(3):
             traced.all_reduce(torch.ones(10)).wait()

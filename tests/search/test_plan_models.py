@@ -165,7 +165,7 @@ def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: 
         path.write_text(planned_yaml(config, each, CLUSTER))
         planned = load_config(path)
         plan = plan_of(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
-        axes = dict(plan.mesh.axes)
+        axes = plan.layout.axes
         layout = each.layout
         assert axes.get("pipeline", 1) == layout.pipeline
         assert axes.get("tensor", 1) == layout.tensor

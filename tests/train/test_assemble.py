@@ -71,7 +71,7 @@ def test_strategies_train_the_same(
     found, plan = run(4, parallel, **options)
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
-    assert axes is None or dict(plan.mesh.axes) == axes
+    assert axes is None or plan.layout.axes == axes
     assert plan.memory is not None
     assert plan.memory.device_bytes > 0
 

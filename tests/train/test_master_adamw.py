@@ -16,6 +16,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config import OptimConfig
 from paceline.data.loader import StepBatch
 from paceline.engines.ddp import DataParallel
+from paceline.engines.groups import make_groups
 from paceline.engines.precision import PRECISIONS
 from paceline.train.loss import CrossEntropy
 from paceline.train.master_adamw import MasterAdamW, Scaling, can_update, has_kernel
@@ -230,7 +231,10 @@ def make_engine(device: str = "cpu") -> DataParallel:
     torch.manual_seed(1)
     layers = [nn.Embedding(11, 8), nn.Flatten(), nn.Linear(24, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 11)]
     return DataParallel(
-        nn.Sequential(*layers).to(device), SoloCommunicator(torch.device(device)), None, PRECISIONS["bf16_master"]
+        nn.Sequential(*layers).to(device),
+        make_groups(SoloCommunicator(torch.device(device))),
+        None,
+        PRECISIONS["bf16_master"],
     )
 
 
@@ -351,8 +355,8 @@ def test_masters_that_somebody_writes_reach_copies_that_are_lent() -> None:
 
 def test_an_engine_without_copies_in_bf16_lends_nothing() -> None:
     comm = SoloCommunicator(torch.device("cpu"))
-    assert DataParallel(nn.Linear(2, 2), comm).lend_copies() == {}
-    wide = DataParallel(nn.Linear(2, 2).double(), comm, None, PRECISIONS["bf16_master"])
+    assert DataParallel(nn.Linear(2, 2), make_groups(comm)).lend_copies() == {}
+    wide = DataParallel(nn.Linear(2, 2).double(), make_groups(comm), None, PRECISIONS["bf16_master"])
     assert wide.lend_copies() == {}
     wide(torch.ones(1, 2)).sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in wide.parameters())

@@ -170,7 +170,7 @@ def test_an_open_mesh_is_decided_and_trained() -> None:
     def train(comm: Communicator) -> tuple[dict[str, int], bool]:
         trainer = build_trainer(config, comm)
         trainer.run()
-        return dict(trainer.parts.plan.mesh.axes), trainer.parts.plan.memory is not None
+        return trainer.parts.plan.layout.axes, trainer.parts.plan.memory is not None
 
     assert run_virtual(train, ranks=2) == [({"replicate": 1, "tensor": 2}, True)] * 2
     decided, choice = resolve_strategy(config, room(600, ranks=2))

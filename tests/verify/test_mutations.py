@@ -179,11 +179,12 @@ def clip_before_weighing() -> Plant:
 
 
 def quietly(self: DataParallel, function: Callable[..., Any], *args: Any) -> None:
-    comm, self.comm = self.comm, Quiet(self.comm)  # type: ignore[assignment]
+    groups, quiet = self.groups, Quiet(self.gradient_comm)
+    self.groups = dataclasses.replace(groups, gradients=quiet)  # type: ignore[arg-type]
     try:
         function(self, *args)
     finally:
-        self.comm = comm
+        self.groups = groups
 
 
 def scaled(factor: Callable[[int], float]) -> Callable[[Any], Any]:

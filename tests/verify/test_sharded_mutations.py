@@ -278,7 +278,7 @@ def replicas_added(original: Any) -> Any:
         original(self)
         if not self._is_syncing:
             for unit in self._units:
-                unit.start_replicate(self._groups.replicas, {})
+                unit.start_replicate(self.groups.replicate, {})
                 unit.finish_replicate()
 
     return finish

@@ -125,7 +125,7 @@ def _train(
 
 def _global_loss(engine: Engine, total: torch.Tensor, count: torch.Tensor | float) -> float:
     sums = torch.stack([total.detach().double(), torch.as_tensor(count).double()])
-    engine.comm.all_reduce(sums).wait()
+    engine.gradient_comm.all_reduce(sums).wait()
     return float(sums[0] / sums[1])
 
 

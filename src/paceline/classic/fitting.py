@@ -100,7 +100,7 @@ class Fitting:
 
         All ranks call it. Parameters and modes stay as they are.
         """
-        names, device = list(metrics or {}), self.engine.comm.device
+        names, device = list(metrics or {}), self.engine.device
         loss = CriterionLoss(criterion, self.engine.precision)
         sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device)
 
@@ -144,7 +144,7 @@ class Fitting:
         sampler: Any = getattr(loader, "sampler", None)
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
-        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.comm.device)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
         for step, batch in enumerate(self._together(loader)):
             metrics = self.train_step(batch, optimizer, criterion, step)
             if samples := metrics["samples"]:
@@ -165,8 +165,8 @@ class Fitting:
                 if batch is None:
                     engine.sit_out()
                     continue
-                with engine.precision.context(engine.comm.device):
-                    yield engine.apply_loss(function, place(batch, engine.comm.device, None))
+                with engine.precision.context(engine.device):
+                    yield engine.apply_loss(function, place(batch, engine.device, None))
         finally:
             for module, was_training in modes:
                 module.training = was_training

@@ -216,7 +216,7 @@ class DistributedTrainer(Fitting):
         self._use(optimizer)
         self._timer.start()
         samples = count_samples(batch)
-        placed = place(batch, self.engine.comm.device, None) if samples else None
+        placed = place(batch, self.engine.device, None) if samples else None
         loss = CriterionLoss(criterion, self.engine.precision)
         self._expect_elements(samples)
         is_update = self._num_pending + 1 == self.gradient_accumulation_steps
@@ -253,7 +253,7 @@ class DistributedTrainer(Fitting):
         """
         self._use(optimizer)
         self._timer.start()
-        total = on_device(self._pending_samples, self.engine.comm.device)
+        total = on_device(self._pending_samples, self.engine.device)
         self.engine.comm.all_reduce(total).wait()
         has_gradients = total.item() > 0  # sync point
         if has_gradients:
@@ -329,7 +329,7 @@ class DistributedTrainer(Fitting):
             "skipped_updates": self._bad_updates.num_skipped,
             "world_size": self.engine.comm.size,
             "strategy": self.strategy,
-            "peak_memory_bytes": peak_memory_bytes(self.engine.comm.device),
+            "peak_memory_bytes": peak_memory_bytes(self.engine.device),
         }
 
     # One microbatch, one update.
@@ -368,7 +368,7 @@ class DistributedTrainer(Fitting):
     def _expect_elements(self, samples: int) -> None:
         """Tells a scaler that knows no count of elements yet how many the first update will have."""
         if self._scaler is not None and not self._scaler.knows_elements:
-            first = on_device(samples * self.gradient_accumulation_steps, self.engine.comm.device)
+            first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
             self.engine.comm.all_reduce(first).wait()
             self._scaler.note_elements(first)
 

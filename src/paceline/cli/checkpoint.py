@@ -20,7 +20,7 @@ from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.checkpoint.tools.outgoing import Format
-    from paceline.checkpoint.tools.reshard import Strategy
+    from paceline.plan.layout import Strategy
 
 app = typer.Typer(no_args_is_help=True, help="List, verify, compare, reshard and convert checkpoints.")
 
@@ -165,14 +165,19 @@ def reshard(
       paceline checkpoint reshard runs/gpt /data/gpt-8 --ranks 8 --pipeline 2 --tensor 2
     """
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint.tools.reshard import World
     from paceline.checkpoint.tools.reshard import reshard as write
+    from paceline.config.load import config_from_dict
+    from paceline.plan.layout import STRATEGIES, Layout
+    from paceline.plan.rules import check_layout
+    from paceline.rehearse.dryrun.cut import cut_of_run
 
-    _check_word("--strategy", strategy, ("ddp", "zero1", "zero2", "fsdp", "hybrid"))
-    world = World(ranks=ranks, strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor)
+    _check_word("--strategy", strategy, STRATEGIES)
+    layout = check_layout(Layout(strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor), ranks)
     checkpoint = open_checkpoint(_find_whole(source, fast))
+    values = checkpoint.manifest.about.get("config")
+    cut = cut_of_run(config_from_dict(values), layout) if values and layout.is_split else None
     with _progress("writing", checkpoint.manifest.num_bytes, as_json) as tell:
-        path = write(checkpoint, Path(target), world, progress=tell, may_replace=force)
+        path = write(checkpoint, Path(target), layout, cut, progress=tell, may_replace=force)
     text.show_written("resharded", path, as_json=as_json)
 
 

@@ -33,14 +33,14 @@ from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine, ModuleEngine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
-from paceline.engines.fsdp import FullySharded, Groups
+from paceline.engines.fsdp import FullySharded
+from paceline.engines.groups import Groups, make_groups
 from paceline.engines.pooling import swap_pools
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, UsageError
 from paceline.free_memory import measure_room
-from paceline.mesh import Mesh
 from paceline.models.registry import model_apart, model_blocks, model_ends, num_parameters
 from paceline.models.unfilled import allocate_unfilled, is_unfilled
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
@@ -113,10 +113,10 @@ def parallelize(
     engine: Engine
     if layout.is_split:
         _check_model(model, may_be_meta=comm.device.type == "meta")
-        engine = combine(model, comm, layout, lambda part, data: _share(part, data, layout, policy, None))
+        engine = combine(model, comm, layout, lambda part, groups: _share(part, groups, layout, policy, None))
         object.__setattr__(model, _MARK, True)
     else:
-        engine = _share(model, comm, layout, policy, compressor)
+        engine = _share(model, make_groups(comm, layout), layout, policy, compressor)
     if comm.trained is not None:
         comm.trained.add(engine.parameters())
     if optimizer is not None and state is not None:
@@ -287,38 +287,40 @@ def _facts(model: nn.Module, blocks: Sequence[nn.Module]) -> ModelFacts:
 
 
 def _share(
-    model: nn.Module, comm: Communicator, layout: Layout, precision: Precision, compressor: GradientCompression | None
+    model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
 ) -> ModuleEngine:
     """Makes the engine of a model, or of a stage of one, over the ranks that share the batch."""
+    comm = groups.gradients
     _check_model(model, may_be_meta=layout.is_fully_sharded or comm.device.type == "meta")
     check_precision(precision, comm.device)
     _check_host(layout.offload, comm.device, num_parameters(model) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
     float8 = _prepare_blocks(model, comm, layout, precision)
-    engine = _engine(model, comm, layout, precision, compressor)
+    engine = _engine(model, groups, layout, precision, compressor)
     engine.float8 = float8
     return engine
 
 
 def _engine(
-    model: nn.Module, comm: Communicator, layout: Layout, precision: Precision, compressor: GradientCompression | None
+    model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
 ) -> ModuleEngine:
     """Replicates or shards a model whose blocks are ready."""
+    comm = groups.gradients
     if layout.is_fully_sharded:
-        return _shard(model, comm, layout, precision, compressor)
+        return _shard(model, groups, layout, precision, compressor)
     allocate_unfilled([model], comm.device)
     model.to(comm.device)
     broadcast_tensors(comm, [each for each in (*model.parameters(), *model.buffers()) if not is_unfilled(each)])
     layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
     if layout.strategy == "ddp":
-        return DataParallel(model, comm, layout, precision, compressor)
+        return DataParallel(model, groups, layout, precision, compressor)
     if not layout.tunes_buckets:
-        return ZeroParallel(model, comm, layout, precision)
+        return ZeroParallel(model, groups, layout, precision)
     choice = choose_for_link(*parameters_to_bucket(model), probe_link(comm))
     found = choice.policy
     layout = replace(layout, bucket_mb=found.bucket_bytes / MIB, first_bucket_mb=found.first_bucket_bytes / MIB)
-    engine = ZeroParallel(model, comm, layout, precision)
+    engine = ZeroParallel(model, groups, layout, precision)
     engine.bucket_choice = choice
     return engine
 
@@ -339,32 +341,18 @@ def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precis
 
 
 def _shard(
-    model: nn.Module, comm: Communicator, layout: Layout, precision: Precision, compressor: GradientCompression | None
+    model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
 ) -> FullySharded:
     """Makes an engine whose ranks hold slices of everything."""
-    groups = _groups(comm, layout)
     blocks = model_blocks(model)
     unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
     named = choose_units(
         model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model)
     )
-    units = build_units(model, named, comm, groups.shards, precision, layout.offload)
+    units = build_units(model, named, groups.gradients, groups.shard, precision, layout.offload)
     engine = FullySharded(model, groups, units, layout, precision, compressor)
     engine.watch([*(module for _, module in named), model])
     return engine
-
-
-def _groups(comm: Communicator, layout: Layout) -> Groups:
-    """Splits the ranks that share the batch: neighbours shard, counterparts replicate."""
-    mesh = Mesh.of(replicate=comm.size // layout.shards, shard=layout.shards)
-    shards = comm if layout.shards == comm.size else comm.split(mesh.group(comm.rank, "shard"))
-    replicas = comm.split(mesh.group(comm.rank, "replicate"))
-    reshard = layout.reshard_after_forward
-    if isinstance(reshard, bool):
-        return Groups(world=comm, shards=shards, replicas=replicas)
-    first = shards.rank - shards.rank % reshard
-    small = shards.split(range(first, first + reshard))
-    return Groups(world=comm, shards=shards, replicas=replicas, small=small)
 
 
 def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> None:

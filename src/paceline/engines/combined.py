@@ -19,161 +19,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
-from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, numbered_parameters
+from paceline.engines.flat.optimizer_state import gather_optimizer_state
 from paceline.engines.flat.sharded import name_problems, reduce_norm
+from paceline.engines.groups import Groups
+from paceline.engines.named_states import global_groups, load_by_name, merge_over, named_states, numbered_states
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
 from paceline.shards import Shard
 
-# States of a model whose parts lie on several ranks, by name: how they are collected, numbered and handed out.
-#
-# An optimizer numbers its parameters in the order of its groups. One process has all of them; a rank of a pipeline has
-# those of its stages. Groups with the same settings on several ranks are one group of the whole model, in the model's
-# order.
-
-
-PARCEL_BYTES = 16 << 20  # of one message: few messages for small values, little memory beside large ones
-Groups = list[tuple[dict[str, Any], list[str]]]  # settings, and the names of the parameters
-
-
-def merge_over(comm: Communicator, mine: Mapping[str, T], *, rank0_only: bool = False) -> dict[str, T]:
-    """Returns the values of all ranks by name, that of the first rank where several have one.
-
-    Values travel in parcels of up to ``PARCEL_BYTES``. With ``rank0_only`` the others get an empty dict.
-    """
-    if comm.size == 1:
-        return dict(mine)
-    everyone = gather_objects(comm, [(name, _num_bytes(value)) for name, value in mine.items()])
-    found: dict[str, T] = dict(mine) if comm.rank == 0 or not rank0_only else {}
-    for rank, names in _parcels(everyone):
-        parcel = {name: mine[name] for name in names} if comm.rank == rank else {}
-        if not rank0_only:
-            found.update(broadcast_object(comm, parcel, rank))
-        elif rank and comm.rank == rank:
-            for work in send_object(comm, parcel, 0):
-                work.wait()
-        elif rank and comm.rank == 0:
-            found.update(receive_object(comm, rank))
-    return found
-
-
-def _parcels(everyone: Sequence[Sequence[tuple[str, int]]]) -> Iterator[tuple[int, list[str]]]:
-    """Yields which rank hands out which names together, each name once."""
-    seen: set[str] = set()
-    for rank, sizes in enumerate(everyone):
-        parcel: list[str] = []
-        filled = 0
-        for name, num_bytes in sizes:
-            if name in seen:
-                continue
-            seen.add(name)
-            if parcel and filled + num_bytes > PARCEL_BYTES:
-                yield rank, parcel
-                parcel, filled = [], 0
-            parcel.append(name)
-            filled += num_bytes
-        if parcel:
-            yield rank, parcel
-
-
-def _num_bytes(value: object) -> int:
-    """Returns the bytes of the tensors in a state."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    return sum(map(_num_bytes, value.values())) if isinstance(value, Mapping) else 0
-
-
-def global_groups(
-    pipe: Communicator, optimizer: torch.optim.Optimizer, names: Mapping[int, str], order: Sequence[str]
-) -> Groups:
-    """Returns the groups of the optimizer of one process, from those of all ranks of a pipeline."""
-    mine = [
-        ({key: value for key, value in group.items() if key != "params"}, [names[id(p)] for p in group["params"]])
-        for group in optimizer.param_groups
-    ]
-    place = {name: index for index, name in enumerate(order)}
-    merged: dict[str, tuple[dict[str, Any], set[str]]] = {}
-    # A rank may lack a group, such as that of the biases: those that have most know the order.
-    for theirs in sorted(gather_objects(pipe, mine), key=len, reverse=True):
-        for settings, members in theirs:
-            merged.setdefault(repr(sorted(settings.items())), (settings, set()))[1].update(members)
-    return [(settings, sorted(members, key=lambda name: place[name])) for settings, members in merged.values()]
-
-
-def named_states(
-    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[int, str]
-) -> dict[str, dict[str, Any]]:
-    """Returns the states of a state dict by the names of the parameters."""
-    states = packed["state"]
-    parameters = numbered_parameters(optimizer, packed)
-    return {names[id(parameter)]: states[number] for number, parameter in parameters.items() if number in states}
-
-
-def numbered_states(groups: Groups, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Returns the state dict of one process."""
-    numbers = {name: number for number, name in enumerate(name for _, members in groups for name in members)}
-    return {
-        "state": {numbers[name]: dict(states[name]) for name in numbers if name in states},
-        "param_groups": [{**settings, "params": [numbers[n] for n in members]} for settings, members in groups],
-    }
-
-
-def load_by_name(
-    optimizer: torch.optim.Optimizer,
-    flat: Sequence[FlatGroup],
-    groups: Groups,
-    state: Mapping[str, Any],
-    names: Mapping[int, str],
-    part: Callable[[str, Mapping[str, Any]], dict[str, Any]],
-) -> None:
-    """Loads the state dict of one process: this rank's parameters, of which ``part`` cuts what it holds.
-
-    Raises ValueError, before anything is changed, for another number of parameters or groups.
-    """
-    saved = state["param_groups"]
-    sizes, expected = [len(group["params"]) for group in saved], [len(members) for _, members in groups]
-    if sizes != expected:
-        raise ValueError(f"the saved optimizer has groups of {sizes} parameters, this one of {expected}")
-    by_name = {
-        name: (state["state"].get(number), index)
-        for index, ((_, members), group) in enumerate(zip(groups, saved, strict=True))
-        for name, number in zip(members, group["params"], strict=True)
-    }
-    mine: dict[str, Any] = {"state": {}, "param_groups": []}
-    for numbers, group in zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True):
-        own = [names[id(parameter)] for parameter in group["params"]]
-        settings = saved[by_name[own[0]][1]] if own else group
-        mine["param_groups"].append({**settings, "params": numbers["params"]})
-        for number, name in zip(numbers["params"], own, strict=True):
-            values = by_name[name][0]
-            if values is not None:
-                mine["state"][number] = part(name, values)
-    load_optimizer_state(optimizer, flat, mine)
-
-
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Axes:
-    """Who a rank talks to along each axis of the mesh."""
-
-    world: Communicator
-    data: Communicator
-    pipe: Communicator
-    tensor: Communicator
 
 
 class CombinedParallel(Engine):
@@ -181,7 +45,7 @@ class CombinedParallel(Engine):
 
     def __init__(
         self,
-        axes: Axes,
+        groups: Groups,
         pipeline: Pipeline,
         names: Sequence[str],
         tied: Mapping[str, Sequence[int]],
@@ -192,8 +56,7 @@ class CombinedParallel(Engine):
 
         ``sizes`` counts the parameters of the whole model, and those that are trained.
         """
-        self.axes = axes
-        self.comm = axes.data
+        self.groups = groups
         self.stages = pipeline.stages
         self.pipeline: Pipeline | None = pipeline if pipeline.num_stages > 1 else None
         engines = list(self.stages.values())
@@ -204,7 +67,7 @@ class CombinedParallel(Engine):
         self._num_parameters, self._num_trained = sizes
         self._names = tuple(names)
         self._tied = dict(tied)
-        self._splits = layout if axes.tensor.size > 1 else None
+        self._splits = layout if groups.tensor.size > 1 else None
         self.splits_matrices = self._splits is not None
         self._tie_comms = dict(self._split_ties(pipeline.placement))
 
@@ -223,16 +86,12 @@ class CombinedParallel(Engine):
     @property
     def random_stream(self) -> int:
         """One for each stage and share of the batch: what tensor ranks do not split, they compute alike."""
-        return self.axes.pipe.rank * self.comm.size + self.comm.rank
+        return self.groups.pipeline.rank * self.gradient_comm.size + self.gradient_comm.rank
 
     @property
     def reports_samples(self) -> bool:
         """Whether this rank is the first of those that have the same samples."""
-        return self.axes.pipe.rank == 0 and self.axes.tensor.rank == 0
-
-    @property
-    def world(self) -> Communicator:
-        return self.axes.world
+        return self.groups.pipeline.rank == 0 and self.groups.tensor.rank == 0
 
     # What users call.
 
@@ -250,7 +109,7 @@ class CombinedParallel(Engine):
                 "  call engine.run_microbatches(microbatches, loss, scale), or train through the trainer"
             )
         output = self.pipeline.evaluate(lambda model, batch: model(*batch[0], **batch[1]), (args, kwargs))
-        return merge_over(self.axes.pipe, {} if output is None else {"output": output})["output"]
+        return merge_over(self.groups.pipeline, {} if output is None else {"output": output})["output"]
 
     def run_microbatches(
         self,
@@ -292,9 +151,9 @@ class CombinedParallel(Engine):
 
     def add_up(self, sums: torch.Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
-        self.comm.all_reduce(sums).wait()
-        if self.pipeline is not None and self.axes.pipe.size > 1:
-            self.axes.pipe.broadcast(sums, self.pipeline.placement[-1]).wait()
+        self.gradient_comm.all_reduce(sums).wait()
+        if self.pipeline is not None and self.groups.pipeline.size > 1:
+            self.groups.pipeline.broadcast(sums, self.pipeline.placement[-1]).wait()
 
     def sit_out(self) -> None:
         for engine in self.stages.values():
@@ -317,7 +176,7 @@ class CombinedParallel(Engine):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        device = self.comm.device
+        device = self.device
         gradients = [gradient for gradient in self._counted_gradients() if gradient.numel()]
         norms = [norm.to(device) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
         total = torch.zeros((), dtype=norms[0].dtype if norms else next(self.parameters()).dtype, device=device)
@@ -338,7 +197,7 @@ class CombinedParallel(Engine):
             if not engine.holds_first_copy:
                 continue
             for name, parameter in engine.named_parameters():
-                is_copy = self._splits is not None and self.axes.tensor.rank > 0 and not self._splits.is_split(name)
+                is_copy = self._splits is not None and self.groups.tensor.rank > 0 and not self._splits.is_split(name)
                 if parameter.grad is not None and not is_copy and self._tied.get(name, (stage,))[0] == stage:
                     yield parameter.grad
 
@@ -359,7 +218,7 @@ class CombinedParallel(Engine):
 
     def _split_ties(self, placement: Sequence[int]) -> Iterator[tuple[str, Communicator]]:
         """Makes the group of each tied parameter's ranks, one after another on all ranks alike."""
-        pipe, made = self.axes.pipe, dict[tuple[int, ...], Communicator]()
+        pipe, made = self.groups.pipeline, dict[tuple[int, ...], Communicator]()
         for name, stages in self._tied.items():
             ranks = tuple(sorted({placement[stage] for stage in stages}))
             if len(ranks) > 1 and pipe.rank in ranks:
@@ -400,9 +259,9 @@ class CombinedParallel(Engine):
             for shard in engine.shards():
                 copy = shard.copy if self._tied.get(shard.name, (stage,))[0] == stage else None
                 if self._splits is None or not self._splits.is_split(shard.name):
-                    yield replace(shard, copy=copy if self.axes.tensor.rank == 0 else None)
+                    yield replace(shard, copy=copy if self.groups.tensor.rank == 0 else None)
                     continue
-                split, tensor = self._splits.splits[shard.name], self.axes.tensor
+                split, tensor = self._splits.splits[shard.name], self.groups.tensor
                 spans = split.spans(tensor.rank, tensor.size)
                 region = replace(shard.region, shape=split.shape, dim=split.dim, spans=spans)
                 yield replace(shard, region=region, copy=copy)
@@ -415,35 +274,35 @@ class CombinedParallel(Engine):
             engine.mark_loaded()
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.comm, rank0_only=rank0_only)
-        groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
+        packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
+        groups = global_groups(self.groups.pipeline, optimizer, self._by_id(), self._names)
         mine = named_states(optimizer, packed, self._by_id()) if packed else {}
         whole = {name: self._whole_values(name, values) for name, values in mine.items()}
         found = self._merged(whole, rank0_only=rank0_only)
         return numbered_states(groups, found) if found else {}
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)
+        groups = global_groups(self.groups.pipeline, optimizer, self._by_id(), self._names)
         load_by_name(optimizer, self.flat_groups, groups, state, self._by_id(), self._part_values)
 
     def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Puts a tensor together from the parts of the tensor axis."""
         if self._splits is None or not self._splits.is_split(name):
             return value
-        tensor = self.axes.tensor
+        tensor = self.groups.tensor
         return self._splits.full(name, value.to(tensor.device), tensor).to(value.device)
 
     def _part(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Cuts this rank's part from a whole tensor."""
         if self._splits is None:
             return value
-        return self._splits.local(name, value, self.axes.tensor.rank, self.axes.tensor.size)
+        return self._splits.local(name, value, self.groups.tensor.rank, self.groups.tensor.size)
 
     def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Puts together the states of one parameter that have its shape."""
         if self._splits is None:
             return dict(values)
-        shape = self._splits.splits[name].local_shape(self.axes.tensor.rank, self.axes.tensor.size)
+        shape = self._splits.splits[name].local_shape(self.groups.tensor.rank, self.groups.tensor.size)
         return {key: self._whole(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
 
     def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -454,9 +313,9 @@ class CombinedParallel(Engine):
 
     def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
         """Collects over the pipeline what its ranks have, in the model's order; by request on world rank 0 alone."""
-        if rank0_only and (self.comm.rank or self.axes.tensor.rank):
+        if rank0_only and (self.gradient_comm.rank or self.groups.tensor.rank):
             return {}
-        found = merge_over(self.axes.pipe, mine, rank0_only=rank0_only)
+        found = merge_over(self.groups.pipeline, mine, rank0_only=rank0_only)
         return {name: found[name] for name in self._names if name in found}
 
     def _by_id(self) -> dict[int, str]:

@@ -1,9 +1,7 @@
 """From a plain model to stages and tensor-parallel layers on a mesh of ranks, each stage with an engine of its own.
 
-    world = pipeline x data x tensor       neighbours share a layer, then a stage's batch; stages are furthest apart
-
-Tensor parallelism talks most and needs the fastest links, so its ranks are neighbours. The order of application: layers
-are split, the model is cut into stages, and each stage of this rank goes to a data-parallel engine.
+The order of application: layers are split, the model is cut into stages, and each stage of this rank goes to a
+data-parallel engine. ``Layout.mesh`` says where ranks stand.
 """
 
 from __future__ import annotations
@@ -17,9 +15,10 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.engines.agree import check_same_model
-from paceline.engines.combined import Axes, CombinedParallel
+from paceline.engines.combined import CombinedParallel
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import mark_alone
+from paceline.engines.groups import Groups, make_groups
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers
@@ -28,7 +27,6 @@ from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
 from paceline.free_memory import measure_room
-from paceline.mesh import Mesh
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
 from paceline.models.unfilled import allocate_unfilled
@@ -39,37 +37,31 @@ from paceline.schedule.schedules import make_schedule
 
 
 def combine(
-    model: nn.Module, comm: Communicator, asked: Layout, share: Callable[[nn.Module, Communicator], ModuleEngine]
+    model: nn.Module, comm: Communicator, asked: Layout, share: Callable[[nn.Module, Groups], ModuleEngine]
 ) -> CombinedParallel:
-    """Spreads a model over the ranks of ``comm``; ``share`` makes the engine of a stage over its data axis."""
-    axes = _axes(comm, asked)
+    """Spreads a model over the ranks of ``comm``; ``share`` makes the engine of a stage."""
+    groups = make_groups(comm, asked)
     schedule = _schedule(asked, 1)
     check_same_model(model, comm)
     _take_first_values(model, comm)
     names, parameters = tuple(model.state_dict()), list(model.parameters())
     sizes = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
     layers = model_layers(model) if schedule.stages > 1 else ()
-    share_of_states = _share_of_states(asked.strategy, axes.data.size) / asked.tensor
+    share_of_states = _share_of_states(asked.strategy, groups.gradients.size) / asked.tensor
     bounds = _bounds(model, layers, asked, schedule, comm, share_of_states) if layers else (0, 1)
     layout: TensorLayout | None = None
     if asked.tensor > 1:
         sequence, gathers = asked.sequence_parallel, asked.gathers_logits
-        layout = apply_tensor_parallel(model, axes.tensor, sequence=sequence, gathers_logits=gathers)
+        layout = apply_tensor_parallel(model, groups.tensor, sequence=sequence, gathers_logits=gathers)
         layers = model_layers(model) if layers else ()
-    mine = [stage for stage, rank in enumerate(schedule.placement) if rank == axes.pipe.rank]
+    mine = [stage for stage, rank in enumerate(schedule.placement) if rank == groups.pipeline.rank]
     tied = tied_names(model, bounds, layers=layers) if layers else {}
     mark_alone(dict(model.named_parameters())[name] for name in tied)
     parts = split_model(model, bounds, mine, layers=layers) if layers else {0: model}
     allocate_unfilled(parts.values(), comm.device)
-    engines = {stage: share(part, axes.data) for stage, part in parts.items()}
-    pipeline = Pipeline(engines, axes.pipe, schedule, lambda microbatches: _schedule(asked, microbatches))
-    return CombinedParallel(axes, pipeline, names, tied, layout, sizes)
-
-
-def _axes(comm: Communicator, asked: Layout) -> Axes:
-    mesh = Mesh.of(pipeline=asked.pipeline, data=asked.data, tensor=asked.tensor)
-    groups = {axis: comm.split(mesh.group(comm.rank, axis)) for axis in ("pipeline", "data", "tensor")}
-    return Axes(world=comm, pipe=groups["pipeline"], data=groups["data"], tensor=groups["tensor"])
+    engines = {stage: share(part, groups) for stage, part in parts.items()}
+    pipeline = Pipeline(engines, groups.pipeline, schedule, lambda microbatches: _schedule(asked, microbatches))
+    return CombinedParallel(groups, pipeline, names, tied, layout, sizes)
 
 
 def _schedule(asked: Layout, microbatches: int) -> Schedule:

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import BucketReduction, BucketShape, Communicator, GradientCompression, control_device
+from paceline.comm.base import BucketReduction, BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
@@ -41,6 +41,7 @@ from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import gradient_scale, reduction
 from paceline.engines.flat.optimizer_state import load_optimizer_state, on_cpu
+from paceline.engines.groups import Groups
 from paceline.engines.masters import Masters, hand_over, norm_of
 from paceline.engines.module_guard import load_own
 from paceline.engines.precision import Precision
@@ -48,20 +49,21 @@ from paceline.plan.layout import Layout
 
 
 class DataParallel(ModuleEngine):
-    """Replicates a module over the ranks of ``comm`` and keeps the replicas in step."""
+    """Replicates a module over the ranks of ``groups.gradients`` and keeps the replicas in step."""
 
     can_leave_pass = True
 
     def __init__(
         self,
         module: nn.Module,
-        comm: Communicator,
+        groups: Groups,
         layout: Layout | None = None,
         precision: Precision | None = None,
         compression: GradientCompression | None = None,
     ) -> None:
         self.layout = layout or Layout()
-        super().__init__(module, comm, precision or Precision(), self.layout.buffers)
+        super().__init__(module, groups, precision or Precision(), self.layout.buffers)
+        comm = groups.gradients
         self.holds_first_copy = comm.rank == 0
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
@@ -93,7 +95,7 @@ class DataParallel(ModuleEngine):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in training, prepares the replicas for the backward pass that follows."""
-        if self.comm.size == 1 or not torch.is_grad_enabled():
+        if self.gradient_comm.size == 1 or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if self._trainable != [i for i, p in enumerate(self._held) if p.requires_grad]:
             self._start_over()
@@ -143,14 +145,14 @@ class DataParallel(ModuleEngine):
                 self._join()
 
     def sit_out_forward(self) -> None:
-        if self.comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
+        if self.gradient_comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
             self._share_buffers()  # as the others do in their forward
 
     def _join(self) -> None:
         """Sends what this rank owes without a backward of its own, and waits for what is under way."""
         if self._masters is not None:
             self._masters.expect_update()
-        if self.comm.size == 1:
+        if self.gradient_comm.size == 1:
             return
         if self.module.training and not self._has_shared_buffers:
             self._share_buffers()
@@ -163,11 +165,11 @@ class DataParallel(ModuleEngine):
         """Drops what a pass that failed on some rank has taught: the next backward watches again. All ranks call it."""
         if self._compression is not None:
             self._compression.roll_back()
-        if self.comm.size > 1:
+        if self.gradient_comm.size > 1:
             self._start_over()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        if rank0_only and self.comm.rank != 0:
+        if rank0_only and self.gradient_comm.rank != 0:
             return {}
         state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
         return {name: on_cpu(value) for name, value in state.items()}
@@ -189,7 +191,7 @@ class DataParallel(ModuleEngine):
             self._masters.load_state_dict(state)
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        return {} if rank0_only and self.comm.rank != 0 else on_cpu(optimizer.state_dict())
+        return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(optimizer.state_dict())
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         load_optimizer_state(optimizer, (), state)  # a copy: torch's own would keep the tensors of ``state``
@@ -202,7 +204,7 @@ class DataParallel(ModuleEngine):
         """Runs the module under its precision, with parameters that follow their masters."""
         if self._masters is not None:
             self._masters.refresh()
-            if self.comm.size == 1:
+            if self.gradient_comm.size == 1:
                 self._watch()
         return super()._forward(*args, **kwargs)
 
@@ -245,16 +247,16 @@ class DataParallel(ModuleEngine):
             self._arrivals.check(index, gradient)
         elif gradient.requires_grad:
             return  # differentiated again by the user; it joins the next gradient
-        stays = masters.are_lent and self._is_syncing and self.comm.size == 1 and master.grad is None
+        stays = masters.are_lent and self._is_syncing and self.gradient_comm.size == 1 and master.grad is None
         if master is not self._held[index] and not stays:
-            if master.grad is None and self.comm.size > 1:
+            if master.grad is None and self.gradient_comm.size > 1:
                 bucket, place = self._arrivals.place_of(index)
                 parameter.grad, master.grad = None, bucket.cast(place, gradient)
             else:  # nothing to reduce: its own memory, freed with it
                 hand_over(parameter, master)
         if self._is_syncing:
             masters.expect_update()
-        if self.comm.size > 1:
+        if self.gradient_comm.size > 1:
             self._arrive(index, master)
 
     def _settle_lent(self) -> None:
@@ -280,11 +282,11 @@ class DataParallel(ModuleEngine):
         if buffer is None or not buffer.numel():
             return
         if self._compression is not None:
-            bucket.work = self._reductions[bucket].start(buffer, self.comm)
+            bucket.work = self._reductions[bucket].start(buffer, self.gradient_comm)
             return
         if self.precision.reduce_dtype is not None and self.precision.reduce_dtype != buffer.dtype:
             bucket.wire = buffer = buffer.to(self.precision.reduce_dtype)
-        bucket.work = self.comm.all_reduce(buffer, reduction(self.comm))
+        bucket.work = self.gradient_comm.all_reduce(buffer, reduction(self.gradient_comm))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -340,8 +342,8 @@ class DataParallel(ModuleEngine):
         """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
         place = {index: position for position, index in enumerate(self._trainable)}
         order = arrival_order([place[index] for index in self._arrivals.seen], len(self._trainable))
-        agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.comm))
-        self.comm.broadcast(agreed).wait()
+        agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.gradient_comm))
+        self.gradient_comm.broadcast(agreed).wait()
         self._order = [self._trainable[i] for i in agreed.tolist()]
         self._build()
 
@@ -398,7 +400,7 @@ class DataParallel(ModuleEngine):
             for bucket in buckets:
                 # Where all ranks can reach it, if the communicator has such memory: less is copied.
                 if not bucket.adopts:
-                    buffer = self.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
+                    buffer = self.gradient_comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
                     if buffer is not None:
                         bucket.use(buffer)
         self._arrivals.arrange(buckets)

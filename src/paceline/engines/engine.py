@@ -24,6 +24,7 @@ from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
 from paceline.engines.float8 import Float8Layers
+from paceline.engines.groups import Groups
 from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
@@ -90,10 +91,10 @@ class StageRunner(Protocol):
 
 
 class Engine(ModuleFace, ABC):
-    """A model that trains on the ranks of ``comm``, which share out every batch among them."""
+    """A model that trains on the ranks of ``groups.world``; those of ``batch_comm`` share out every batch."""
 
     module: nn.Module
-    comm: Communicator
+    groups: Groups
     precision: Precision
     bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
     float8: Float8Layers | None = None  # the linear layers that compute with 8 bits, where the precision asks for it
@@ -106,13 +107,32 @@ class Engine(ModuleFace, ABC):
 
     @property
     def world(self) -> Communicator:
-        """All ranks that train together; ``comm`` are those of them that share out the batch."""
-        return self.comm
+        """All ranks that train together."""
+        return self.groups.world
+
+    @property
+    def batch_comm(self) -> Communicator:
+        """The ranks that share out the batch: each reads other samples."""
+        return self.groups.batch
+
+    @property
+    def gradient_comm(self) -> Communicator:
+        """The ranks over which losses are added up, and the gradients of dense parameters averaged."""
+        return self.groups.gradients
+
+    @property
+    def comm(self) -> Communicator:
+        """Another name of ``batch_comm``, for scripts."""
+        return self.groups.batch
+
+    @property
+    def device(self) -> torch.device:
+        return self.groups.world.device
 
     @property
     def random_stream(self) -> int:
         """Which stream of random numbers this rank draws from: ranks that compute the same draw the same."""
-        return self.comm.rank
+        return self.gradient_comm.rank
 
     @property
     def reports_samples(self) -> bool:
@@ -156,7 +176,7 @@ class Engine(ModuleFace, ABC):
         """
         values: list[LossSum] = []
         microbatches = microbatches or [None]  # no samples in the whole step, but the others wait for this rank
-        context = self.precision.context(self.comm.device)
+        context = self.precision.context(self.device)
         for number, microbatch in enumerate(microbatches, start=1):
             with contextlib.nullcontext() if number == len(microbatches) else self.no_sync():
                 if microbatch is None:
@@ -175,8 +195,8 @@ class Engine(ModuleFace, ABC):
         return compute(self, batch)
 
     def add_up(self, sums: torch.Tensor) -> None:
-        """Adds what ``apply_loss`` gave over the ranks that share the batch, the same on every rank of the world."""
-        self.comm.all_reduce(sums).wait()
+        """Adds what ``apply_loss`` gave over all ranks that have a part, the same on every rank of the world."""
+        self.gradient_comm.all_reduce(sums).wait()
 
     @abstractmethod
     def no_sync(self) -> AbstractContextManager[None]:
@@ -244,9 +264,9 @@ class Engine(ModuleFace, ABC):
         the gradient of the mean over all samples (or tokens) of all ranks and microbatches. Every rank calls it once a
         step, with its count over all microbatches.
         """
-        total = on_device(count, self.comm.device).clone()
-        self.comm.all_reduce(total).wait()
-        return self.comm.size / total
+        total = on_device(count, self.device).clone()
+        self.gradient_comm.all_reduce(total).wait()
+        return self.gradient_comm.size / total
 
     @abstractmethod
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -319,9 +339,9 @@ class ModuleEngine(Engine):
 
     piece_copies: tuple[int, int] = (0, 1)  # which of how many ranks this is that hold the same pieces
 
-    def __init__(self, module: nn.Module, comm: Communicator, precision: Precision, buffers: BufferPolicy) -> None:
+    def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
         self.module = module
-        self.comm = comm
+        self.groups = groups
         self.precision = precision
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
         persistent = module.state_dict(keep_vars=True)
@@ -343,12 +363,12 @@ class ModuleEngine(Engine):
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module under its precision."""
         args, kwargs = self.precision.cast_inputs((args, kwargs))
-        with self.precision.context(self.comm.device):
+        with self.precision.context(self.device):
             return self._run_module(*args, **kwargs)
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a loop of the user's own, the ledger is told of the phase before and after it."""
-        ledger = self.comm.ledger
+        ledger = self.gradient_comm.ledger
         if ledger is None or not ledger.is_own_loop:
             return self.module(*args, **kwargs)
         is_training = torch.is_grad_enabled()
@@ -374,9 +394,9 @@ class ModuleEngine(Engine):
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
-        if self.comm.size > 1 and self._shared:
+        if self.gradient_comm.size > 1 and self._shared:
             found = [owner._buffers[name] for owner, name in self._shared]
-            broadcast_tensors(self.comm, [buffer for buffer in found if buffer is not None])
+            broadcast_tensors(self.gradient_comm, [buffer for buffer in found if buffer is not None])
 
     def shards(self) -> Iterator[Shard]:
         named = dict(self.named_parameters())
@@ -385,12 +405,15 @@ class ModuleEngine(Engine):
             if id(parameter) in places:
                 region, (copy, copies) = piece_region(*places[id(parameter)]), self.piece_copies
             else:
-                region, copy, copies = own_region(parameter), self.comm.rank, self.comm.size
+                comm = self.gradient_comm
+                region, copy, copies = own_region(parameter), comm.rank, comm.size
             yield Shard(name=name, region=region, tensor=parameter, copy=copy, copies=copies)
         for name, value in self.module.state_dict(keep_vars=True).items():
             is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
             if is_buffer and name not in named:
-                yield Shard(name=name, region=own_region(value), tensor=value, copy=None if self.comm.rank else 0)
+                yield Shard(
+                    name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
+                )
 
 
 def own_region(tensor: torch.Tensor) -> Region:

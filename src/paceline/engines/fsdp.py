@@ -33,26 +33,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import BucketReduction, BucketShape, Communicator, GradientCompression, Work
+from paceline.comm.base import BucketReduction, BucketShape, GradientCompression, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.flat.flat import FlatGroup, gradient_scale
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
 from paceline.engines.flat.side_stream import SideStream
 from paceline.engines.flat.unit import Call, Crossing, Unit, world_scale
+from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Groups:
-    """Who a rank talks to: all that share the batch, those that share the shards, its counterparts in other groups."""
-
-    world: Communicator
-    shards: Communicator
-    replicas: Communicator
-    small: Communicator | None = None
 
 
 @dataclass(slots=True)
@@ -88,40 +79,39 @@ class FullySharded(ShardedEngine):
 
         ``compression`` averages over the replicas.
         """
-        super().__init__(module, groups.world, precision, layout.buffers)
+        super().__init__(module, groups, precision, layout.buffers)
         self.layout = layout
-        self._groups = groups
         self._units = list(units)
         self._root = self._units[-1]
         self.flat_groups = [group for unit in self._units for group in unit.groups]
-        self.holds_first_copy = groups.replicas.rank == 0
-        self.piece_copies = (groups.replicas.rank, groups.replicas.size)
-        gathers, reductions = SideStream(self.comm.device), SideStream(self.comm.device)
+        self.holds_first_copy = groups.replicate.rank == 0
+        self.piece_copies = (groups.replicate.rank, groups.replicate.size)
+        gathers, reductions = SideStream(self.device), SideStream(self.device)
         for group in self.flat_groups:
             group.gathers, group.reductions = gathers, reductions
-        self._is_plain = groups.replicas.size == 1 and not any(group.has_copy for group in self.flat_groups)
+        self._is_plain = groups.replicate.size == 1 and not any(group.has_copy for group in self.flat_groups)
         for unit in self._units if self._is_plain else ():
             unit.use()
         self._updated = dict(module.named_parameters())  # the pieces, unless units are in use
-        self._compression = compression if groups.replicas.size > 1 else None
+        self._compression = compression if groups.replicate.size > 1 else None
         self._compressed: dict[FlatGroup, BucketReduction] = {}  # what averages the slices in place of an all-reduce
         if self._compression is not None:
             shapes = [
                 BucketShape(names=group.names, layout=group.layout, shard=(group.start, group.stop))
                 for group in self.flat_groups
             ]
-            bound = self._compression.bind(shapes, groups.replicas)
+            bound = self._compression.bind(shapes, groups.replicate)
             self._compressed = dict(zip(self.flat_groups, bound, strict=True))
         # A compression averages by itself.
         is_whole = self._compression is None
-        self._scale = world_scale(groups.shards, groups.replicas) if is_whole else gradient_scale(groups.shards)
+        self._scale = world_scale(groups.shard, groups.replicate) if is_whole else gradient_scale(groups.shard)
         order = [Leg(unit.index, "gather") for unit in (self._root, *self._units[:-1])]
         self._training, self._evaluation = self._route(order), self._route(order)
         self._backwards: dict[int, Route] = {}  # by the number of forwards that one backward undoes
         self._interleaves = False
         self._pass = Pass(self._training, self._training)
         self._flags: tuple[torch.Tensor, Work] | None = None
-        self._all_used = torch.ones(len(self._updated), dtype=torch.uint8, device=self.comm.device)
+        self._all_used = torch.ones(len(self._updated), dtype=torch.uint8, device=self.device)
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Hooks into the units' modules, the model itself last."""
@@ -146,16 +136,16 @@ class FullySharded(ShardedEngine):
         """Runs the module; every unit is gathered when its turn comes."""
         if self._is_syncing and self.module.training and torch.is_grad_enabled():
             self.share_buffers()
-        with self.precision.context(self.comm.device):
+        with self.precision.context(self.device):
             return self._run_module(*args, **kwargs)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
-        return clip_pieces(list(self._updated.values()), self._groups.shards, max_norm, norm_type, norms=norms)
+        return clip_pieces(list(self._updated.values()), self.groups.shard, max_norm, norm_type, norms=norms)
 
     def sit_out_forward(self) -> None:
         """Takes part in the gathers of a forward."""
-        if self.comm.size > 1:
+        if self.gradient_comm.size > 1:
             if torch.is_grad_enabled() and self._is_syncing and self.module.training:
                 self.share_buffers()
             self._begin_forward()
@@ -163,7 +153,7 @@ class FullySharded(ShardedEngine):
 
     def sit_out_backward(self) -> None:
         """Takes part in the gathers and reductions of a backward."""
-        if self.comm.size > 1:
+        if self.gradient_comm.size > 1:
             self._begin_backward()
             self._finish()
 
@@ -245,8 +235,8 @@ class FullySharded(ShardedEngine):
         """Frees a unit between forward and backward, as far as the policy wants it."""
         if self._stays(unit):
             return
-        if self._groups.small is not None:
-            unit.keep_within(self._groups.small)
+        if self.groups.regather is not None:
+            unit.keep_within(self.groups.regather)
         else:
             unit.free()
 
@@ -395,13 +385,13 @@ class FullySharded(ShardedEngine):
 
     def _settle(self) -> None:
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""
-        replicated = self._units if self._groups.replicas.size > 1 else []
+        replicated = self._units if self.groups.replicate.size > 1 else []
         for unit in replicated:
-            unit.start_replicate(self._groups.replicas, self._compressed)
+            unit.start_replicate(self.groups.replicate, self._compressed)
         unused = [name for name in self._updated if name not in self._pass.used]
         missing = [name for name in unused if self._updated[name].requires_grad]
         frozen = [name for name in unused if not self._updated[name].requires_grad]
-        if self.comm.size > 1:
+        if self.gradient_comm.size > 1:
             missing = self._ask_others(missing)
         for name in (*frozen, *missing):
             self._updated[name].grad = None
@@ -410,7 +400,7 @@ class FullySharded(ShardedEngine):
         if self._compression is not None:
             dropped = [name for name, piece in self.named_parameters() if piece.grad is None]
             self._compression.withhold(dropped)
-            self._compression.end_pass(self._groups.shards)
+            self._compression.end_pass(self.groups.shard)
         self._pass.used.clear()
 
     def _ask_others(self, missing: list[str]) -> list[str]:
@@ -423,10 +413,13 @@ class FullySharded(ShardedEngine):
         flags = self._all_used
         if missing:
             is_used = [name in self._pass.used for name in self._updated]
-            flags = torch.tensor(is_used, dtype=torch.uint8).to(self.comm.device, non_blocking=True)
+            flags = torch.tensor(is_used, dtype=torch.uint8).to(self.device, non_blocking=True)
         else:
             flags.fill_(1)
-        self._flags = (flags, self.comm.all_reduce(flags, "max"))  # the flags live until they have been waited for
+        self._flags = (
+            flags,
+            self.gradient_comm.all_reduce(flags, "max"),
+        )  # the flags live until they have been waited for
         if not missing:
             return []
         self._flags[1].wait()
@@ -437,7 +430,7 @@ class FullySharded(ShardedEngine):
     # What the routes call.
 
     def _route(self, order: Sequence[Leg]) -> Route:
-        return Route(self._groups.shards, order, self._issue, self._release, self.layout.prefetch)
+        return Route(self.groups.shard, order, self._issue, self._release, self.layout.prefetch)
 
     def _issue(self, leg: Leg) -> None:
         unit, now = self._units[leg.unit], self._pass
@@ -453,7 +446,7 @@ class FullySharded(ShardedEngine):
 
     def _finish_reduce(self) -> None:
         if self._pass.reducing is not None:
-            is_final = self._is_syncing and self._groups.replicas.size == 1
+            is_final = self._is_syncing and self.groups.replicate.size == 1
             self._pass.reducing.finish_reduce(is_last=self._is_syncing, is_final=is_final)
 
     def _release(self, leg: Leg) -> None:
@@ -462,8 +455,8 @@ class FullySharded(ShardedEngine):
         if unit.in_use:
             return
         is_needed = self._is_training_forward and unit is not self._root
-        if is_needed and self._groups.small is not None and not self._stays(unit):
-            unit.keep_within(self._groups.small)
+        if is_needed and self.groups.regather is not None and not self._stays(unit):
+            unit.keep_within(self.groups.regather)
         else:
             unit.free()
 

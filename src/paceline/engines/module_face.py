@@ -67,7 +67,7 @@ class ModuleFace:
     def to(self: _Whole, *args: Any, **kwargs: Any) -> Any:
         """Returns the engine, which is on its communicator's device. Raises UsageError for another device or dtype."""
         device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
-        here = self.comm.device
+        here = self.device
         is_here = device is None or (device.type == here.type and device.index in (None, here.index))
         if not is_here:
             _refuse(f"engine.to({device})", f"its tensors are on {here}, that of the communicator", _ELSEWHERE)

@@ -240,7 +240,7 @@ class _Step:
         handed = self._take_inputs(action) if stage else None
         part = WeightPart() if owner.splits_backward else None
         deferring = contextlib.nullcontext() if part is None else DeferredWeights(part)
-        with self._syncing(action, stage), deferring, engine.precision.context(engine.comm.device):
+        with self._syncing(action, stage), deferring, engine.precision.context(engine.device):
             if owner._is_end(stage):
                 roots, gradients = self._end_forward(engine, handed if stage else None, batch)
             else:
@@ -324,7 +324,9 @@ class _Step:
         if action.kind not in ("F", "B", "W"):
             return
         engine = self._owner.stages[action.stage]
-        if engine.comm.size > 1 and any(isinstance(module, SyncBatchNorm) for module in engine.module.modules()):
+        if engine.gradient_comm.size > 1 and any(
+            isinstance(module, SyncBatchNorm) for module in engine.module.modules()
+        ):
             raise UsageError(
                 f"microbatch {action.microbatch} has no samples on this rank, and stage {action.stage} has "
                 "synchronised batch norms\n"

@@ -114,7 +114,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         )
     for engine in _WATCH.engines_of(parameters):
         is_checked = engine.checked_optimizer is not None and engine.checked_optimizer() is optimizer
-        if not is_checked and engine.comm.device.type != "meta":  # a dry run records what happens in a step
+        if not is_checked and engine.device.type != "meta":  # a dry run records what happens in a step
             engine.check_optimizer(optimizer)
 
 

@@ -43,6 +43,7 @@ from paceline.engines.engine import own_region
 from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
+from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
@@ -50,15 +51,14 @@ from paceline.shards import Shard
 
 
 class ZeroParallel(ShardedEngine):
-    """Trains a module on the ranks of ``comm``, each of which updates a slice of the parameters."""
+    """Trains a module on the ranks of ``groups.gradients``, each of which updates a slice of the parameters."""
 
     can_leave_pass = True
 
-    def __init__(
-        self, module: nn.Module, comm: Communicator, layout: Layout, precision: Precision | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision | None = None) -> None:
         self.layout = layout
-        super().__init__(module, comm, precision or Precision(), layout.buffers)
+        super().__init__(module, groups, precision or Precision(), layout.buffers)
+        comm = groups.gradients
         offload = layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
         self._is_plain = comm.size == 1 and self.precision.param_dtype is None and not is_offloaded
@@ -120,7 +120,7 @@ class ZeroParallel(ShardedEngine):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         squares = self._news.take_squares() if norm_type == 2.0 else None
-        return clip_pieces(list(self._updated.values()), self.comm, max_norm, norm_type, squares=squares)
+        return clip_pieces(list(self._updated.values()), self.gradient_comm, max_norm, norm_type, squares=squares)
 
     def sit_out(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples.
@@ -305,8 +305,8 @@ class ZeroParallel(ShardedEngine):
         if arrivals.expected is not None or arrivals.seen:
             arrivals.learn()
         if not self._is_ordered and self._reduces:
-            order = torch.tensor(self._completed or [-1] * len(self._fixed), device=control_device(self.comm))
-            self.comm.broadcast(order).wait()
+            order = torch.tensor(self._completed or [-1] * len(self._fixed), device=control_device(self.gradient_comm))
+            self.gradient_comm.broadcast(order).wait()
             agreed = order.tolist()
             self._is_ordered = agreed[0] >= 0  # else rank 0 has sat out so far
             if self._is_ordered:

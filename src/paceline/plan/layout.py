@@ -217,24 +217,26 @@ class Layout:
         return 1 if self.strategy == "ddp" else self.shard_ranks
 
     @property
+    def shards_over_context(self) -> bool:
+        """Whether ranks that share a sequence hold different slices of the states, as ranks with other samples do."""
+        return self.shards > 1 and self.shards % self.context == 0
+
+    @property
     def mesh(self) -> Mesh:
-        """The axes ``pipeline``, ``replicate``, ``shard`` and ``tensor``, without those of size 1 but replicas.
+        """All ranks on the axes ``pipeline``, ``replicate``, ``shard``, ``context`` and ``tensor``.
 
-        Tensor ranks, which talk the most, are neighbours, then those that share a copy of the model; stages, which talk
-        least, are farthest apart.
+        Tensor ranks, which talk the most, are neighbours, then those that share a sequence and a copy of the model;
+        stages, which talk least, are farthest apart. ``groups.py`` says who talks to whom.
         """
-        sizes = {"pipeline": self.pipeline, "replicate": self.replicas, "shard": self.shards, "tensor": self.tensor}
-        return Mesh.of(**{axis: size for axis, size in sizes.items() if size > 1 or axis == "replicate"})
+        shard = self.shards // self.context if self.shards_over_context else self.shards
+        return Mesh.of(
+            pipeline=self.pipeline, replicate=self.data // shard, shard=shard, context=self.context, tensor=self.tensor
+        )
 
-    def group_names(self, rank: int) -> dict[tuple[int, ...], str]:
-        """Returns the names of the groups that a rank talks in, by their ranks: ``world``, and axes of the mesh."""
-        spread = Mesh.of(pipeline=self.pipeline, data=self.data * self.context, tensor=self.tensor)
-        found = {tuple(range(self.ranks)): "world"}
-        for mesh in (self.mesh, spread):
-            for axis, size in mesh.axes:
-                if size > 1:
-                    found.setdefault(mesh.group(rank, axis), axis)
-        return found
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of the mesh that have several ranks, and ``replicate``, outermost first."""
+        return {axis: size for axis, size in self.mesh.axes if size > 1 or axis == "replicate"}
 
     @property
     def is_split(self) -> bool:

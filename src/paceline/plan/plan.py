@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.mesh import Mesh
 from paceline.plan.layout import Layout
 
 
@@ -71,10 +70,6 @@ class Plan:
     memory: MemoryEstimate | None = None  # of one rank; None where nobody has described the model
 
     @property
-    def mesh(self) -> Mesh:
-        return self.layout.mesh
-
-    @property
     def batch(self) -> BatchPlan:
         layout = self.layout
         size = layout.microbatch * layout.accumulate * layout.data
@@ -94,7 +89,7 @@ class Plan:
         return values | {
             "layout": self.layout.to_json(),
             "strategy": self.layout.strategy,
-            "mesh": dict(self.mesh.axes),
+            "mesh": self.layout.axes,
             "batch": dataclasses.asdict(self.batch),
             "memory": None if self.memory is None else self.memory.to_json(),
         }

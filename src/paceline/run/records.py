@@ -172,7 +172,7 @@ def name_strategy(config: Config, ranks: int) -> str:
 
 def write_settings(config: Config, trainer: Trainer) -> None:
     """Writes which variables this rank's NCCL or Gloo obeys, where somebody asked for any."""
-    uses_nccl = trainer.parts.engine.comm.device.type == "cuda" and config.comm.backend in ("auto", "nccl")
+    uses_nccl = trainer.parts.engine.device.type == "cuda" and config.comm.backend in ("auto", "nccl")
     settings = variables_in_effect(config, uses_nccl=uses_nccl)
     if settings:
         trainer.note("settings", settings)

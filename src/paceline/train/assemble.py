@@ -36,6 +36,7 @@ from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model, model_context
+from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
@@ -153,12 +154,12 @@ def build_trainer(
         plan=plan,
         engine=engine,
         optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
-        loader=_train_loader(config, plan, work.data, engine.comm, options),
-        eval_loader=_eval_loader(plan, work.data, engine.comm, options),
+        loader=_train_loader(config, plan, work.data, engine.batch_comm, options),
+        eval_loader=_eval_loader(plan, work.data, engine.batch_comm, options),
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
-        meter=StepMeter(comm.device, trace, comm.ledger, layout.group_names(comm.rank)),
+        meter=StepMeter(comm.device, trace, comm.ledger, groups_of(layout, comm.rank).names()),
         seed=config.train.seed,
         passes=Retry(plan.batch.microbatch, is_allowed=plan.finds_microbatch),
         compressor=compressor,
@@ -356,8 +357,8 @@ def _fit_microbatch(
     config: Config, plan: Plan, engine: Engine, loss: Loss, data: DataSplits, node_ranks: int | None
 ) -> tuple[Plan, str]:
     """Finds the largest microbatch that all ranks can hold, and says why it is that; the global batch stays."""
-    device = engine.comm.device
-    hosts = node_ranks or engine.comm.size
+    device = engine.device
+    hosts = node_ranks or engine.batch_comm.size
     slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
     known, first = describe_model(config, device.type), 1
     if known is not None:

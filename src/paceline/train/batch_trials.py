@@ -45,7 +45,7 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
     Raises TrainingError where not even one sample fits, or where a sharded engine runs out of memory in a trial.
     """
-    gauge = MemoryGauge(engine.comm.device)
+    gauge = MemoryGauge(engine.device)
     state = PassState(engine)
     sizes = microbatch_sizes(limits.samples_per_rank)
     limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
@@ -78,7 +78,7 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
 def optimizer_bytes(engine: Engine, slots: int) -> int:
     """Returns what an optimizer with ``slots`` numbers a parameter will hold on this rank's device."""
-    here = [p for p in engine.parameters() if p.requires_grad and p.device.type == engine.comm.device.type]
+    here = [p for p in engine.parameters() if p.requires_grad and p.device.type == engine.device.type]
     return slots * sum(parameter.numel() * parameter.element_size() for parameter in here)
 
 
@@ -98,7 +98,7 @@ class _Trials:
         self.gauge.reset()
         if not self._fits(size):
             drop_gradients(self.engine)
-            release_memory(self.engine.comm.device)
+            release_memory(self.engine.device)
             with self.engine.no_sync():
                 self.engine.sit_out()  # the others may wait in a reduction
             return None
@@ -122,7 +122,7 @@ class _Trials:
     def clean_up(self) -> None:
         self.engine.abandon_accumulation()
         drop_gradients(self.engine)
-        release_memory(self.engine.comm.device)
+        release_memory(self.engine.device)
 
     def _explain(self) -> str:
         fits = f"set train.microbatch = {self.largest}, which fits" if self.largest else "use more ranks"
@@ -134,6 +134,6 @@ class _Trials:
 
 
 def _least(engine: Engine, value: int) -> int:
-    number = torch.tensor([value], dtype=torch.int64, device=engine.comm.device)
-    engine.comm.all_reduce(number, "min").wait()
+    number = torch.tensor([value], dtype=torch.int64, device=engine.device)
+    engine.gradient_comm.all_reduce(number, "min").wait()
     return int(number.item())  # sync point

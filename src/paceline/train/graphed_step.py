@@ -118,7 +118,7 @@ class GraphedStep:
 
     def _record(self, engine: Engine, optimizer: torch.optim.Optimizer, batch: StepBatch, run: RunStep) -> bool:
         """Records the step of a batch; nothing is computed yet. Returns whether that was possible."""
-        device = engine.comm.device
+        device = engine.device
         placed = place(batch.microbatches, device, self._dtype)
         static = tree_map(lambda each: each.clone() if isinstance(each, torch.Tensor) else each, placed)
         rates = [torch.tensor(float(group["lr"]), device=device) for group in optimizer.param_groups]

@@ -32,7 +32,7 @@ def measure_histograms(engine: Engine, weight: torch.Tensor | None = None) -> li
     """
     engine.gradients()  # brings them to the parameters that are updated
     rows = {name: row for row, name in enumerate(sorted(engine.state_names()))}
-    device = engine.comm.device
+    device = engine.device
     sums = torch.zeros(len(rows), len(_KINDS), _COUNTS + len(EDGES) + 1, dtype=torch.float64, device=device)
     limits = torch.full((len(rows), len(_KINDS), 2), math.inf, dtype=torch.float64, device=device)
     for shard in engine.shards():

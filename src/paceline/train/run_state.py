@@ -74,7 +74,7 @@ class RunState:
         self.parts = parts
         self.step = 0
         self.position = 0
-        self.scaler = make_scaler(parts.engine.precision, parts.engine.comm.device, parts.policy.loss_scale)
+        self.scaler = make_scaler(parts.engine.precision, parts.engine.device, parts.policy.loss_scale)
         self.bad_steps = BadSteps()
         self.consumed = ConsumedIds(parts.loader.order)
         self.metrics: dict[str, float] = {}  # of the last evaluation, with its step

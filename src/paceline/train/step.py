@@ -98,7 +98,7 @@ def train_step(
     factor, undo = loss_factors(engine, batch, loss, scaler)
     values = (passes or accumulate)(Passes(engine, batch.microbatches, loss, factor, policy.dtype, on_phase))
     totals = [value.total.detach() for value in values]
-    loss_sum = torch.stack(totals).sum() if totals else torch.zeros((), device=engine.comm.device)
+    loss_sum = torch.stack(totals).sum() if totals else torch.zeros((), device=engine.device)
     count = sum((value.count for value in values), 0.0)
     if undo is not None:
         scale_gradients(engine, undo)
@@ -109,7 +109,7 @@ def train_step(
         else:
             given = weigh_gradients(engine, count)
             if scaler is not None:
-                scaler.note_elements(engine.comm.size / given)
+                scaler.note_elements(engine.gradient_comm.size / given)
         on_phase("backward")
     norm = engine.clip_grad_norm_(math.inf)  # measures; to clip is part of the update
     norm = norm if weight is None else norm * weight
@@ -132,7 +132,7 @@ def loss_factors(
 
     Where every sample counts alike the count needs no communication: all ranks know the global batch.
     """
-    per_sample, ranks = loss.elements_per_sample, engine.comm.size
+    per_sample, ranks = loss.elements_per_sample, engine.gradient_comm.size
     count = None if per_sample is None else batch.global_samples * per_sample
     if scaler is not None:
         return scaler.factors(ranks, count, guess=batch.global_samples)
@@ -144,7 +144,7 @@ def accumulate(passes: Passes) -> Sequence[LossSum]:
     engine, loss, dtype = passes.engine, passes.loss, passes.dtype
 
     def loss_of_placed(model: Callable[..., Any], batch: Any) -> LossSum:
-        return loss(model, place(batch, engine.comm.device, dtype))
+        return loss(model, place(batch, engine.device, dtype))
 
     return engine.run_microbatches(passes.microbatches, loss_of_placed, passes.scale, passes.on_phase)
 

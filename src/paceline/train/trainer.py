@@ -63,7 +63,7 @@ def evaluate(
 ) -> Evaluation:
     """Evaluates the engine over all ranks. One all-reduce of a few numbers, and one wait for the device."""
     engine.share_buffers()
-    device = engine.comm.device
+    device = engine.device
     modes = [(module, module.training) for module in engine.module.modules()]
     engine.eval()
     names, score = list(metrics or {}), score_all(loss, metrics or {})

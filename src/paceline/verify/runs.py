@@ -53,12 +53,12 @@ def _train(comm: Communicator, case: Case, settings: Settings) -> list[StepValue
     history = []
     for step in range(settings.steps):
         gradients.clear()  # a step that is left out shows none
-        batch = share_of(case.make_batch(step), engine.comm, settings.accumulate)
+        batch = share_of(case.make_batch(step), engine.batch_comm, settings.accumulate)
         recorder = ActivationRecorder(engine.module) if settings.record_step == step else None
         outcome = train_step(engine, optimizer, batch, loss, policy, scaler=scaler)
         loss_sum = outcome.loss_sum.double()
         sums = torch.stack([loss_sum, torch.as_tensor(outcome.count, dtype=torch.float64, device=loss_sum.device)])
-        engine.comm.all_reduce(sums).wait()
+        engine.gradient_comm.all_reduce(sums).wait()
         present = [number for number, piece in enumerate(batch.microbatches) if piece is not None]
         parameters, buffers = _state(engine, names)
         history.append(

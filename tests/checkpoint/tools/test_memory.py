@@ -23,6 +23,7 @@ from paceline.checkpoint.tools.stream import write_checkpoint
 from paceline.checkpoint.write import StreamedPiece
 from paceline.checkpoint.tools.stream import stream_made
 from paceline.shards import whole_region
+from paceline.plan.layout import Layout
 
 torch.set_num_threads(1)
 folder, total, num, way = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -52,7 +53,7 @@ if way == "dcp":
     outgoing.export(source, folder / "m", outgoing.ExportOptions(format="dcp"))
     incoming.save_incoming(incoming.open_incoming(folder / "m", "dcp", allows_pickle=True), folder / "c", "m")
 else:
-    made = reshard.reshard(source, folder / "b", reshard.World(ranks=3, tensor=3, strategy="ddp"))
+    made = reshard.reshard(source, folder / "b", Layout(strategy="ddp").for_ranks(3))
     assert difference.compare(source, open_checkpoint(made)).is_same_state
     outgoing.export(source, folder / "m.safetensors", outgoing.ExportOptions())
     incoming.save_incoming(incoming.open_incoming(folder / "m.safetensors", "safetensors"), folder / "c", "m")

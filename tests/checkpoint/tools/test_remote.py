@@ -19,10 +19,11 @@ from paceline.checkpoint.storage import RemoteFiles, absolute_path, is_remote, s
 from paceline.checkpoint.tools.audit import audit
 from paceline.checkpoint.tools.difference import compare
 from paceline.checkpoint.tools.listing import list_folder
-from paceline.checkpoint.tools.reshard import World, reshard
+from paceline.checkpoint.tools.reshard import reshard
 from paceline.checkpoint.write import RankShare, SaveTarget, commit, write_part
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CheckpointError, UsageError
+from paceline.plan.layout import Layout
 from paceline.shards import whole_region
 
 
@@ -58,14 +59,14 @@ def test_ranks_save_into_a_url_and_any_tool_reads_it(saved: Save, place: Path) -
     assert storage_of(place).names(place) == ["step-00000007"]
     assert audit(found).is_good
     assert compare(open_checkpoint(saved()), open_checkpoint(found)).is_same_state
-    moved = reshard(open_checkpoint(found), place / "moved", World(ranks=3))
+    moved = reshard(open_checkpoint(found), place / "moved", Layout(strategy="fsdp").for_ranks(3))
     assert compare(open_checkpoint(saved()), open_checkpoint(moved)).is_same_state
     assert [each.step for each in list_folder(place, now=0.0)] == [7]
 
 
 @in_memory
 def test_a_flipped_bit_in_a_store_is_found(saved: Save, place: Path) -> None:
-    path = reshard(open_checkpoint(saved()), place, World(ranks=1))
+    path = reshard(open_checkpoint(saved()), place, Layout(strategy="fsdp").for_ranks(1))
     storage = storage_of(place)
     content = bytearray(storage.read(path / "rank-00000.f32.safetensors"))
     content[-5] ^= 8
@@ -96,7 +97,9 @@ class Dying:
 @in_memory
 def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: Path) -> None:
     storage = storage_of(place)
-    storage.rename(reshard(open_checkpoint(saved()), place, World(ranks=1)), place / "step-00000003")
+    storage.rename(
+        reshard(open_checkpoint(saved()), place, Layout(strategy="fsdp").for_ranks(1)), place / "step-00000003"
+    )
     plain = State(step=7, position=0, own={"dict": []})
     share = RankShare(name="model/a", region=whole_region((3,)), flat=torch.arange(3))
     num_kills = 0
@@ -126,7 +129,7 @@ def test_killed_at_any_change_the_older_one_is_found_whole(saved: Save, place: P
 def test_what_is_no_longer_kept_goes_manifest_first(saved: Save, place: Path) -> None:
     storage = storage_of(place)
     for step in (1, 2, 3):
-        made = reshard(open_checkpoint(saved()), place, World(ranks=1))
+        made = reshard(open_checkpoint(saved()), place, Layout(strategy="fsdp").for_ranks(1))
         storage.rename(made, place / f"step-{step:08d}")
     assert apply_retention(place, 3, Retention(last=1), storage) == [1, 2]
     assert storage.names(place) == ["step-00000003"]

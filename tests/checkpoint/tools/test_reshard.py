@@ -8,52 +8,87 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained_gpt import Save, change_manifest
+from torch import nn
+from trained_gpt import LLAMA, Save, change_manifest, make_model
 
 from paceline.checkpoint.find import read_manifest, verify_checkpoint
 from paceline.checkpoint.manifest import SavedPiece, SavedTensor, State
 from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.tools.audit import audit, coverage_problems
 from paceline.checkpoint.tools.difference import compare
-from paceline.checkpoint.tools.reshard import World, cut_regions, reshard
+from paceline.checkpoint.tools.reshard import Cut, cut_regions, reshard
 from paceline.checkpoint.tools.stream import stream_made, write_checkpoint
-from paceline.checkpoint.write import StreamedPiece
+from paceline.checkpoint.write import StreamedPiece, own_shares
+from paceline.comm.base import Communicator
+from paceline.comm.virtual.communicator import run_virtual
+from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError, UsageError
-from paceline.shards import whole_region
+from paceline.plan.layout import Layout, Strategy
+from paceline.plan.rules import check_layout
+from paceline.rehearse.dryrun.cut import cut_of_training
+from paceline.shards import Region, whole_region
 
-WORLDS = [
-    World(ranks=1),
-    World(ranks=3),
-    World(ranks=5, strategy="ddp"),
-    World(ranks=8, pipeline=2, tensor=2),
-    World(ranks=4, pipeline=4, strategy="ddp"),
-    World(ranks=3, tensor=3, strategy="ddp"),
+
+def of(ranks: int, strategy: Strategy = "fsdp", **axes: int) -> Layout:
+    return check_layout(Layout(strategy=strategy, **axes), ranks)  # type: ignore[arg-type]
+
+
+def cut(layout: Layout, model: dict[str, object] = LLAMA) -> Cut | None:
+    """What training would write, where only the model knows it."""
+
+    def make() -> nn.Module:
+        with torch.device("meta"):
+            return make_model(model)
+
+    return cut_of_training(make, layout) if layout.is_split else None
+
+
+WORLDS = [of(1), of(3), of(5, "ddp"), of(8, pipeline=2, tensor=2), of(4, "ddp", pipeline=4), of(2, "ddp", tensor=2)]
+MESHES = [
+    (pipeline, data, tensor)
+    for pipeline in (1, 2, 4)
+    for data in range(1, 17)
+    for tensor in (1, 2, 4)
+    if pipeline * data * tensor <= 16 and pipeline * tensor > 1
 ]
 
 
+@pytest.mark.some(4)
+@pytest.mark.parametrize(("pipeline", "data", "tensor"), MESHES)
+def test_ranks_stand_where_they_do_in_training(pipeline: int, data: int, tensor: int) -> None:
+    ranks = pipeline * data * tensor
+    layout = of(ranks, "fsdp" if data > 1 else "ddp", pipeline=pipeline, tensor=tensor)
+
+    def held(comm: Communicator) -> dict[str, Region]:
+        engine = parallelize(make_model(LLAMA), comm, layout=layout)
+        return {share.name: share.region for share in own_shares(engine.shards())}
+
+    assert cut(layout) == run_virtual(held, ranks)
+
+
 @pytest.mark.parametrize("world", [WORLDS[3], pytest.param(WORLDS[5], marks=pytest.mark.exhaustive)], ids=str)
-def test_every_world_has_the_same_state_and_goes_back(saved: Save, tmp_path: Path, world: World) -> None:
+def test_every_world_has_the_same_state_and_goes_back(saved: Save, tmp_path: Path, world: Layout) -> None:
     source = open_checkpoint(saved())
-    made = reshard(source, tmp_path / "there", world)
+    made = reshard(source, tmp_path / "there", world, cut(world))
     assert audit(made).is_good
     assert read_manifest(made).world == world.ranks
     found = compare(source, open_checkpoint(made))
     assert found.is_same_state
     assert found.num_compared == len(source.manifest.tensors)
-    back = reshard(open_checkpoint(made), tmp_path / "back", World(ranks=2))
+    back = reshard(open_checkpoint(made), tmp_path / "back", of(2))
     assert compare(source, open_checkpoint(back)).is_same_state
 
 
 def test_ranks_have_parts_of_about_one_size(saved: Save) -> None:
     manifest = read_manifest(saved())
-    for world in (World(ranks=4), World(ranks=4, tensor=2), World(ranks=7)):
-        sizes = [sum(region.size for _, region in held) for held in cut_regions(manifest.tensors, world)]
+    for world in (of(4), of(4, tensor=2), of(7)):
+        sizes = [sum(region.size for _, region in held) for held in cut_regions(manifest.tensors, world, cut(world))]
         assert max(sizes) < 1.2 * min(sizes), world
 
 
 def test_tensor_ranks_cut_matrices_along_the_dim_of_training(saved: Save) -> None:
     manifest = read_manifest(saved())
-    held = cut_regions(manifest.tensors, World(ranks=2, tensor=2))
+    held = cut_regions(manifest.tensors, of(2, tensor=2), cut(of(2, tensor=2)))
     first = dict(held[0])
     assert first["model/layers.0.attention.query.weight"].dim == 0
     assert first["model/layers.0.attention.output.weight"].dim == 1
@@ -62,9 +97,9 @@ def test_tensor_ranks_cut_matrices_along_the_dim_of_training(saved: Save) -> Non
 
 def test_random_states_stay_where_the_number_of_ranks_does(saved: Save, tmp_path: Path) -> None:
     source = open_checkpoint(saved())
-    same = open_checkpoint(reshard(source, tmp_path / "same", World(ranks=2, strategy="ddp")))
+    same = open_checkpoint(reshard(source, tmp_path / "same", of(2, "ddp")))
     assert same.own(1)["random"][0] == 1
-    other = open_checkpoint(reshard(source, tmp_path / "other", World(ranks=3)))
+    other = open_checkpoint(reshard(source, tmp_path / "other", of(3)))
     assert other.own(1) == {}
 
 
@@ -83,26 +118,24 @@ def test_a_channels_last_tensor_and_odd_shapes_survive(tmp_path: Path) -> None:
         pieces.append(StreamedPiece(name=name, region=whole_region(tensor.shape, dims), dtype=tensor.dtype, read=read))
     plain = State(step=1, position=0)
     source = open_checkpoint(write_checkpoint(tmp_path / "a", [pieces], plain))
-    made = open_checkpoint(reshard(source, tmp_path / "b", World(ranks=3)))
+    made = open_checkpoint(reshard(source, tmp_path / "b", of(3)))
     assert torch.equal(made.read("model/conv"), weight)
     assert compare(source, made).is_same_state
     assert audit(made.path).is_good
 
 
-def test_a_world_that_cannot_be_is_refused(saved: Save, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="3 ranks are not a multiple of pipeline 2 x tensor 1"):
-        World(ranks=3, pipeline=2)
-    with pytest.raises(UsageError, match="4 numbered layers"):
-        reshard(open_checkpoint(saved()), tmp_path, World(ranks=8, pipeline=8))
+def test_stages_of_an_unknown_model_are_refused(saved: Save, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="does not say which model it is of"):
+        reshard(open_checkpoint(saved()), tmp_path, of(8, pipeline=8))
 
 
 def test_what_is_there_is_replaced_only_when_asked(saved: Save, tmp_path: Path) -> None:
     source = open_checkpoint(saved())
-    made = reshard(source, tmp_path, World(ranks=1))
+    made = reshard(source, tmp_path, of(1))
     with pytest.raises(CheckpointError, match="is there already"):
-        reshard(source, tmp_path, World(ranks=2))
+        reshard(source, tmp_path, of(2))
     assert read_manifest(made).world == 1
-    reshard(source, tmp_path, World(ranks=2), may_replace=True)
+    reshard(source, tmp_path, of(2), may_replace=True)
     assert read_manifest(made).world == 2
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]
 
@@ -111,7 +144,7 @@ def test_a_failed_write_leaves_nothing(saved: Save, tmp_path: Path) -> None:
     broken = Path(shutil.copytree(saved(), tmp_path / "broken" / "step-00000007"))
     (broken / "rank-00001.f32.safetensors").unlink()
     with pytest.raises(CheckpointError, match="rank-00001"):
-        reshard(open_checkpoint(broken), tmp_path / "out", World(ranks=3))
+        reshard(open_checkpoint(broken), tmp_path / "out", of(3))
     assert not (tmp_path / "out").exists()
 
 
@@ -156,7 +189,7 @@ def test_regions_of_all_ranks_are_every_element_once(saved: Save) -> None:
     manifest = read_manifest(saved("ddp", 2))
     for world in WORLDS:
         pieces: dict[str, list[SavedPiece]] = {name: [] for name in manifest.tensors}
-        for held in cut_regions(manifest.tensors, world):
+        for held in cut_regions(manifest.tensors, world, cut(world)):
             for name, region in held:
                 pieces[name].append(SavedPiece(file="f", region=region))
         for name, tensor in manifest.tensors.items():
@@ -165,7 +198,7 @@ def test_regions_of_all_ranks_are_every_element_once(saved: Save) -> None:
 
 
 def test_the_result_is_one_that_is_resumed_from(saved: Save, tmp_path: Path) -> None:
-    made = reshard(open_checkpoint(saved()), tmp_path, World(ranks=3))
+    made = reshard(open_checkpoint(saved()), tmp_path, of(3))
     assert verify_checkpoint(made).step == 7
 
 

@@ -25,7 +25,7 @@ class ShardedEngine(ModuleEngine):
 
     @property
     def holds_parts(self) -> bool:
-        return not self._is_plain and self.comm.size > 1
+        return not self._is_plain and self.gradient_comm.size > 1
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._updated.items())
@@ -53,7 +53,7 @@ class ShardedEngine(ModuleEngine):
     @torch.no_grad()
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
-        is_kept = self.comm.rank == 0 or not rank0_only
+        is_kept = self.gradient_comm.rank == 0 or not rank0_only
         whole: dict[int, torch.Tensor] = {}
         for group in self.flat_groups:
             tensors = group.gather_whole(group.pieces)
@@ -94,7 +94,7 @@ class ShardedEngine(ModuleEngine):
             group.pieces[place].copy_(group.cut_piece(place, state[name]))
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        return gather_optimizer_state(optimizer, self.flat_groups, comm=self.comm, rank0_only=rank0_only)
+        return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         load_optimizer_state(optimizer, self.flat_groups, state)

@@ -143,7 +143,7 @@ class Muon(torch.optim.Optimizer):
         if id(parameter) in places:
             return _describe_piece(*places[id(parameter)])
         rows, columns = parameter.shape
-        comm = self._alone(parameter.device) if self._engine is None else self._engine.comm
+        comm = self._alone(parameter.device) if self._engine is None else self._engine.gradient_comm
         return comm, Matrix(shape=(rows, columns))
 
 

@@ -46,7 +46,7 @@ def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | No
     ``accumulate``, as in a step. Leaves no gradients.
     """
     engine, rank = passes.engine, passes.engine.world.rank
-    first = engine.random_stream // engine.comm.size * _MANY  # stages of a pipeline are called in their order
+    first = engine.random_stream // engine.gradient_comm.size * _MANY  # stages of a pipeline are called in their order
     watch = _OutputWatch(engine.module)
     try:
         values = (run or accumulate)(passes)

@@ -52,7 +52,7 @@ class Retry:
         engine, state = passes.engine, PassState(passes.engine)
         while True:
             values = self._try(self._finer(passes))
-            if not is_any(engine.comm, values is None):  # sync point
+            if not is_any(engine.gradient_comm, values is None):  # sync point
                 self._num_unproven -= 1
                 return values or []
             drop_gradients(engine)
@@ -92,7 +92,7 @@ class Retry:
                 raise
         # Only here, where the traceback is gone that held the activations.
         drop_gradients(engine)
-        release_memory(engine.comm.device)
+        release_memory(engine.device)
         for number in range(num_finished, num_passes):
             with contextlib.nullcontext() if number == num_passes - 1 else engine.no_sync():
                 engine.sit_out()
@@ -126,11 +126,11 @@ class PassState:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._random = capture_random_states(engine.comm.device)
+        self._random = capture_random_states(engine.device)
         self._buffers = [buffer.clone() for buffer in engine.module.buffers()]
 
     def restore(self) -> None:
-        restore_random_states(self._random, self._engine.comm.device)
+        restore_random_states(self._random, self._engine.device)
         for buffer, before in zip(self._engine.module.buffers(), self._buffers, strict=True):
             buffer.data.copy_(before)
 
@@ -138,7 +138,7 @@ class PassState:
 def can_fail_alone(engine: Engine) -> bool:
     """Says whether a rank whose pass fails can let the others finish theirs."""
     talks = any(isinstance(module, SyncBatchNorm) for module in engine.module.modules())
-    return engine.can_leave_pass and (engine.comm.size == 1 or not talks)
+    return engine.can_leave_pass and (engine.gradient_comm.size == 1 or not talks)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
