@@ -130,7 +130,7 @@ def test_refusals_say_what_to_do(folder: Path, call: Call, project: Path) -> Non
             "cannot be read: Too many levels of symbolic links",
         ),
         (("inspect", str(folder), "--tensors", "x*"), "no tensor fits 'x*'"),
-        (("reshard", str(folder), "d", "--ranks", "3", "--tensor", "2"), "3 ranks are not a multiple"),
+        (("reshard", str(folder), "d", "--ranks", "3", "--tensor", "2"), "tensor = 2 does not divide ranks = 3"),
         (("reshard", str(folder), "d", "--ranks", "2", "--strategy", "fdsp"), "there are ddp, zero1"),
         (("export", str(folder), "d", "--format", "onnx"), "there are safetensors, torch, dcp"),
         (("import", "nowhere.pt", "d"), "nowhere.pt is not there"),
