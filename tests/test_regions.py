@@ -17,25 +17,24 @@ Element = np.ndarray
 def elements(region: Region) -> Element:
     """The numbers (in row-major order of the whole) of a region's elements, in its own order."""
     whole = np.arange(math.prod(region.shape)).reshape(region.shape)
-    if region.dim is not None:
-        whole = np.concatenate([whole.take(range(a, b), axis=region.dim) for a, b in region.spans], axis=region.dim)
+    for dim, spans in region.cuts:
+        whole = np.concatenate([whole.take(range(a, b), axis=dim) for a, b in spans], axis=dim)
     ordered = whole if region.order is None else whole.transpose(region.order)
     return ordered.reshape(-1)[region.begin : region.end]
 
 
 @st.composite
 def regions(draw: st.DrawFn, shape: tuple[int, ...]) -> Region:
-    """A region as tensor parallelism and flat slices make them: equal parts of groups, then an interval."""
-    dim, spans = None, ()
-    if shape and draw(st.booleans()):
-        dim = draw(st.integers(0, len(shape) - 1))
-        cuts = sorted(draw(st.sets(st.integers(0, shape[dim]), min_size=2, max_size=6)) | {0, shape[dim]})
-        pairs = list(itertools.pairwise(cuts))
-        spans = tuple(pairs[draw(st.integers(0, 1)) :: 2]) or (pairs[0],)
+    """A region as tensor parallelism, experts and flat slices make them: parts of some dims, then an interval."""
+    cuts = []
+    for dim in draw(st.sets(st.integers(0, len(shape) - 1), max_size=3)) if shape else ():
+        bounds = sorted(draw(st.sets(st.integers(0, shape[dim]), min_size=2, max_size=6)) | {0, shape[dim]})
+        pairs = list(itertools.pairwise(bounds))
+        cuts.append((dim, tuple(pairs[draw(st.integers(0, 1)) :: 2]) or (pairs[0],)))
     order = memory_order(shape, [draw(st.integers(1, 9)) for _ in shape]) if draw(st.booleans()) else None
-    part = Region(shape=shape, begin=0, end=0, dim=dim, spans=spans, order=order)
+    part = Region(shape=shape, begin=0, end=0, cuts=tuple(cuts), order=order)
     first, last = sorted(draw(st.tuples(*[st.integers(0, math.prod(part.local_shape))] * 2)))
-    return Region(shape=shape, begin=first, end=last, dim=dim, spans=spans, order=order)
+    return Region(shape=shape, begin=first, end=last, cuts=tuple(cuts), order=order)
 
 
 @given(st.data())
@@ -57,9 +56,9 @@ def test_runs_are_what_two_regions_have_in_common(data: st.DataObject) -> None:
 def test_whole_slices_and_rows_are_single_runs() -> None:
     whole = whole_region((8, 5))
     assert [len(part) for part in common_runs(whole.narrow(3, 29), whole.narrow(10, 40))] == [1, 1, 1]
-    rows = Region(shape=(8, 5), dim=0, spans=((2, 6),), begin=0, end=20)
+    rows = Region(shape=(8, 5), cuts=((0, ((2, 6),)),), begin=0, end=20)
     assert common_runs(whole, rows) == (np.array([10]), np.array([0]), np.array([20]))
-    columns = Region(shape=(8, 5), dim=1, spans=((1, 3),), begin=0, end=16)
+    columns = Region(shape=(8, 5), cuts=((1, ((1, 3),)),), begin=0, end=16)
     assert len(common_runs(whole, columns).length) == 8
 
 
@@ -73,6 +72,6 @@ def test_the_order_of_memory_ignores_dims_of_one() -> None:
 def test_one_of_all_parts_has_the_first_element() -> None:
     whole = whole_region((4, 6))
     assert [whole.narrow(a, a + 8).has_first for a in (0, 8, 16)] == [True, False, False]
-    cut = [Region(shape=(4, 6), dim=1, spans=(span,), begin=0, end=12) for span in ((0, 3), (3, 6))]
+    cut = [Region(shape=(4, 6), cuts=((1, (span,)),), begin=0, end=12) for span in ((0, 3), (3, 6))]
     assert [part.has_first for part in cut] == [True, False]
     assert [whole.is_whole_part, cut[0].is_whole_part, whole.narrow(0, 5).is_whole_part] == [True, True, False]

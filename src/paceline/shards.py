@@ -6,8 +6,8 @@ beginning at a multiple of ``align`` elements, and is padded to a multiple of th
     | weight 0 ......... | pad | bias 0 | pad | weight 1 ............. | pad |
     | shard 0              | shard 1               | shard 2               |
 
-A *region* says which elements of a whole tensor somebody holds: what tensor parallelism left of one dim, and of that an
-interval in the order of memory. What two regions have in common comes out as *runs*, elements that follow one another
+A *region* says which elements of a whole tensor somebody holds: what is left of the dims that are cut (by tensor
+parallelism, by experts), and of that an interval in the order of memory. What two regions have in common comes out as *runs*, elements that follow one another
 in both; there are as many as rows that a cut goes through, and one for regions that are cut along the first dim.
 """
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 Places: TypeAlias = NDArray[np.int64]
+Spans: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,15 +111,15 @@ def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]
 class Region:
     """Which elements of a tensor of ``shape`` somebody holds, and in which order.
 
-    Of ``dim`` it has the ``spans``, one after another (all of it where ``dim`` is None). That is a tensor of its own,
-    whose memory runs through the dims in ``order`` (row-major: None); the region is its elements ``begin`` to ``end``.
+    ``cuts`` are the dims of which it has a part, each with its spans, one after another. What is left is a tensor of
+    its own, whose memory runs through the dims in ``order`` (row-major: None); the region is its elements ``begin`` to
+    ``end``.
     """
 
     shape: tuple[int, ...]
     begin: int
     end: int
-    dim: int | None = None
-    spans: tuple[tuple[int, int], ...] = ()
+    cuts: tuple[tuple[int, Spans], ...] = ()
     order: tuple[int, ...] | None = None
 
     @property
@@ -129,10 +130,7 @@ class Region:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what is left of the tensor, before the interval is taken."""
-        if self.dim is None:
-            return self.shape
-        extent = sum(last - first for first, last in self.spans)
-        return (*self.shape[: self.dim], extent, *self.shape[self.dim + 1 :])
+        return cut_shape(self.shape, self.cuts)
 
     @property
     def is_whole_part(self) -> bool:
@@ -142,13 +140,18 @@ class Region:
     @property
     def has_first(self) -> bool:
         """Whether the tensor's first element is in it: of all that hold a part, one does."""
-        starts = self.dim is None or (bool(self.spans) and self.spans[0][0] == 0)
-        return self.begin == 0 and self.end > 0 and starts
+        return self.begin == 0 and self.end > 0 and all(spans and spans[0][0] == 0 for _, spans in self.cuts)
 
     def narrow(self, first: int, last: int) -> Region:
         """Returns its elements ``first`` to ``last``, counted in its own order."""
         assert 0 <= first <= last <= self.size, (first, last, self)
         return replace(self, begin=self.begin + first, end=self.begin + last)
+
+
+def cut_shape(shape: Sequence[int], cuts: Sequence[tuple[int, Spans]]) -> tuple[int, ...]:
+    """Returns the shape of what is left of a tensor of whose dims only some spans are held."""
+    extents = {dim: sum(last - first for first, last in spans) for dim, spans in cuts}
+    return tuple(extents.get(dim, size) for dim, size in enumerate(shape))
 
 
 def whole_region(shape: Sequence[int], order: tuple[int, ...] | None = None) -> Region:
@@ -204,21 +207,43 @@ def _runs(region: Region, order: tuple[int, ...] | None) -> Runs:
         return Runs(empty, empty, empty)
     if region.order != order:
         return _element_runs(region, order)
-    dims = order or tuple(range(len(region.shape)))
-    if region.dim is None:
+    if not region.cuts:
         return Runs(*(np.array([value], dtype=np.int64) for value in (0, region.begin, region.size)))
-    at = dims.index(region.dim)
+    dims = order or tuple(range(len(region.shape)))
+    spans_of = dict(region.cuts)
+    at = max(dims.index(dim) for dim in spans_of)  # the innermost dim that is cut: behind it, elements stay together
     inner = math.prod(region.shape[dim] for dim in dims[at + 1 :])
-    lengths = np.array([last - first for first, last in region.spans], dtype=np.int64)
-    row, whole_row = int(lengths.sum()) * inner, region.shape[region.dim] * inner
-    rows = np.arange(region.begin // row, -(-region.end // row), dtype=np.int64)[:, None]
+    spans = spans_of[dims[at]]
+    lengths = np.array([last - first for first, last in spans], dtype=np.int64)
+    row, whole_row = int(lengths.sum()) * inner, region.shape[dims[at]] * inner
+    rows = np.arange(region.begin // row, -(-region.end // row), dtype=np.int64)
     offsets = (np.cumsum(lengths) - lengths) * inner
-    local = (rows * row + offsets).ravel()
-    place = (rows * whole_row + np.array([first for first, _ in region.spans], dtype=np.int64) * inner).ravel()
+    local = (rows[:, None] * row + offsets).ravel()
+    starts = np.array([first for first, _ in spans], dtype=np.int64) * inner
+    place = (_whole_rows(region, rows, dims[:at])[:, None] * whole_row + starts).ravel()
     begin = np.maximum(local, region.begin)
     end = np.minimum(local + np.tile(lengths * inner, len(rows)), region.end)
     kept = end > begin
     return Runs((begin - region.begin)[kept], (place + begin - local)[kept], (end - begin)[kept])
+
+
+def _whole_rows(region: Region, rows: Places, dims: Sequence[int]) -> Places:
+    """Returns where rows of what is left of ``dims`` stand among the rows of the whole tensor."""
+    if len(region.cuts) == 1:  # the dim behind them
+        return rows
+    shape = region.local_shape
+    return _ravel(region, np.unravel_index(rows, [shape[dim] for dim in dims]), dims, dims)
+
+
+def _ravel(region: Region, found: Sequence[NDArray[np.intp]], dims: Sequence[int], order: Sequence[int]) -> Places:
+    """Returns the places in the whole tensor, laid out in ``order``, of what has the local coordinates ``found``."""
+    coordinates = {dim: index.astype(np.int64) for dim, index in zip(dims, found, strict=True)}
+    for dim, spans in region.cuts:
+        if dim in coordinates:
+            held = np.concatenate([np.arange(first, last, dtype=np.int64) for first, last in spans])
+            coordinates[dim] = held[coordinates[dim]]
+    whole = [region.shape[dim] for dim in order]
+    return np.ravel_multi_index([coordinates[dim] for dim in order], whole).astype(np.int64)
 
 
 def _element_runs(region: Region, order: tuple[int, ...] | None) -> Runs:
@@ -227,11 +252,6 @@ def _element_runs(region: Region, order: tuple[int, ...] | None) -> Runs:
     mine, theirs = region.order or dims, order or dims
     shape = region.local_shape
     found = np.unravel_index(np.arange(region.begin, region.end), [shape[dim] for dim in mine])
-    coordinates = {dim: index.astype(np.int64) for dim, index in zip(mine, found, strict=True)}
-    if region.dim is not None:
-        held = np.concatenate([np.arange(first, last, dtype=np.int64) for first, last in region.spans])
-        coordinates[region.dim] = held[coordinates[region.dim]]
-    whole = [region.shape[dim] for dim in theirs]
-    place = np.ravel_multi_index([coordinates[dim] for dim in theirs], whole).astype(np.int64)
+    place = _ravel(region, found, mine, theirs)
     sequence = np.argsort(place, kind="stable")
     return Runs(sequence.astype(np.int64), place[sequence], np.ones(region.size, dtype=np.int64))

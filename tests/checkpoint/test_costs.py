@@ -88,7 +88,7 @@ def test_a_rank_reads_what_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert torch.equal(found.read("w", quarter), values.view(-1)[1000 : 1000 + values.numel() // 4])
     assert sum(read) == values.nbytes // 4
     read.clear()
-    columns = Region(shape=(512, 1024), dim=1, spans=((256, 768),), begin=0, end=512 * 512)
+    columns = Region(shape=(512, 1024), cuts=((1, ((256, 768),)),), begin=0, end=512 * 512)
     assert torch.equal(found.read("w", columns).view(512, 512), values[:, 256:768])
     assert sum(read) < values.nbytes  # gaps of a few KB are read with what is around them
 

@@ -1,7 +1,7 @@
 """Do the pieces of a checkpoint make up its tensors? Every element is in exactly one piece, each in its file.
 
 Whoever reads a checkpoint asks this first, since what is missing would be read as zeros, and written on with good
-hashes. All pieces that are cut alike (the same spans of the same dim) are intervals of one part of the tensor: these
+hashes. All pieces that are cut alike (the same spans of the same dims) are intervals of one part of the tensor: these
 must not overlap, nor may the spans of the parts; then the number of elements says whether something is missing.
 
 Cost: one sort of the pieces of each tensor; with files, one header each. No torch.
@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.header import Header, read_header
 from paceline.checkpoint.manifest import COMPRESSION, ITEM_BYTES, Manifest, SavedTensor, damaged
 from paceline.checkpoint.storage import FileStore, file_in
 from paceline.errors import CheckpointError
-from paceline.shards import Region
+from paceline.shards import Region, Spans
+
+Cuts = tuple[tuple[int, Spans], ...]
 
 
 def check_coverage(path: Path, manifest: Manifest) -> None:
@@ -34,18 +36,28 @@ def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
     found, problems = sum(region.size for region in regions), []
     if found != size and not name.startswith(COMPRESSION):  # what compression owes may be nothing here and there
         problems.append(f"{found:,} of {size:,} elements are saved")
-    parts: dict[tuple[int | None, tuple[tuple[int, int], ...]], list[Region]] = {}
+    parts: dict[Cuts, list[Region]] = {}
     for region in regions:
-        parts.setdefault((region.dim, region.spans), []).append(region)
+        parts.setdefault(region.cuts, []).append(region)
     for part in parts.values():
         if len({region.order for region in part}) > 1:
             problems.append("its pieces lie in different orders of dims")
         shared = _overlaps([(region.begin, region.end) for region in part])
         problems += [f"elements {first:,} to {last:,} are saved twice" for first, last in shared]
-    if len({dim for dim, _ in parts}) > 1:
+    if len({tuple(dim for dim, _ in cuts) for cuts in parts}) > 1:
         return [*problems, "its pieces are cut along different dims"]
-    rows = _overlaps([span for _, spans in parts for span in spans])
+    rows = _row_overlaps(list(parts))
     return problems + [f"rows {first:,} to {last:,} of the dim that is cut are saved twice" for first, last in rows]
+
+
+def _row_overlaps(parts: Sequence[Cuts]) -> list[tuple[int, int]]:
+    """Returns which rows several parts have, of the first dim that is cut; within the same rows, of the next one."""
+    within: dict[Spans, list[Cuts]] = {}
+    for cuts in parts:
+        if cuts:
+            within.setdefault(cuts[0][1], []).append(cuts[1:])
+    found = _overlaps([span for spans in within for span in spans])
+    return found + [each for inner in within.values() for each in _row_overlaps(inner)]
 
 
 def _overlaps(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from paceline.errors import CheckpointError
-from paceline.shards import Region, Shard
+from paceline.shards import Region, Shard, Spans
 from paceline.untrusted import is_count, kind_of, parse_json, parse_json_object, plain_name
 
 SCHEMA_VERSION = 2
@@ -47,6 +47,7 @@ ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16"
     "F8_E4M3": 1,
     "F8_E5M2": 1,
 }
+_CUT_KEYS = {"dim", "spans", "cuts", "order"}
 _MOST_DIMS = 64
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError)
 
@@ -355,8 +356,8 @@ def parse_shape(value: Any) -> tuple[int, ...]:
 
 def _region_entry(region: Region) -> dict[str, Any]:
     entry: dict[str, Any] = {"begin": region.begin, "end": region.end}
-    if region.dim is not None:
-        entry |= {"dim": region.dim, "spans": [list(span) for span in region.spans]}
+    cuts = [{"dim": dim, "spans": [list(span) for span in spans]} for dim, spans in region.cuts]
+    entry |= cuts[0] if len(cuts) == 1 else {"cuts": cuts} if cuts else {}
     if region.order is not None:
         entry["order"] = list(region.order)
     return entry
@@ -364,30 +365,35 @@ def _region_entry(region: Region) -> dict[str, Any]:
 
 def _parse_region(shape: tuple[int, ...], size: int, entry: Mapping[str, Any]) -> Region:
     begin, end = entry["begin"], entry["end"]
-    if "dim" not in entry and "order" not in entry and "spans" not in entry:  # most of them, and there may be many
+    if entry.keys().isdisjoint(_CUT_KEYS):  # most of them, and there may be many
         if type(begin) is int and type(end) is int and 0 <= begin <= end <= size:
             return Region(shape=shape, begin=begin, end=end)
         raise ValueError(f"a piece is no interval of {size} elements")
-    dim, order = entry.get("dim"), entry.get("order")
-    if dim is not None:
-        dim = _count("dim", dim, len(shape) - 1)
+    order = entry.get("order")
     if order is not None and sorted(order) != list(range(len(shape))):
         raise ValueError(f"an order names each of {len(shape)} dims once")
-    most = 0 if dim is None else shape[dim]
-    spans = [(_count("a span", first, most), _count("a span", last, most)) for first, last in entry.get("spans", ())]
-    if (dim is None and spans) or any(last < first for first, last in spans):
-        raise ValueError("spans are those of a dim, each from its first to its last")
+    cuts = tuple(_parse_cut(shape, each) for each in entry.get("cuts", [entry] if "spans" in entry else []))
+    if len({dim for dim, _ in cuts}) < len(cuts) or ("dim" in entry and "spans" not in entry):
+        raise ValueError("a cut is a dim with its spans, and a dim is cut once")
     region = Region(
         shape=shape,
         begin=_count("begin", begin),
         end=_count("end", end),
-        dim=dim,
-        spans=tuple(spans),
+        cuts=cuts,
         order=None if order is None else tuple(order),
     )
     if not region.begin <= region.end <= math.prod(region.local_shape):
         raise ValueError(f"a piece from {region.begin} to {region.end} of {math.prod(region.local_shape)} elements")
     return region
+
+
+def _parse_cut(shape: tuple[int, ...], entry: Mapping[str, Any]) -> tuple[int, Spans]:
+    dim = _count("dim", entry["dim"], len(shape) - 1)
+    most = shape[dim]
+    spans = tuple((_count("a span", first, most), _count("a span", last, most)) for first, last in entry["spans"])
+    if any(last < first for first, last in spans):
+        raise ValueError("spans are those of a dim, each from its first to its last")
+    return dim, spans
 
 
 def _table(rows: Mapping[str, Any]) -> str:

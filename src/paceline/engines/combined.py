@@ -263,7 +263,8 @@ class CombinedParallel(Engine):
                     continue
                 split, tensor = self._splits.splits[shard.name], self.groups.tensor
                 spans = split.spans(tensor.rank, tensor.size)
-                region = replace(shard.region, shape=split.shape, dim=split.dim, spans=spans)
+                cuts = ((split.dim, spans),)
+                region = replace(shard.region, shape=split.shape, cuts=cuts)
                 yield replace(shard, region=region, copy=copy)
 
     def state_names(self) -> Collection[str]:

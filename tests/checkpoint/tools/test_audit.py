@@ -81,9 +81,9 @@ def test_elements_that_are_there_twice_are_counted() -> None:
 
     flat = [Region(shape=(4, 4), begin=first, end=last) for first, last in ((0, 10), (8, 14))]
     assert coverage_problems("model/a", tensor(*flat)) == ["elements 8 to 10 are saved twice"]
-    columns = [Region(shape=(4, 4), begin=0, end=8, dim=1, spans=(span,)) for span in ((0, 2), (1, 3))]
+    columns = [Region(shape=(4, 4), begin=0, end=8, cuts=((1, (span,)),)) for span in ((0, 2), (1, 3))]
     assert coverage_problems("model/a", tensor(*columns)) == ["rows 1 to 2 of the dim that is cut are saved twice"]
-    good = [Region(shape=(4, 4), begin=0, end=8, dim=1, spans=(span,)) for span in ((0, 2), (2, 4))]
+    good = [Region(shape=(4, 4), begin=0, end=8, cuts=((1, (span,)),)) for span in ((0, 2), (2, 4))]
     assert coverage_problems("model/a", tensor(*good)) == []
 
 

@@ -90,9 +90,9 @@ def test_tensor_ranks_cut_matrices_along_the_dim_of_training(saved: Save) -> Non
     manifest = read_manifest(saved())
     held = cut_regions(manifest.tensors, of(2, tensor=2), cut(of(2, tensor=2)))
     first = dict(held[0])
-    assert first["model/layers.0.attention.query.weight"].dim == 0
-    assert first["model/layers.0.attention.output.weight"].dim == 1
-    assert first["optimizer/layers.0.mlp.down.weight/exp_avg"].dim == 1
+    assert first["model/layers.0.attention.query.weight"].cuts[0][0] == 0
+    assert first["model/layers.0.attention.output.weight"].cuts[0][0] == 1
+    assert first["optimizer/layers.0.mlp.down.weight/exp_avg"].cuts[0][0] == 1
 
 
 def test_random_states_stay_where_the_number_of_ranks_does(saved: Save, tmp_path: Path) -> None:

@@ -196,8 +196,8 @@ def optimizer_settings(manifest: Manifest) -> dict[str, Any]:
 
 
 def _tensor_line(name: str, tensor: SavedTensor) -> TensorLine:
-    dims = {piece.region.dim for piece in tensor.pieces if piece.region.dim is not None}
-    cut = f"dim {min(dims)}" if dims else "flat" if len(tensor.pieces) > 1 else "whole"
+    dims = {dim for piece in tensor.pieces for dim, _ in piece.region.cuts}
+    cut = f"dim {', '.join(map(str, sorted(dims)))}" if dims else "flat" if len(tensor.pieces) > 1 else "whole"
     return TensorLine(
         name=name,
         shape=tensor.shape,
