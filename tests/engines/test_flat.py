@@ -14,15 +14,21 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, gradient_scale
+from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape
+from paceline.engines.groups import ParameterGroups, make_groups
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.models.unfilled import mark_unfilled
-from paceline.plan.layout import Offload
+from paceline.plan.layout import Layout, Offload
 
 FP32 = PRECISIONS["fp32"]
 MASTER = PRECISIONS["bf16_master"]
 SHAPES = ((7, 5), (), (0, 3), (64,), (3, 4, 3, 3), (1,))
 RANKS = [1, 2, 3, 4]
+
+
+def slices(comm: Communicator) -> ParameterGroups:
+    """Every rank of ``comm`` has a slice."""
+    return make_groups(comm, Layout(strategy="fsdp")).dense
 
 
 def make_parameters(dtype: torch.dtype = torch.float64) -> list[tuple[str, nn.Parameter]]:
@@ -39,7 +45,7 @@ def make_parameters(dtype: torch.dtype = torch.float64) -> list[tuple[str, nn.Pa
 def make_group(
     comm: Communicator, named: list[tuple[str, nn.Parameter]] | None = None, *, dtype: torch.dtype = torch.float64
 ) -> FlatGroup:
-    group = FlatGroup(named or make_parameters(dtype), comm, FP32, Offload())
+    group = FlatGroup(named or make_parameters(dtype), slices(comm), FP32, Offload())
     group.keep_slice()
     return group
 
@@ -216,7 +222,7 @@ def test_memory_is_really_given_back() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_masters_keep_more_than_the_parameters_show(ranks: int) -> None:
     def work(comm: Communicator) -> None:
-        group = FlatGroup(make_parameters(torch.float32), comm, MASTER, Offload())
+        group = FlatGroup(make_parameters(torch.float32), slices(comm), MASTER, Offload())
         group.keep_slice()
         assert group.has_copy
         assert group.full.dtype == torch.bfloat16
@@ -252,7 +258,7 @@ def test_integer_and_meta_parameters() -> None:
     assert not group.pieces[0].requires_grad
     with torch.device("meta"):
         meta = nn.Parameter(torch.empty(4, 3))
-    group = FlatGroup([("w", meta)], SoloCommunicator(torch.device("cpu")), FP32, Offload())
+    group = FlatGroup([("w", meta)], slices(SoloCommunicator(torch.device("cpu"))), FP32, Offload())
     assert group.parameters[0] is not meta
     nn.init.constant_(group.parameters[0], 2.0)
     group.keep_slice()
@@ -273,11 +279,11 @@ def test_reduce_scatter_gives_this_ranks_slice_of_the_mean(ranks: int, in_place:
         group = make_group(comm)
         length = group.layout.length
         gradient = group.new_gradient()
-        gradient.copy_(contribution(comm.rank, length) * gradient_scale(comm))
+        gradient.copy_(contribution(comm.rank, length) * group.shared.scale)
         output = None if in_place else torch.empty(group.stop - group.start, dtype=torch.float64)
         mine, done = group.reduce_scatter(gradient, output)
         done.wait()
-        expected = sum(contribution(r, length) * gradient_scale(comm) for r in range(comm.size))
+        expected = sum(contribution(r, length) * group.shared.scale for r in range(comm.size))
         assert torch.equal(mine, expected[group.start : group.stop])
         shares = mine.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
         assert shares == in_place
@@ -312,7 +318,9 @@ def test_gradients_of_pieces_add_up_and_gather_to_whole_ones(ranks: int) -> None
 @pytest.mark.parametrize("precision", [FP32, MASTER])
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 def test_gradients_are_brought_in_scaled_and_freed(precision: Precision, scale: float) -> None:
-    group = FlatGroup(make_parameters(torch.float32), SoloCommunicator(torch.device("cpu")), precision, Offload())
+    group = FlatGroup(
+        make_parameters(torch.float32), slices(SoloCommunicator(torch.device("cpu"))), precision, Offload()
+    )
     group.keep_slice()
     for parameter in group.parameters[1:]:
         parameter.grad = torch.full_like(parameter, 3.0)
@@ -330,7 +338,7 @@ def test_gradients_are_brought_in_scaled_and_freed(precision: Precision, scale: 
 def test_a_slice_is_reused_only_when_no_gradient_is_in_it(ranks: int) -> None:
     def reduce_ones(group: FlatGroup) -> torch.Tensor:
         output = group.new_slice()
-        mine, done = group.reduce_scatter(group.new_gradient().fill_(gradient_scale(group.comm)), output)
+        mine, done = group.reduce_scatter(group.new_gradient().fill_(group.shared.scale), output)
         done.wait()
         group.add_gradient(mine)
         return output
@@ -406,7 +414,7 @@ def gather_and_reduce(comm: Communicator) -> tuple[list[torch.Tensor], torch.Ten
     group.gather().wait()
     found = values(group)
     gradient = group.new_gradient()
-    gradient.copy_(contribution(comm.rank, group.layout.length) * gradient_scale(comm))
+    gradient.copy_(contribution(comm.rank, group.layout.length) * group.shared.scale)
     mine, done = group.reduce_scatter(gradient)
     done.wait()
     empty = make_group(comm, [("empty", nn.Parameter(torch.zeros(0, 4)))])

@@ -18,9 +18,10 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state
+from paceline.engines.groups import ParameterGroups, make_groups
 from paceline.engines.precision import PRECISIONS
 from paceline.errors import RankFailedError, UsageError
-from paceline.plan.layout import Offload
+from paceline.plan.layout import Layout, Offload
 
 RANKS = [1, 2, 3, 4]
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -33,6 +34,11 @@ OPTIMIZERS: dict[str, Make] = {
     "rprop": lambda groups: torch.optim.Rprop(groups, lr=0.1),
     "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=0.1, initial_accumulator_value=0.5),
 }
+
+
+def slices(comm: Communicator) -> ParameterGroups:
+    """Every rank of ``comm`` has a slice."""
+    return make_groups(comm, Layout(strategy="fsdp")).dense
 
 
 class Model(nn.Module):
@@ -93,7 +99,7 @@ class Sharded:
         self.comm = comm
         parameters = dict(make_model().named_parameters())
         self.groups = [
-            FlatGroup([(name, parameters[name]) for name in names], comm, PRECISIONS["fp32"], Offload())
+            FlatGroup([(name, parameters[name]) for name in names], slices(comm), PRECISIONS["fp32"], Offload())
             for names in UNITS
         ]
         self.updated: dict[str, nn.Parameter] = {"plain": parameters["plain"]}
@@ -341,7 +347,7 @@ def test_a_model_of_one_scalar() -> None:
     def work(comm: Communicator) -> dict[str, Any]:
         states: list[dict[str, Any]] = []
         for _ in range(2):
-            group = FlatGroup([("scale", nn.Parameter(torch.tensor(2.0)))], comm, PRECISIONS["fp32"], Offload())
+            group = FlatGroup([("scale", nn.Parameter(torch.tensor(2.0)))], slices(comm), PRECISIONS["fp32"], Offload())
             group.keep_slice()
             optimizer = torch.optim.AdamW(group.pieces, lr=0.1)
             if states:

@@ -63,7 +63,7 @@ def make_zero(
     module: nn.Module, comm: Communicator, stage: Any = 1, buckets: BucketPolicy = SMALL, **options: Any
 ) -> ZeroParallel:
     layout = sized(buckets.bucket_bytes, buckets.first_bucket_bytes, strategy=f"zero{stage}", **options)
-    return ZeroParallel(module, make_groups(comm), layout)
+    return ZeroParallel(module, make_groups(comm, layout), layout)
 
 
 def stage_maker(stage: int, **options: Any) -> Callable[[nn.Module, Communicator], ZeroParallel]:
@@ -1021,7 +1021,7 @@ def test_mixed_precision_is_that_of_data_parallelism(stage: int, name: str) -> N
         module = engine_cases.make("frozen").float()
         if is_zero:
             policy = sized(200, 100, strategy=f"zero{stage}")
-            return train_in_bf16(comm, ZeroParallel(module, make_groups(comm), policy, precision))
+            return train_in_bf16(comm, ZeroParallel(module, make_groups(comm, policy), policy, precision))
         return train_in_bf16(comm, DataParallel(module, make_groups(comm), None, precision))
 
     for (losses, state), (ddp_losses, ddp_state) in zip(
@@ -1041,7 +1041,8 @@ def test_masters_keep_what_bf16_would_lose(stage: int) -> None:
     comm = SoloCommunicator(torch.device("cpu"))
     module = engine_cases.make("plain").float()
     nn.init.ones_(module.get_parameter("second.bias"))
-    engine = ZeroParallel(module, make_groups(comm), Layout(strategy=f"zero{stage}"), precision_named("bf16_master"))
+    layout = Layout(strategy=f"zero{stage}")
+    engine = ZeroParallel(module, make_groups(comm, layout), layout, precision_named("bf16_master"))
     optimizer = torch.optim.SGD(engine.parameters(), lr=1e-4)
     for _ in range(3):
         engine(torch.ones(1, 5)).float().sum().backward()
@@ -1056,7 +1057,8 @@ def test_masters_keep_what_bf16_would_lose(stage: int) -> None:
 def test_norms_with_statistics_stay_as_they_were_built() -> None:
     def work(comm: Communicator) -> list[torch.dtype]:
         module = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-        engine = ZeroParallel(module, make_groups(comm), Layout(strategy="zero1"), precision_named("bf16_master"))
+        layout = Layout(strategy="zero1")
+        engine = ZeroParallel(module, make_groups(comm, layout), layout, precision_named("bf16_master"))
         engine(torch.randn(4, 5)).float().sum().backward()
         return [parameter.dtype for parameter in module.parameters()]
 

@@ -108,7 +108,7 @@ def test_every_rule_says_what_it_reads() -> None:
     assert all(name in CONFIG_KEYS for rule in RULES for name in rule.reads)
 
 
-def test_context_and_experts_are_predicted_and_not_run() -> None:
+def test_a_sequence_over_ranks_is_predicted_and_not_run() -> None:
     (problem,) = rules(replace(Layout(), context=2))
     assert "no engine runs it" in problem.rule
 

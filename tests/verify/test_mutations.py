@@ -178,15 +178,6 @@ def clip_before_weighing() -> Plant:
 # Buckets.
 
 
-def quietly(self: DataParallel, function: Callable[..., Any], *args: Any) -> None:
-    groups, quiet = self.groups, Quiet(self.gradient_comm)
-    self.groups = dataclasses.replace(groups, gradients=quiet)  # type: ignore[arg-type]
-    try:
-        function(self, *args)
-    finally:
-        self.groups = groups
-
-
 def scaled(factor: Callable[[int], float]) -> Callable[[Any], Any]:
     """What arrives from the reduction is multiplied."""
 
@@ -219,9 +210,8 @@ def never_waited(original: Any) -> Any:
 def one_skipped(original: Any) -> Any:
     def launch(self: DataParallel, bucket: ReplicaBucket) -> None:
         if self._arrivals.buckets.index(bucket) == 1:
-            quietly(self, original, bucket)
-        else:
-            original(self, bucket)
+            bucket.comm = Quiet(bucket.comm)  # type: ignore[assignment]
+        original(self, bucket)
 
     return launch
 
@@ -293,7 +283,12 @@ def order_not_agreed(original: Any) -> Any:
     """Every rank fills its buckets in the order in which its own gradients arrived."""
 
     def learn(self: DataParallel) -> None:
-        quietly(self, original)
+        groups, quiet = self.groups, Quiet(self.gradient_comm)
+        self.groups = dataclasses.replace(groups, gradients=quiet)  # type: ignore[arg-type]
+        try:
+            original(self)
+        finally:
+            self.groups = groups
 
     return learn
 

@@ -47,10 +47,11 @@ from paceline.engines.checkpointing import Replay
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
+from paceline.engines.flat.norms import clip_pieces
 from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.sharded import clip_pieces
 from paceline.engines.flat.unit import Unit
 from paceline.engines.fsdp import FullySharded
+from paceline.engines.groups import ParameterGroups
 from paceline.engines.zero import ZeroParallel
 from paceline.errors import CommunicationError
 from paceline.shards import flat_layout
@@ -202,7 +203,7 @@ def first_values_differ(original: Any) -> Any:
 
 
 def not_scaled(_: Any) -> Any:
-    return lambda *_: 1.0
+    return property(lambda _: 1.0)
 
 
 def not_reduced(original: Any) -> Any:
@@ -278,7 +279,7 @@ def replicas_added(original: Any) -> Any:
         original(self)
         if not self._is_syncing:
             for unit in self._units:
-                unit.start_replicate(self.groups.replicate, {})
+                unit.start_replicate({})
                 unit.finish_replicate()
 
     return finish
@@ -420,10 +421,7 @@ BUGS: dict[str, Bug] = {
         changes={"accumulate": 1},
     ),
     # Gradients.
-    **in_each("scale forgotten", at("paceline.engines.fsdp.world_scale", not_scaled, None), "gradient", "fsdp hybrid"),
-    **in_each(
-        "scale forgotten", at("paceline.engines.zero.gradient_scale", not_scaled, None), "gradient", "zero1 zero2"
-    ),
+    **in_each("scale forgotten", replacing(ParameterGroups, "scale", not_scaled), "gradient"),
     **in_each("gradients not reduced", replacing(*REDUCING, not_reduced), "gradient", "fsdp zero1 zero2"),
     **in_each("reduced twice", replacing(*REDUCING, reduced_twice), "gradient", "fsdp zero1"),
     **in_each("gradient of another slice", replacing(*REDUCING, slice_of_another), "gradient", "fsdp zero1"),

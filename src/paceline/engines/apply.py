@@ -34,7 +34,7 @@ from paceline.engines.engine import Engine, ModuleEngine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
-from paceline.engines.groups import Groups, make_groups
+from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.pooling import swap_pools
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
@@ -106,6 +106,8 @@ def parallelize(
     layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
         _check_compressor(layout)
+    if layout.expert > 1 and isinstance(model, nn.Module):
+        _check_experts(model, layout.expert)
     if policy.float8 and isinstance(model, nn.Module):
         check_float8(model, model_blocks(model), policy.name)
     before = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
@@ -311,7 +313,11 @@ def _engine(
         return _shard(model, groups, layout, precision, compressor)
     allocate_unfilled([model], comm.device)
     model.to(comm.device)
-    broadcast_tensors(comm, [each for each in (*model.parameters(), *model.buffers()) if not is_unfilled(each)])
+    for parameter in model.parameters():
+        if expert_dim(parameter) is not None:
+            broadcast_tensors(groups.of(parameter).gradients, [parameter])
+    dense = [each for each in model.parameters() if expert_dim(each) is None]
+    broadcast_tensors(comm, [each for each in (*dense, *model.buffers()) if not is_unfilled(each)])
     layout = replace(layout, tunes_buckets=layout.tunes_buckets and comm.size > 1 and comm.takes_real_time)
     if layout.strategy == "ddp":
         return DataParallel(model, groups, layout, precision, compressor)
@@ -349,10 +355,20 @@ def _shard(
     named = choose_units(
         model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model)
     )
-    units = build_units(model, named, groups.gradients, groups.shard, precision, layout.offload)
+    units = build_units(model, named, groups, precision, layout.offload)
     engine = FullySharded(model, groups, units, layout, precision, compressor)
     engine.watch([*(module for _, module in named), model])
     return engine
+
+
+def _check_experts(model: nn.Module, expert: int) -> None:
+    """Raises UsageError where ranks are to hold different experts, and the model has none."""
+    if all(expert_dim(parameter) is None for parameter in model.parameters()):
+        raise UsageError(
+            f"expert = {expert}, and no parameter of the model is marked as one of which ranks hold different parts\n"
+            "  a rank builds its part of the experts, and says so for each parameter\n"
+            "  call mark_expert(parameter) of paceline.engines.groups, or set expert = 1"
+        )
 
 
 def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> None:

@@ -28,8 +28,9 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
 from paceline.engines.flat.matrixwise import check_elementwise
+from paceline.engines.flat.norms import reduce_norm
 from paceline.engines.flat.optimizer_state import gather_optimizer_state
-from paceline.engines.flat.sharded import name_problems, reduce_norm
+from paceline.engines.flat.sharded import name_problems
 from paceline.engines.groups import Groups
 from paceline.engines.named_states import global_groups, load_by_name, merge_over, named_states, numbered_states
 from paceline.engines.pipeline import Pipeline
@@ -69,6 +70,13 @@ class CombinedParallel(Engine):
         self._tied = dict(tied)
         self._splits = layout if groups.tensor.size > 1 else None
         self.splits_matrices = self._splits is not None
+        self._experts = {name: engine.experts for engine in engines for name in engine.experts.splits}
+        self._counted = {
+            (stage, name)
+            for stage, engine in self.stages.items()
+            for name, same in engine.holders().items()
+            if self._counts(stage, name, same)
+        }
         self._tie_comms = dict(self._split_ties(pipeline.placement))
 
     @property
@@ -194,12 +202,14 @@ class CombinedParallel(Engine):
     def _counted_gradients(self) -> Iterator[torch.Tensor]:
         """Iterates over the gradients of which this rank holds the copy that counts."""
         for stage, engine in self.stages.items():
-            if not engine.holds_first_copy:
-                continue
             for name, parameter in engine.named_parameters():
-                is_copy = self._splits is not None and self.groups.tensor.rank > 0 and not self._splits.is_split(name)
-                if parameter.grad is not None and not is_copy and self._tied.get(name, (stage,))[0] == stage:
+                if parameter.grad is not None and (stage, name) in self._counted:
                     yield parameter.grad
+
+    def _counts(self, stage: int, name: str, same: Communicator) -> bool:
+        """Whether this rank's copy of a parameter is the first: among ``same`` ranks, tensor ranks and tied stages."""
+        is_copy = self._splits is not None and self.groups.tensor.rank > 0 and not self._splits.is_split(name)
+        return same.rank == 0 and not is_copy and self._tied.get(name, (stage,))[0] == stage
 
     @torch.no_grad()
     def _sum_tied(self) -> None:
@@ -263,8 +273,9 @@ class CombinedParallel(Engine):
                     continue
                 split, tensor = self._splits.splits[shard.name], self.groups.tensor
                 spans = split.spans(tensor.rank, tensor.size)
-                cuts = ((split.dim, spans),)
-                region = replace(shard.region, shape=split.shape, cuts=cuts)
+                shape = list(shard.region.shape)
+                shape[split.dim] = split.shape[split.dim]
+                region = replace(shard.region, shape=tuple(shape), cuts=(*shard.region.cuts, (split.dim, spans)))
                 yield replace(shard, region=region, copy=copy)
 
     def state_names(self) -> Collection[str]:
@@ -301,14 +312,16 @@ class CombinedParallel(Engine):
 
     def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Puts together the states of one parameter that have its shape."""
+        values = {key: self._experts[name].whole(name, v) if name in self._experts else v for key, v in values.items()}
         if self._splits is None:
-            return dict(values)
+            return values
         shape = self._splits.splits[name].local_shape(self.groups.tensor.rank, self.groups.tensor.size)
         return {key: self._whole(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
 
     def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+        values = {key: self._experts[name].part(name, v) if name in self._experts else v for key, v in values.items()}
         if self._splits is None:
-            return dict(values)
+            return values
         shape = self._splits.full_shape(name)
         return {key: self._part(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
 

@@ -18,7 +18,7 @@ from paceline.engines.agree import check_same_model
 from paceline.engines.combined import CombinedParallel
 from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import mark_alone
-from paceline.engines.groups import Groups, make_groups
+from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers
@@ -44,8 +44,9 @@ def combine(
     schedule = _schedule(asked, 1)
     check_same_model(model, comm)
     _take_first_values(model, comm)
-    names, parameters = tuple(model.state_dict()), list(model.parameters())
-    sizes = sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    names = tuple(model.state_dict())
+    numbers = {p: p.numel() * (1 if expert_dim(p) is None else asked.expert) for p in model.parameters()}
+    sizes = sum(numbers.values()), sum(number for p, number in numbers.items() if p.requires_grad)
     layers = model_layers(model) if schedule.stages > 1 else ()
     share_of_states = _share_of_states(asked.strategy, groups.gradients.size) / asked.tensor
     bounds = _bounds(model, layers, asked, schedule, comm, share_of_states) if layers else (0, 1)
@@ -132,8 +133,12 @@ def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communic
 
 @torch.no_grad()
 def _take_first_values(model: nn.Module, comm: Communicator) -> None:
-    """Gives every rank the values of rank 0, one tensor at a time: the whole model need not fit on a device."""
-    for tensor in (*model.parameters(), *model.buffers()):
+    """Gives every rank the values of rank 0, one tensor at a time: the whole model need not fit on a device.
+
+    Ranks hold different experts: these get their values with the engine of a stage.
+    """
+    dense = [parameter for parameter in model.parameters() if expert_dim(parameter) is None]
+    for tensor in (*dense, *model.buffers()):
         if comm.size > 1 and not tensor.is_meta and tensor.numel():
             value = tensor.detach().to(comm.device).contiguous()
             comm.broadcast(value, 0).wait()

@@ -39,9 +39,9 @@ from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arriva
 from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.engine import ModuleEngine
-from paceline.engines.flat.flat import gradient_scale, reduction
-from paceline.engines.flat.optimizer_state import load_optimizer_state, on_cpu
-from paceline.engines.groups import Groups
+from paceline.engines.flat.norms import reduce_norm
+from paceline.engines.flat.optimizer_state import on_cpu
+from paceline.engines.groups import Groups, reduction
 from paceline.engines.masters import Masters, hand_over, norm_of
 from paceline.engines.module_guard import load_own
 from paceline.engines.precision import Precision
@@ -64,14 +64,11 @@ class DataParallel(ModuleEngine):
         self.layout = layout or Layout()
         super().__init__(module, groups, precision or Precision(), self.layout.buffers)
         comm = groups.gradients
-        self.holds_first_copy = comm.rank == 0
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
         self._parameters = self._held if self._masters is None else self._masters.parameters
         self.precision.cast_buffers(module)
-        # NCCL averages while it reduces. Gloo would take a second pass over the sum, so on a CPU the division is part
-        # of the pass that brings the gradients into the bucket. A compression averages by itself.
-        self._scale = gradient_scale(comm) if compression is None else 1.0
+        self._sharing = [groups.of(parameter) for parameter in self._held]
         self._compression = compression
         self._reductions: dict[ReplicaBucket, BucketReduction] = {}
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
@@ -117,15 +114,29 @@ class DataParallel(ModuleEngine):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-        After reduction every rank holds the same gradients, so the local norm is the global one. An infinite
-        ``max_norm`` only measures.
+        After reduction every rank holds the same gradients, so the local norm is the global one; of experts, those of
+        other ranks are added. An infinite ``max_norm`` only measures.
         """
+        if self.experts:
+            self._settle_lent()
+            return self._clip_with_experts(max_norm, norm_type)
         if not math.isinf(max_norm):
             self._settle_lent()
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
         lent = [] if self._masters is None else self._masters.lent_gradients()
         return norm_of(gradients, lent, norm_type) if lent else nn.utils.get_total_norm(gradients, norm_type)
+
+    def _clip_with_experts(self, max_norm: float, norm_type: float) -> torch.Tensor:
+        gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+        dense = nn.utils.get_total_norm([g for name, g in gradients.items() if name not in self.experts], norm_type)
+        mine = nn.utils.get_total_norm([g for name, g in gradients.items() if name in self.experts], norm_type)
+        power = mine if math.isinf(norm_type) else mine**norm_type
+        others = reduce_norm(power.to(self.device), self.groups.expert, norm_type)
+        norm = nn.utils.get_total_norm([dense.to(others), others], norm_type)
+        if not math.isinf(max_norm):
+            nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
+        return norm
 
     def gradients(self) -> list[torch.Tensor]:
         self._settle_lent()
@@ -168,7 +179,7 @@ class DataParallel(ModuleEngine):
         if self.gradient_comm.size > 1:
             self._start_over()
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         if rank0_only and self.gradient_comm.rank != 0:
             return {}
         state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
@@ -184,19 +195,16 @@ class DataParallel(ModuleEngine):
         if self._masters is not None:
             self._masters.expect_update()
 
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
         if self._masters is None:
             load_own(self.module, state)
         else:
             self._masters.load_state_dict(state)
 
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(optimizer.state_dict())
 
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        load_optimizer_state(optimizer, (), state)  # a copy: torch's own would keep the tensors of ``state``
-
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
         self._settle_lent()
         return {name: None if p.grad is None else on_cpu(p.grad) for name, p in self.named_parameters()}
 
@@ -232,8 +240,8 @@ class DataParallel(ModuleEngine):
         if complete is None:
             return
         bucket, place = complete
-        if bucket.is_large[place] and self._scale != 1.0:
-            bucket.bring_in(place, gradient, self._scale)
+        if bucket.is_large[place] and bucket.scale != 1.0:
+            bucket.bring_in(place, gradient, bucket.scale)
         if bucket.num_missing == 0:
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
@@ -270,7 +278,7 @@ class DataParallel(ModuleEngine):
 
     def _fill(self, bucket: ReplicaBucket) -> None:
         used = [self._parameters[i].grad is not None for i in self._trainable] if bucket.num_flags else []
-        bucket.fill(self._scale)
+        bucket.fill(bucket.scale)
         if bucket.num_flags:
             if all(used):
                 bucket.flags.fill_(1.0)
@@ -282,11 +290,11 @@ class DataParallel(ModuleEngine):
         if buffer is None or not buffer.numel():
             return
         if self._compression is not None:
-            bucket.work = self._reductions[bucket].start(buffer, self.gradient_comm)
+            bucket.work = self._reductions[bucket].start(buffer, bucket.comm)
             return
         if self.precision.reduce_dtype is not None and self.precision.reduce_dtype != buffer.dtype:
             bucket.wire = buffer = buffer.to(self.precision.reduce_dtype)
-        bucket.work = self.gradient_comm.all_reduce(buffer, reduction(self.gradient_comm))
+        bucket.work = bucket.comm.all_reduce(buffer, reduction(bucket.comm))
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -367,8 +375,8 @@ class DataParallel(ModuleEngine):
 
     def _sizes(self) -> list[ParameterSize]:
         return [
-            ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device}")
-            for p in self._parameters
+            ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device} {shared.gradients.ranks}")
+            for p, shared in zip(self._parameters, self._sharing, strict=True)
         ]
 
     def _start_over(self) -> None:
@@ -384,11 +392,17 @@ class DataParallel(ModuleEngine):
         self._watch()
         order = self._order or list(reversed(self._trainable))
         policy = self._bucket_policy if self._tuner is None else self._tuner.policy
-        groups = bucket_parameters(self._sizes(), order, policy)
+        members = bucket_parameters(self._sizes(), order, policy)
+        # The last one carries the flags, so that it is one of all ranks, if there is any.
+        dense = [each for each in members if self._sharing[each[0]].gradients is self.gradient_comm]
+        members = [each for each in members if each not in dense[-1:]] + dense[-1:]
         buckets = []
-        for group in groups:
-            num_flags = len(order) if group is groups[-1] else 0
-            buckets.append(ReplicaBucket(group, [self._parameters[i] for i in group], num_flags=num_flags))
+        for group in members:
+            num_flags = len(order) if group is members[-1] else 0
+            shared = self._sharing[group[0]]
+            scale = shared.scale if self._compression is None else 1.0  # a compression averages by itself
+            parameters = [self._parameters[i] for i in group]
+            buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale=scale, num_flags=num_flags))
         if self._compression is not None:
             names = self._arrivals.names
             shapes = [
@@ -400,7 +414,7 @@ class DataParallel(ModuleEngine):
             for bucket in buckets:
                 # Where all ranks can reach it, if the communicator has such memory: less is copied.
                 if not bucket.adopts:
-                    buffer = self.gradient_comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
+                    buffer = bucket.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
                     if buffer is not None:
                         bucket.use(buffer)
         self._arrivals.arrange(buckets)

@@ -22,7 +22,9 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
+from paceline.engines.experts import ExpertParts
 from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
+from paceline.engines.flat.optimizer_state import load_optimizer_state
 from paceline.engines.float8 import Float8Layers
 from paceline.engines.groups import Groups
 from paceline.engines.module_face import ModuleFace
@@ -100,7 +102,6 @@ class Engine(ModuleFace, ABC):
     float8: Float8Layers | None = None  # the linear layers that compute with 8 bits, where the precision asks for it
     pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
-    holds_first_copy: bool = True  # whether no rank before this one holds the same gradients
     checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
     splits_matrices: bool = False  # whether ranks compute with parts of matrices that nobody holds whole
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass
@@ -142,12 +143,17 @@ class Engine(ModuleFace, ABC):
     @property
     def num_parameters(self) -> int:
         """How many parameters the whole model has."""
-        return sum(math.prod(full_shape(parameter)) for parameter in self.parameters())
+        return sum(self._whole_size(name, each) for name, each in self.named_parameters())
 
     @property
     def num_trained(self) -> int:
         """How many of them are trained; the others are frozen."""
-        return sum(math.prod(full_shape(each)) for each in self.parameters() if each.requires_grad)
+        return sum(self._whole_size(name, each) for name, each in self.named_parameters() if each.requires_grad)
+
+    def _whole_size(self, name: str, parameter: nn.Parameter) -> int:
+        """Returns how many elements a parameter has in the whole model."""
+        del name
+        return math.prod(full_shape(parameter))
 
     @property
     def holds_parts(self) -> bool:
@@ -337,11 +343,10 @@ class Engine(ModuleFace, ABC):
 class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
-    piece_copies: tuple[int, int] = (0, 1)  # which of how many ranks this is that hold the same pieces
-
     def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
         self.module = module
         self.groups = groups
+        self.experts = ExpertParts(module, groups.expert)
         self.precision = precision
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
         persistent = module.state_dict(keep_vars=True)
@@ -378,6 +383,20 @@ class ModuleEngine(Engine):
             ledger.enter(BACKWARD)
         return output
 
+    def _whole_size(self, name: str, parameter: nn.Parameter) -> int:
+        return math.prod(self.experts.splits[name].shape) if name in self.experts else math.prod(full_shape(parameter))
+
+    def holders(self) -> dict[str, Communicator]:
+        """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
+        groups, places = self.groups, piece_places(self.flat_groups)
+        found: dict[str, Communicator] = {}
+        for name, parameter in self.named_parameters():
+            if id(parameter) in places:
+                found[name] = places[id(parameter)][0].shared.replicate
+            else:
+                found[name] = groups.expert_gradients if name in self.experts else groups.gradients
+        return found
+
     # What a pipeline asks of the engine of a stage.
 
     def interleave(self) -> None:
@@ -390,7 +409,47 @@ class ModuleEngine(Engine):
         """Takes part in the backward of a forward that was sat out."""
         self.sit_out()
 
-    # States.
+    # States: each engine's own, and around them what ranks with other experts hold.
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+        state = self._gather_state(rank0_only=rank0_only and not self.experts)
+        return self._kept({name: self.experts.whole(name, value) for name, value in state.items()}, rank0_only)
+
+    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self._load_state({name: self.experts.part(name, value) for name, value in state.items()})
+
+    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+        return {name: self.experts.whole(name, value) for name, value in self._gather_gradients().items()}
+
+    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+        packed = self._gather_optimizer_state(optimizer, rank0_only=rank0_only and not self.experts)
+        return self._kept(self.experts.whole_states(optimizer, packed, self._names_by_id()), rank0_only)
+
+    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+        mine = self.experts.own_states(optimizer, state, self._names_by_id())
+        load_optimizer_state(optimizer, self.flat_groups, mine)  # a copy: torch's own would keep the tensors
+
+    @abstractmethod
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+        """Returns ``full_state_dict``, of experts this rank's part."""
+
+    @abstractmethod
+    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``_gather_state`` gave."""
+
+    @abstractmethod
+    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
+        """Returns ``full_gradients``, of experts this rank's part."""
+
+    @abstractmethod
+    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
+        """Returns ``full_optimizer_state``, of experts this rank's part."""
+
+    def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
+        return {} if rank0_only and self.gradient_comm.rank else state
+
+    def _names_by_id(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.named_parameters()}
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
@@ -399,15 +458,13 @@ class ModuleEngine(Engine):
             broadcast_tensors(self.gradient_comm, [buffer for buffer in found if buffer is not None])
 
     def shards(self) -> Iterator[Shard]:
-        named = dict(self.named_parameters())
+        named, holders = dict(self.named_parameters()), self.holders()
         places = piece_places(self.flat_groups)
         for name, parameter in named.items():
-            if id(parameter) in places:
-                region, (copy, copies) = piece_region(*places[id(parameter)]), self.piece_copies
-            else:
-                comm = self.gradient_comm
-                region, copy, copies = own_region(parameter), comm.rank, comm.size
-            yield Shard(name=name, region=region, tensor=parameter, copy=copy, copies=copies)
+            found = places.get(id(parameter))
+            region = self.experts.region(name, own_region(parameter) if found is None else piece_region(*found))
+            same = holders[name]
+            yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
         for name, value in self.module.state_dict(keep_vars=True).items():
             is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
             if is_buffer and name not in named:

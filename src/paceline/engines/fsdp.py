@@ -35,11 +35,12 @@ from torch import nn
 
 from paceline.comm.base import BucketReduction, BucketShape, GradientCompression, Work
 from paceline.engines.agree import tensors_in
-from paceline.engines.flat.flat import FlatGroup, gradient_scale
+from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.norms import clip_pieces, measured_norms
 from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
+from paceline.engines.flat.sharded import ShardedEngine
 from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.flat.unit import Call, Crossing, Unit, world_scale
+from paceline.engines.flat.unit import Call, Crossing, Unit
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
@@ -84,8 +85,6 @@ class FullySharded(ShardedEngine):
         self._units = list(units)
         self._root = self._units[-1]
         self.flat_groups = [group for unit in self._units for group in unit.groups]
-        self.holds_first_copy = groups.replicate.rank == 0
-        self.piece_copies = (groups.replicate.rank, groups.replicate.size)
         gathers, reductions = SideStream(self.device), SideStream(self.device)
         for group in self.flat_groups:
             group.gathers, group.reductions = gathers, reductions
@@ -102,9 +101,6 @@ class FullySharded(ShardedEngine):
             ]
             bound = self._compression.bind(shapes, groups.replicate)
             self._compressed = dict(zip(self.flat_groups, bound, strict=True))
-        # A compression averages by itself.
-        is_whole = self._compression is None
-        self._scale = world_scale(groups.shard, groups.replicate) if is_whole else gradient_scale(groups.shard)
         order = [Leg(unit.index, "gather") for unit in (self._root, *self._units[:-1])]
         self._training, self._evaluation = self._route(order), self._route(order)
         self._backwards: dict[int, Route] = {}  # by the number of forwards that one backward undoes
@@ -387,7 +383,7 @@ class FullySharded(ShardedEngine):
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""
         replicated = self._units if self.groups.replicate.size > 1 else []
         for unit in replicated:
-            unit.start_replicate(self.groups.replicate, self._compressed)
+            unit.start_replicate(self._compressed)
         unused = [name for name in self._updated if name not in self._pass.used]
         missing = [name for name in unused if self._updated[name].requires_grad]
         frozen = [name for name in unused if not self._updated[name].requires_grad]
@@ -441,7 +437,7 @@ class FullySharded(ShardedEngine):
             if now.landing is not None:
                 now.landing.land_gradients()
             self._finish_reduce()  # two units' gradients at a time
-            now.used.update(unit.start_reduce(self._scale))
+            now.used.update(unit.start_reduce(averages_replicas=self._compression is None))
             now.landing, now.reducing = now.reducing, unit
 
     def _finish_reduce(self) -> None:

@@ -1,12 +1,37 @@
-"""The communicators of a rank, one for each question: see ``plan/groups.py``, which says who is in which group."""
+"""The communicators of a rank, one for each question: see ``plan/groups.py``, which says who is in which group.
+
+A parameter knows its own groups. Most are *dense*: every rank that shares the batch has the same one, in slices or
+whole. Of a parameter that ``mark_expert`` has marked, the ranks of ``expert`` hold different parts along one dim. Its
+gradient is summed over the ranks that hold the same part, and divided by all that share the batch, as the gradient of
+the mean loss is in one process.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.comm.base import Communicator
+from torch import nn
+
+from paceline.comm.base import Communicator, ReduceOp
 from paceline.plan.groups import GROUP_NAMES, groups_of
 from paceline.plan.layout import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterGroups:
+    """Who shares a parameter: averages its gradient, holds other slices of it, holds the same slice."""
+
+    gradients: Communicator
+    shard: Communicator
+    replicate: Communicator
+    averaged_over: int  # by how many ranks the sum of gradients is divided
+
+    @property
+    def scale(self) -> float:
+        """The factor of a gradient as it is brought into a buffer; ``reduction`` makes the mean with it."""
+        if self.gradients.device_kind == "cpu":
+            return 1.0 / self.averaged_over
+        return self.gradients.size / self.averaged_over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +48,37 @@ class Groups:
     tensor: Communicator
     expert: Communicator
     expert_gradients: Communicator
+    expert_shard: Communicator
+    expert_replicate: Communicator
     regather: Communicator | None = None  # the part of ``shard`` that keeps a unit between forward and backward
+
+    @property
+    def dense(self) -> ParameterGroups:
+        """The groups of parameters that all ranks that share the batch have alike."""
+        return ParameterGroups(
+            gradients=self.gradients, shard=self.shard, replicate=self.replicate, averaged_over=self.gradients.size
+        )
+
+    def of(self, parameter: nn.Parameter) -> ParameterGroups:
+        """Returns the groups of a parameter."""
+        if expert_dim(parameter) is None or self.expert.size == 1:
+            return self.dense
+        return ParameterGroups(
+            gradients=self.expert_gradients,
+            shard=self.expert_shard,
+            replicate=self.expert_replicate,
+            averaged_over=self.gradients.size,
+        )
+
+
+def mark_expert(parameter: nn.Parameter, dim: int = 0) -> None:
+    """Says that a rank has a part of a parameter along ``dim``, as one of the ranks that hold different experts."""
+    parameter._paceline_expert_dim = dim  # type: ignore[attr-defined]
+
+
+def expert_dim(parameter: nn.Parameter) -> int | None:
+    """Returns along which dim a parameter is spread over experts' ranks; None: it is dense."""
+    return getattr(parameter, "_paceline_expert_dim", None)
 
 
 def make_groups(comm: Communicator, layout: Layout | None = None) -> Groups:
@@ -37,6 +92,14 @@ def make_groups(comm: Communicator, layout: Layout | None = None) -> Groups:
             made[ranks] = comm.split(ranks)
     found = {name: made[getattr(wanted, name)] for name in GROUP_NAMES}
     return Groups(**found, regather=_regather_group(found["shard"], layout.reshard_after_forward))
+
+
+def reduction(comm: Communicator) -> ReduceOp:
+    """Returns how gradients are reduced: NCCL averages as it adds; elsewhere the division is part of a copy.
+
+    Gloo would take a second pass over the sum.
+    """
+    return "sum" if comm.device_kind == "cpu" else "avg"
 
 
 def _regather_group(shard: Communicator, reshard: bool | int) -> Communicator | None:

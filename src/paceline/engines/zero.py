@@ -40,10 +40,11 @@ from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
 from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
 from paceline.engines.engine import own_region
-from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone
+from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.sharded import ShardedEngine, clip_pieces, measured_norms
-from paceline.engines.groups import Groups
+from paceline.engines.flat.norms import clip_pieces, measured_norms
+from paceline.engines.flat.sharded import ShardedEngine
+from paceline.engines.groups import Groups, expert_dim
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
@@ -65,14 +66,12 @@ class ZeroParallel(ShardedEngine):
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
         if not self._is_plain:
-            self.flat_groups = _make_groups(module, comm, BucketPolicy.of(layout), self.precision, offload)
-        self.holds_first_copy = not self._is_plain or comm.rank == 0
+            self.flat_groups = _make_groups(module, groups, BucketPolicy.of(layout), self.precision, offload)
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {
             **self._named,
             **{n: p for g in self.flat_groups for n, p in zip(g.names, g.pieces, strict=True)},
         }
-        self._scale = gradient_scale(comm)
         self._has_shared_buffers = False  # in this pass
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         self._gathering = Gathering(module, list(reversed(self.flat_groups)))
@@ -144,16 +143,15 @@ class ZeroParallel(ShardedEngine):
             self._arrivals.forget_counts()  # nothing is learnt from a pass not made
             self._finish()
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        state = super().full_state_dict(rank0_only=rank0_only)
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+        state = super()._gather_state(rank0_only=rank0_only)
         for name, built in self._frozen.items() if state else ():
             if torch.equal(state[name], built.to(state[name].dtype)):  # else somebody has changed it since
                 state[name] = built.clone()
         return state
 
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``full_state_dict`` gave: each rank takes its pieces."""
-        super().load_full_state_dict(state)
+    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+        super()._load_state(state)
         self._frozen = {name: state[name].to("cpu", built.dtype, copy=True) for name, built in self._frozen.items()}
         self._gathering.may_have_changed = True
 
@@ -242,9 +240,9 @@ class ZeroParallel(ShardedEngine):
             return
         bucket, place = complete
         has_room = self.layout.strategy == "zero1" or bucket is arrivals.buckets[arrivals.num_left]
-        if has_room and bucket.is_large[place] and self._scale != 1.0:
+        if has_room and bucket.is_large[place] and bucket.group.shared.scale != 1.0:
             self._make_room(arrivals.num_left)
-            bucket.bring_in(place, gradient, self._scale)
+            bucket.bring_in(place, gradient, bucket.group.shared.scale)
         if bucket.num_missing == 0:
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
@@ -252,7 +250,7 @@ class ZeroParallel(ShardedEngine):
     def _launch(self, bucket: SlicedBucket) -> None:
         """Brings in the gradients of the bucket that leaves now, and sends them."""
         self._make_room(self._arrivals.num_left - 1)
-        bucket.fill(self._scale)
+        bucket.fill(bucket.group.shared.scale)
         if self._reduces:
             bucket.send()
 
@@ -377,26 +375,29 @@ def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[i
     kept = kept_parameters(module)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
     sizes = [
-        ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p in kept} {index * is_alone(p)}")
+        ParameterSize(
+            num_bytes=p.numel() * p.element_size(),
+            kind=f"{p.dtype} {p in kept} {index * is_alone(p)} {expert_dim(p) is None}",
+        )
         for index, p in enumerate(trainable, start=1)
     ]
     return sizes, list(reversed(range(len(trainable))))
 
 
 def _make_groups(
-    module: nn.Module, comm: Communicator, policy: BucketPolicy, precision: Precision, offload: Offload
+    module: nn.Module, groups: Groups, policy: BucketPolicy, precision: Precision, offload: Offload
 ) -> list[FlatGroup]:
     """Makes flat groups of the trainable parameters, last defined first."""
     kept = kept_parameters(module)
     as_built = dataclasses.replace(precision, param_dtype=None)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    groups = []
+    found = []
     for members in bucket_parameters(*parameters_to_bucket(module), policy):
         pairs = [named[index] for index in members]
-        group = FlatGroup(pairs, comm, as_built if pairs[0][1] in kept else precision, offload)
+        group = FlatGroup(pairs, groups.of(pairs[0][1]), as_built if pairs[0][1] in kept else precision, offload)
         group.keep_slice(in_place=True)
-        groups.append(group)
-    return groups
+        found.append(group)
+    return found
 
 
 def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

@@ -8,6 +8,8 @@
     pipeline, tensor   who has other layers, other parts of my layers?   pipeline, tensor
     expert             who holds other experts?                          neighbours among gradients
     expert_gradients   over whom is an expert's gradient averaged?       those of gradients that hold the same experts
+    expert_shard       who holds other slices of my experts?             those of shard that hold the same experts
+    expert_replicate   who holds the same slices of my experts?          those of replicate that hold the same experts
 
 Experts have no axis of their own: they are laid over the ranks of ``gradients``, which are data-parallel for the dense
 layers. A new axis of the mesh gets its place in ``Layout.mesh``, and its questions a line here.
@@ -36,6 +38,8 @@ class RankGroups:
     tensor: Ranks
     expert: Ranks
     expert_gradients: Ranks
+    expert_shard: Ranks
+    expert_replicate: Ranks
 
     def names(self) -> dict[Ranks, str]:
         """Returns what records call the groups of several ranks: the whole world, then axes, then ``data``."""
@@ -56,19 +60,22 @@ def groups_of(layout: Layout, rank: int) -> RankGroups:
     """Returns the groups of a rank; the layout says how many ranks there are (``Layout.for_ranks``)."""
     mesh = layout.mesh
     gradients = mesh.group(rank, "replicate", "shard", "context")
-    cut = ("shard", "context") if layout.shards_over_context else ("shard",)
-    kept = ("replicate",) if layout.shards_over_context else ("replicate", "context")
+    shard = mesh.group(rank, *(("shard", "context") if layout.shards_over_context else ("shard",)))
+    replicate = mesh.group(rank, *(("replicate",) if layout.shards_over_context else ("replicate", "context")))
     place = gradients.index(rank)
     first = place - place % layout.expert
+    same_experts = gradients[place % layout.expert :: layout.expert]
     return RankGroups(
         world=tuple(range(mesh.size)),
         batch=mesh.group(rank, "replicate", "shard"),
         gradients=gradients,
-        shard=mesh.group(rank, *cut),
-        replicate=mesh.group(rank, *kept),
+        shard=shard,
+        replicate=replicate,
         context=mesh.group(rank, "context"),
         pipeline=mesh.group(rank, "pipeline"),
         tensor=mesh.group(rank, "tensor"),
         expert=gradients[first : first + layout.expert],
-        expert_gradients=gradients[place % layout.expert :: layout.expert],
+        expert_gradients=same_experts,
+        expert_shard=tuple(each for each in shard if each in same_experts),
+        expert_replicate=tuple(each for each in replicate if each in same_experts),
     )

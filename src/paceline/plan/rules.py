@@ -308,13 +308,32 @@ def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
 
 
 def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
-    """Context and expert parallelism can be predicted, and not run."""
-    for name in ("context", "expert"):
-        if getattr(case.layout, name) > 1:
+    """Context parallelism can be predicted, and not run."""
+    if case.layout.context > 1:
+        yield Problem(
+            what=f"context = {case.layout.context}",
+            rule="predictions know this axis of the mesh, and no engine runs it",
+            fix="set context = 1",
+        )
+
+
+def _experts_fit(case: RuleCase) -> Iterator[Problem]:
+    """Experts are laid over the ranks that share the batch, and over those that share the shards."""
+    layout, expert = case.layout, case.layout.expert
+    if expert == 1:
+        return
+    if layout.compression.is_any:
+        fix = f"leave {case.key('compression')} out"
+        yield Problem(what=f"expert = {expert} with compression", rule="one group averages what is compressed", fix=fix)
+    if case.ranks is None or case.ranks % case.parts:
+        return
+    held = layout.for_ranks(case.ranks, case.node_ranks)
+    for name, size in (("data", held.data), ("shard_ranks", held.shards)):
+        if size % expert and (name == "data" or size > 1):
             yield Problem(
-                what=f"{name} = {getattr(case.layout, name)}",
-                rule="predictions know this axis of the mesh, and no engine runs it",
-                fix=f"set {name} = 1",
+                what=f"expert = {expert} does not divide {name} = {size}",
+                rule="ranks that hold different experts are neighbours among those that share the batch and the shards",
+                fix=f"try expert = {nearest_divisor(size, expert)}",
             )
 
 
@@ -344,4 +363,5 @@ RULES: tuple[Rule, ...] = (
     Rule(reads=("fused_loss", "pipeline", "tensor", "heads"), find=_fused_loss_has_the_output_layer),
     Rule(reads=("precision",), find=_has_linear_blocks),
     Rule(reads=(), find=_engines_have_the_axes),
+    Rule(reads=("ranks", "strategy", "compression"), find=_experts_fit),
 )

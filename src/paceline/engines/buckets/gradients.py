@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Work
+from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, dense_stride
 from paceline.errors import UsageError
 from paceline.shards import FlatLayout, flat_layout
@@ -100,7 +100,16 @@ class GradientBucket:
 class ReplicaBucket(GradientBucket):
     """The gradients of whole parameters, reduced where they lie; the last bucket also carries flags."""
 
-    def __init__(self, members: Sequence[int], parameters: Sequence[nn.Parameter], *, num_flags: int) -> None:
+    def __init__(
+        self,
+        members: Sequence[int],
+        parameters: Sequence[nn.Parameter],
+        comm: Communicator,
+        *,
+        scale: float,
+        num_flags: int,
+    ) -> None:
+        """Takes the ranks that reduce the gradients, and the factor that these get before."""
         layout = flat_layout(
             [tuple(p.shape) for p in parameters],
             strides=[dense_stride(p) for p in parameters],
@@ -108,6 +117,8 @@ class ReplicaBucket(GradientBucket):
             tail=num_flags,
         )
         super().__init__(members, parameters, layout)
+        self.comm = comm
+        self.scale = scale
         self.num_flags = num_flags
         self.work: Work = DONE
         self.buffer: torch.Tensor | None = None

@@ -19,8 +19,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.side_stream import SideStream, host_empty
+from paceline.engines.groups import ParameterGroups, expert_dim, mark_expert, reduction
 from paceline.engines.precision import Precision
 from paceline.models.unfilled import is_unfilled
 from paceline.plan.layout import Offload
@@ -48,14 +49,15 @@ class FlatGroup:
     """Parameters of one dtype that are gathered, reduced and updated together."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], comm: Communicator, precision: Precision, offload: Offload
+        self, named: Sequence[tuple[str, nn.Parameter]], shared: ParameterGroups, precision: Precision, offload: Offload
     ) -> None:
         """Moves the parameters into a flat buffer on the device; ``keep_slice`` ends with a rank owning its slice.
 
         Parameters on the meta device get memory here, and values from whoever initialises them before ``keep_slice``.
         """
         self.names = tuple(name for name, _ in named)
-        self.comm = comm
+        self.shared = shared
+        self.comm = comm = shared.shard
         originals = [parameter for _, parameter in named]
         first = originals[0]
         self.is_trainable = first.requires_grad
@@ -434,11 +436,18 @@ class FlatGroup:
         begin, end = self.span(place)
         piece = nn.Parameter(self.master[begin:end], requires_grad=self.is_trainable)
         piece.full_shape = self.layout.slots[place].shape  # type: ignore[attr-defined]
+        dim = expert_dim(self.parameters[place])
+        if dim is not None:
+            mark_expert(piece, dim)
         return piece
 
     def _move(self, parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
         if parameter.is_meta and not view.is_meta:
-            return nn.Parameter(view, requires_grad=parameter.requires_grad)
+            made = nn.Parameter(view, requires_grad=parameter.requires_grad)
+            dim = expert_dim(parameter)
+            if dim is not None:
+                mark_expert(made, dim)
+            return made
         view.copy_(parameter.detach())
         parameter.data = view
         return parameter
@@ -452,16 +461,6 @@ def piece_places(groups: Iterable[FlatGroup]) -> dict[int, tuple[FlatGroup, int]
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
     """Returns the shape of the whole parameter of which this may be a piece."""
     return tuple(getattr(parameter, "full_shape", parameter.shape))
-
-
-def reduction(comm: Communicator) -> ReduceOp:
-    """Returns how gradients are reduced: NCCL averages as it adds; elsewhere ``gradient_scale`` is part of a copy."""
-    return "sum" if comm.device_kind == "cpu" else "avg"
-
-
-def gradient_scale(comm: Communicator) -> float:
-    """Returns the factor that gradients get when they are brought into a buffer."""
-    return 1.0 / comm.size if comm.device_kind == "cpu" else 1.0
 
 
 def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:

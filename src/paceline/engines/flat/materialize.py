@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.flat.unit import Attribute, Unit
+from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
 from paceline.models.unfilled import is_unfilled
@@ -120,14 +120,10 @@ def _by_size(module: nn.Module, limit: float, apart: frozenset[int], name: str =
 
 
 def build_units(
-    model: nn.Module,
-    units: Sequence[Named],
-    comm: Communicator,
-    shards: Communicator,
-    precision: Precision,
-    offload: Offload,
+    model: nn.Module, units: Sequence[Named], groups: Groups, precision: Precision, offload: Offload
 ) -> list[Unit]:
-    """Shards a model over ``shards``, with the values of rank 0 of ``comm``; returns its units, the root last."""
+    """Shards a model, with the values of the first rank of those that average gradients; its units, the root last."""
+    comm = groups.gradients
     owned = owned_parameters(model, units)
     places = _places(model)
     names = [*(name for name, _ in units), ""]
@@ -135,13 +131,14 @@ def build_units(
 
     def make(index: int) -> Unit:
         """Makes a unit with memory for its whole parameters."""
-        return Unit(index, names[index], owned[index], shards, precision, offload, kept)
+        return Unit(index, names[index], owned[index], groups, precision, offload, kept)
 
     def cut(unit: Unit) -> None:
         """Ends a unit: rank 0's values for all, of which each rank keeps its slice."""
         for group in unit.groups:
-            if comm.size > 1 and not group.is_unfilled:
-                comm.broadcast(group.full.data).wait()
+            holders = group.shared.gradients
+            if holders.size > 1 and not group.is_unfilled:
+                holders.broadcast(group.full.data).wait()
         unit.keep_slices(places)
 
     made: dict[int, Unit] = {}

@@ -1,20 +1,18 @@
-"""What the engines have in common whose ranks update slices: clipping by the global norm, and whole states."""
+"""What the engines have in common whose ranks update slices: whole states."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import ModuleEngine
-from paceline.engines.flat.flat import FlatGroup, piece_places
+from paceline.engines.flat.flat import piece_places
 from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, on_cpu
+from paceline.engines.flat.optimizer_state import gather_optimizer_state, on_cpu
 
 
 class ShardedEngine(ModuleEngine):
@@ -41,7 +39,7 @@ class ShardedEngine(ModuleEngine):
         if not self._is_plain:
             check_elementwise(optimizer)
 
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
         named = dict(self.named_parameters())
         found = {name: None if p.grad is None else p.grad.to("cpu", copy=True) for name, p in named.items()}
         for group in () if self._is_plain else self.flat_groups:
@@ -51,7 +49,7 @@ class ShardedEngine(ModuleEngine):
         return found
 
     @torch.no_grad()
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
         is_kept = self.gradient_comm.rank == 0 or not rank0_only
         whole: dict[int, torch.Tensor] = {}
@@ -65,8 +63,8 @@ class ShardedEngine(ModuleEngine):
         return {name: whole[id(value)] if id(value) in whole else on_cpu(value) for name, value in state.items()}
 
     @torch.no_grad()
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``full_state_dict`` gave: each rank takes its pieces, and the buffers.
+    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``_gather_state`` gave: each rank takes its pieces, and the buffers.
 
         Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed: names missing or not
         expected, other shapes.
@@ -93,78 +91,8 @@ class ShardedEngine(ModuleEngine):
             group, place = places[id(value)]
             group.pieces[place].copy_(group.cut_piece(place, state[name]))
 
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
-
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        load_optimizer_state(optimizer, self.flat_groups, state)
-
-
-@torch.no_grad()
-def clip_pieces(
-    pieces: Sequence[nn.Parameter],
-    comm: Communicator,
-    max_norm: float,
-    norm_type: float = 2.0,
-    *,
-    norms: Sequence[torch.Tensor] | None = None,
-    squares: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Clips gradients of which every rank of ``comm`` has pieces; returns their global norm.
-
-    One all-reduce. The coefficient stays on the device: nothing waits for it. An infinite ``max_norm`` only measures.
-    ``norms`` are those of the pieces, and ``squares`` the sum of all ranks', where these are known already.
-    """
-    gradients = [piece.grad for piece in pieces if piece.grad is not None and piece.grad.numel()]
-    device = gradients[0].device if gradients else comm.device
-    norm = squares.sqrt() if squares is not None else _global_norm(gradients, pieces, comm, norm_type, norms)
-    if not math.isinf(max_norm) and gradients:
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(device)
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
-    return norm
-
-
-def _global_norm(
-    gradients: list[torch.Tensor],
-    pieces: Sequence[nn.Parameter],
-    comm: Communicator,
-    norm_type: float,
-    norms: Sequence[torch.Tensor] | None,
-) -> torch.Tensor:
-    is_max = math.isinf(norm_type)
-    if norms is None:
-        norms = torch._foreach_norm(gradients, norm_type) if gradients else []
-    if norms:
-        stacked = torch.stack(list(norms)).to(comm.device)
-        if norm_type == 2.0:
-            local = torch.dot(stacked, stacked)
-        else:
-            local = stacked.max() if is_max else (stacked**norm_type).sum()
-    else:
-        local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
-    return reduce_norm(local, comm, norm_type)
-
-
-def reduce_norm(local: torch.Tensor, comm: Communicator, norm_type: float) -> torch.Tensor:
-    """Returns the global norm, from each rank's sum of powers of the norms of its gradients, or the largest norm."""
-    total, is_max = local.reshape(1), math.isinf(norm_type)
-    if is_max:  # the larger of a number and nan is the number, to some backends
-        total.masked_fill_(total.isnan(), math.inf)
-    if comm.size > 1:
-        comm.all_reduce(total, "max" if is_max else "sum").wait()
-    return total[0] if is_max else total[0] ** (1.0 / norm_type)
-
-
-def measured_norms(groups: Sequence[FlatGroup]) -> list[torch.Tensor] | None:
-    """Returns the norms that were taken in backward; None unless they are those of all gradients there are now."""
-    norms: list[torch.Tensor] = []
-    for group in groups:
-        if any(piece.grad is not None for piece in group.pieces):
-            measured = group.norms()
-            if measured is None:
-                return None
-            norms += measured
-    return norms or None
 
 
 def name_problems(mine: Collection[str], state: Collection[str]) -> list[str]:

@@ -17,9 +17,10 @@ import torch
 from torch import nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
-from paceline.engines.flat.flat import FlatGroup, gradient_scale, is_alone, reduction
+from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.float8_group import Float8Group
 from paceline.engines.float8 import travels_as_float8
+from paceline.engines.groups import Groups, expert_dim, reduction
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Offload
 
@@ -47,7 +48,7 @@ class Unit:
         index: int,
         name: str,
         named: Sequence[tuple[str, nn.Parameter]],
-        comm: Communicator,
+        groups: Groups,
         precision: Precision,
         offload: Offload,
         kept: frozenset[str] = frozenset(),
@@ -55,16 +56,19 @@ class Unit:
         """Takes parameters by name; those in ``kept`` compute in the dtype they were built with."""
         self.index = index
         self.name = name
-        kinds: dict[tuple[torch.dtype, bool, bool, str, bool], list[tuple[str, nn.Parameter]]] = {}
+        kinds: dict[tuple[torch.dtype, bool, bool, str, bool, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
             own = name if is_alone(parameter) else ""
-            is_float8 = comm.size > 1 and not offload.is_any and travels_as_float8(parameter)
-            kind = (parameter.dtype, parameter.requires_grad, name in kept, own, is_float8)
+            is_float8 = groups.shard.size > 1 and not offload.is_any and travels_as_float8(parameter)
+            is_dense = expert_dim(parameter) is None
+            kind = (parameter.dtype, parameter.requires_grad, name in kept, own, is_float8, is_dense)
             kinds.setdefault(kind, []).append((name, parameter))
         as_built = replace(precision, param_dtype=None)
         self.groups = [
-            (Float8Group if is_float8 else FlatGroup)(members, comm, as_built if is_kept else precision, offload)
-            for (_, _, is_kept, _, is_float8), members in kinds.items()
+            (Float8Group if is_float8 else FlatGroup)(
+                members, groups.of(members[0][1]), as_built if is_kept else precision, offload
+            )
+            for (_, _, is_kept, _, is_float8, _), members in kinds.items()
         ]
         self.places: list[tuple[Attribute, nn.Parameter, nn.Parameter]] = []
         self.in_use = False
@@ -167,8 +171,11 @@ class Unit:
         """Whether backward has left gradients that are not reduced yet."""
         return any(parameter.grad is not None for group in self.groups for parameter in group.parameters)
 
-    def start_reduce(self, scale: float) -> list[str]:
-        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
+    def start_reduce(self, *, averages_replicas: bool) -> list[str]:
+        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were.
+
+        Where a compression averages over the replicas, it divides by their number itself.
+        """
         used: list[str] = []
         for group in self.groups:
             if not any(parameter.requires_grad for parameter in group.parameters):
@@ -177,6 +184,9 @@ class Unit:
             # One rank's slice is the whole: what is brought in is the gradient.
             gradient = mine if group.comm.size == 1 else group.new_gradient()
             taken = group.take_gradients()
+            scale = group.shared.scale
+            if not averages_replicas and group.comm.device_kind == "cpu":
+                scale *= group.shared.replicate.size
             used += [name for name, source in zip(group.names, taken, strict=True) if source is not None]
             work = group.reductions.issue(partial(_reduce, group, gradient, mine, taken, scale))
             # What the device may still read and write stays alive with it.
@@ -201,10 +211,11 @@ class Unit:
         for group in self.groups:
             group.finish_gradient()
 
-    def start_replicate(self, comm: Communicator, compressed: Mapping[FlatGroup, BucketReduction]) -> None:
+    def start_replicate(self, compressed: Mapping[FlatGroup, BucketReduction]) -> None:
         """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh, or what replaces them."""
         for group in self.groups:
-            if group.gradient is None:
+            comm = group.shared.replicate
+            if group.gradient is None or comm.size == 1:
                 continue
             on_device = group.gradient.to(comm.device)  # itself, unless it was offloaded
             if group not in compressed:
@@ -249,8 +260,3 @@ def _reduce(
 ) -> Work:
     group.bring_in(gradient, taken, scale)
     return DONE if gradient is mine else group.reduce_scatter(gradient, mine)[1]
-
-
-def world_scale(shards: Communicator, replicas: Communicator) -> float:
-    """Returns the factor of a gradient that is averaged over both axes of a mesh."""
-    return gradient_scale(shards) * gradient_scale(replicas)

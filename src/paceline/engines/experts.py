@@ -1,0 +1,94 @@
+"""Parameters of which ranks hold different parts along one dim: their names and shapes in the whole model.
+
+    whole   | expert 0 | expert 1 | expert 2 | expert 3 |      rank 1 of 2   | expert 2 | expert 3 |
+
+Engines compute with a rank's part. States, gradients and checkpoints are those of the whole model: parts are put
+together along the experts' ranks, one tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.comm.base import Communicator
+from paceline.engines.flat.flat import full_shape
+from paceline.engines.flat.optimizer_state import numbered_parameters
+from paceline.engines.groups import expert_dim
+from paceline.engines.tensor.layout import Split
+from paceline.shards import Region
+
+
+class ExpertParts:
+    """The parts that this rank holds, by the names of their parameters; of most models, none."""
+
+    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+        """Takes the ranks that hold different experts."""
+        self._comm = comm
+        self.splits: dict[str, Split] = {}
+        for name, parameter in module.named_parameters() if comm.size > 1 else ():
+            dim = expert_dim(parameter)
+            if dim is not None:
+                shape = list(full_shape(parameter))
+                shape[dim] *= comm.size
+                self.splits[name] = Split(shape=tuple(shape), dim=dim)
+
+    def __bool__(self) -> bool:
+        return bool(self.splits)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.splits
+
+    def region(self, name: str, region: Region) -> Region:
+        """Returns which elements of the whole tensor a region of this rank's part is."""
+        split = self.splits.get(name)
+        if split is None or split.dim is None:
+            return region
+        spans = split.spans(self._comm.rank, self._comm.size)
+        return replace(region, shape=split.shape, cuts=((split.dim, spans),))
+
+    def whole(self, name: str, value: Any) -> Any:
+        """Returns the whole tensor of a parameter's part, or of a state of its shape; all ranks call it."""
+        split = self.splits.get(name)
+        if split is None or not _has_shape(value, split.local_shape(self._comm.rank, self._comm.size)):
+            return value
+        return split.gather(value.to(self._comm.device), self._comm).to(value.device)
+
+    def part(self, name: str, value: Any) -> Any:
+        """Returns this rank's part of a whole tensor."""
+        split = self.splits.get(name)
+        if split is None or not _has_shape(value, split.shape):
+            return value
+        return split.cut(value, self._comm.rank, self._comm.size)
+
+    def whole_states(
+        self, optimizer: torch.optim.Optimizer, packed: dict[str, Any], names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Returns an optimizer's state dict with whole tensors; all ranks call it. ``names``: by parameters' ids."""
+        return self._change(optimizer, packed, names, self.whole)
+
+    def own_states(
+        self, optimizer: torch.optim.Optimizer, packed: dict[str, Any], names: Mapping[int, str]
+    ) -> dict[str, Any]:
+        """Returns an optimizer's state dict with this rank's parts of whole tensors."""
+        return self._change(optimizer, packed, names, self.part)
+
+    def _change(
+        self, optimizer: torch.optim.Optimizer, packed: dict[str, Any], names: Mapping[int, str], change: Any
+    ) -> dict[str, Any]:
+        if not self:
+            return packed
+        known = {number: names[id(each)] for number, each in numbered_parameters(optimizer, packed).items()}
+        states = {
+            number: {key: change(known[number], value) for key, value in values.items()} if number in known else values
+            for number, values in packed["state"].items()
+        }
+        return {**packed, "state": states}
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.ndim > 0
