@@ -1,8 +1,8 @@
 """From text to files of tokens, in parallel: ``paceline data prepare``.
 
 Each piece of the sources becomes one shard, made by one process from beginning to end: read, encode, hash, write. What
-is done is noted in ``.progress``, so that a second call goes on where the first was ended. One that failed is begun anew
-by a call with other sources or options; one that was ended from outside is kept from such a call. The manifest comes last.
+is done is noted in ``.progress``, so that a second call goes on where the first was ended. A call with other sources or
+options begins anew what has failed, and is refused where the first was ended from outside. The manifest comes last.
 
     memory   of each process: a few MiB of text and its tokens, whatever the sources have
     order    that of the sources and the documents in them, for any number of processes
@@ -264,5 +264,7 @@ class _Skipped:
 
     def __call__(self, what: Callable[[], str]) -> None:
         if self._on_error == "stop":
-            raise DataError(f"{what()}\n  every document is text\n  mend it, or leave such ones out with --on-error skip")
+            raise DataError(
+                f"{what()}\n  every document is text\n  mend it, or leave such ones out with --on-error skip"
+            )
         self.count += 1

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -10,16 +11,20 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from paceline.config import Config
 from paceline.config import data_sections as sections
+from paceline.config.hf_folder import PREPROCESSOR, image_size, read_class_names, read_image_settings
+from paceline.config.sections import GPTModelConfig, HFModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
+from paceline.data.checked import CheckedSamples, SampleRules, check_classes
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
 from paceline.data.images import MEAN, STD, Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_count
+from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.text import check_part, load_text, split_tokens
 from paceline.data.token_files import OpenedTokens, TokenSlice, open_tokens
-from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
+from paceline.data.tokenizers import ByteTokenizer, Tokenizer, has_tokenizer, open_tokenizer
 from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens
 from paceline.errors import DataError
 
@@ -41,7 +46,60 @@ class DataSplits:
     tokenizer: Tokenizer | None = None
 
 
-def build_data(config: sections.DataConfig, context: int | None, seed: int) -> DataSplits:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelNeeds:
+    """What the rest of a config says of the samples that its model reads. None: nothing.
+
+    ``folder`` is that of a Hugging Face model; ``is_pretrained`` with its weights, ``keeps_head`` with its classes too.
+    ``has_own_loss``: the user's loss says what targets are.
+    """
+
+    folder: Path | None = None
+    is_pretrained: bool = False
+    keeps_head: bool = False
+    vocab_size: int | None = None
+    classes: int | None = None
+    has_features: bool = False
+    has_own_loss: bool = False
+
+    def rules(self, shape: DataShape) -> SampleRules:
+        """Returns what samples of a shape may hold."""
+        has_tokens = shape.kind == "tokens" or (shape.kind == "custom" and self.vocab_size is not None)
+        vocab_size = (shape.vocab_size or self.vocab_size) if has_tokens else None
+        return SampleRules(
+            vocab_size=vocab_size,
+            classes=vocab_size if has_tokens else shape.classes or self.classes,
+            has_classes=not self.has_own_loss,
+            has_features=self.has_features,
+        )
+
+
+NO_NEEDS = ModelNeeds()
+
+
+def needs_of(config: Config) -> ModelNeeds:
+    """Returns what a config's model and loss need of the data."""
+    model = config.model
+    is_hf = isinstance(model, HFModelConfig)
+    return ModelNeeds(
+        folder=Path(model.path) if is_hf else None,
+        is_pretrained=is_hf and model.pretrained,
+        keeps_head=is_hf and model.pretrained and not model.fresh,
+        vocab_size=getattr(model, "vocab_size", None),
+        classes=getattr(model, "num_classes", None),
+        has_features=model.kind in ("mlp", "resnet"),
+        has_own_loss=config.train.loss != "auto",
+    )
+
+
+def data_of(config: Config) -> DataSplits:
+    """Makes the data of a run, as its model reads them."""
+    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
+    context = config.model.context if isinstance(config.model, GPTModelConfig) else None
+    return build_data(config.data, shape.context if shape else context, config.train.seed, needs_of(config))
+
+
+def build_data(config: sections.DataConfig, context: int | None, seed: int, needs: ModelNeeds = NO_NEEDS) -> DataSplits:
     """Makes the data sets that a config asks for: a pure function of its arguments (and of files and user code).
 
     ``context`` is the model's, for text whose own is not set. ``seed`` is the run's, for data that sets none.
@@ -50,25 +108,25 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int) -> D
     if config.kind == "digits":
         return _digits(config, seed)
     if config.kind == "text":
-        return _text(config, context, seed)
+        return _text(config, context, seed, needs)
     if config.kind == "tokens":
         return _tokens(config, context, seed)
     if isinstance(config, sections.ImagesDataConfig):
-        return _images(config, seed)
+        return _images(config, seed, needs)
     if isinstance(config, sections.RowsDataConfig):
-        return _rows(config, context, seed)
+        return _rows(config, context, seed, needs)
     if config.kind == "mixture":
-        return _mixture(config, context, seed)
+        return _mixture(config, context, seed, needs)
     if config.kind == "stream":
-        return _stream(config)
+        return _stream(config, needs)
     if config.kind != "factory":
         return _synthetic(config, seed)
-    return _factory(config, seed)
+    return _factory(config, seed, needs)
 
 
-def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int) -> DataSplits:
+def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     # By name, so that a mixture does not depend on the order in which a file lists its sources.
-    made = {name: build_data(config.sources[name], context, seed) for name in sorted(config.sources)}
+    made = {name: build_data(config.sources[name], context, seed, needs) for name in sorted(config.sources)}
     weights = {name: config.weights.get(name, 1.0) for name in made}
     train = Mixture({name: each.train for name, each in made.items()}, weights, seed, config.samples, config.shuffle)
     kept = {name: each.eval for name, each in made.items() if each.eval is not None}
@@ -80,11 +138,12 @@ def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int)
     )
 
 
-def _stream(config: sections.StreamDataConfig) -> DataSplits:
+def _stream(config: sections.StreamDataConfig, needs: ModelNeeds) -> DataSplits:
     source = StreamSource(factory=config.factory, args=config.args, kept=config.eval_samples, on_end=config.on_end)
     shape = _shape_of(source.open(), source.name)
-    evaluation = StreamSamples(source, config.eval_samples, is_kept=True) if config.eval_samples else None
-    return DataSplits(train=StreamSamples(source, config.samples), eval=evaluation, shape=shape)
+    rules = None if needs.has_own_loss else needs.rules(shape)
+    kept = StreamSamples(source, config.eval_samples, is_kept=True, rules=rules) if config.eval_samples else None
+    return DataSplits(train=StreamSamples(source, config.samples, rules=rules), eval=kept, shape=shape)
 
 
 def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
@@ -96,9 +155,9 @@ def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
     return DataSplits(train=train, eval=evaluation, shape=DataShape(kind="classes", features=64, classes=10))
 
 
-def _text(config: sections.TextDataConfig, context: int | None, seed: int) -> DataSplits:
+def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     length = _context(config.context, context)
-    text = load_text(config.path, config.tokens)
+    text = load_text(config.path, config.tokens or _own_tokenizer(needs) or "char")
     train, evaluation = split_tokens(text, length, config.eval_fraction)
     return DataSplits(
         train=_windows(config.windows, TokenArray(train), length, seed),
@@ -106,6 +165,11 @@ def _text(config: sections.TextDataConfig, context: int | None, seed: int) -> Da
         shape=DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length),
         tokenizer=text.tokenizer,
     )
+
+
+def _own_tokenizer(needs: ModelNeeds) -> Tokenizer | None:
+    """Returns the tokenizer of the model's folder, if there is one."""
+    return open_tokenizer(needs.folder) if needs.folder is not None and has_tokenizer(needs.folder) else None
 
 
 def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -> DataSplits:
@@ -181,9 +245,20 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
-def _images(config: sections.ImagesDataConfig, seed: int) -> DataSplits:
+def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
+    size, mean, std = config.size or sections.IMAGE_SIZE, MEAN, STD
+    if needs.folder is not None:
+        settings = read_image_settings(needs.folder)
+        size = config.size or image_size(needs.folder) or size
+        if settings is not None:
+            mean, std = settings.mean, settings.std
+        elif needs.is_pretrained:
+            warnings.warn(
+                f"{needs.folder} has no {PREPROCESSOR}: images get the mean and the deviation of ImageNet", stacklevel=2
+            )
+
     def open_folder(path: str, augment: Augment) -> ImageFolder:
-        return ImageFolder(Path(path).expanduser(), config.size, augment=augment, on_bad=config.on_bad, seed=seed)
+        return ImageFolder(Path(path).expanduser(), size, augment=augment, on_bad=config.on_bad, seed=seed)
 
     train, plain = open_folder(config.path, config.augment), open_folder(config.eval_path or config.path, "none")
     if train.classes != plain.classes:
@@ -191,29 +266,58 @@ def _images(config: sections.ImagesDataConfig, seed: int) -> DataSplits:
             f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n"
             "  a class has the same folder name in both"
         )
+    check_classes(len(np.unique(train.targets)), f"data.path = {config.path!r}")
+    names, labels = _class_names(train.classes, needs, f"the folders of data.path = {config.path!r}")
+    for each in (train, plain):
+        each.targets = np.array(labels)[each.targets]
     shape = DataShape(
         kind="classes",
-        features=3 * config.size**2,
+        features=3 * size**2,
         channels=3,
-        size=config.size,
-        classes=len(train.classes),
-        mean=MEAN,
-        std=STD,
+        size=size,
+        classes=len(names),
+        class_names=names,
+        mean=mean,
+        std=std,
     )
     return _parts(train, plain, config, seed, shape)
 
 
-def _rows(config: sections.RowsDataConfig, context: int | None, seed: int) -> DataSplits:
+def _class_names(names: Sequence[str], needs: ModelNeeds, what: str) -> tuple[tuple[str, ...], list[int]]:
+    """Returns the names of the model's classes, and the number that it has for each of the data's.
+
+    A model that keeps its head has learned what its numbers stand for; another one takes the data's order.
+    """
+    known = read_class_names(needs.folder) if needs.folder is not None and needs.keeps_head else None
+    if known is None:
+        return tuple(names), list(range(len(names)))
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise DataError(
+            f"{what} are {', '.join(names)}, and {missing[0]!r} is no class of the model in {needs.folder}\n"
+            f"  a pretrained head knows its own classes: {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}\n"
+            "  name them as the model does, or name the head in model.fresh, such as [classifier], to begin it anew"
+        )
+    return known, [known.index(name) for name in names]
+
+
+def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     tokenizer: Tokenizer | None = None
     if config.tokenizer is not None:
         is_bytes = config.tokenizer == "bytes"
         tokenizer = ByteTokenizer(has_end=True) if is_bytes else open_tokenizer(Path(config.tokenizer).expanduser())
+    elif config.targets is None:
+        tokenizer = _own_tokenizer(needs)
     length = _context(config.context, context) if config.targets is None else None
     columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
-
-    known = config.classes
-    if config.targets is not None:
-        known = known or class_count(Path(config.path).expanduser(), config.targets)
+    known, labels, names = config.classes, None, None
+    if config.targets is not None and (found := class_names(Path(config.path).expanduser(), config.targets)):
+        check_classes(len(found), f"data.targets = {config.targets!r} of data.path = {config.path!r}")
+        names, labels = _class_names(found, needs, f"the classes of data.targets = {config.targets!r}")
+        known = max(known or 0, len(found))
+    vocabulary = config.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    kind: Literal["classes", "custom", "tokens"] = "classes" if known else "custom"
+    shape = DataShape(kind="tokens" if config.targets is None else kind, classes=known, vocab_size=vocabulary)
 
     def open_rows(path: str) -> RowDataset:
         place = Path(path).expanduser()
@@ -224,21 +328,27 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int) -> Da
             rows,
             inputs=config.inputs,
             targets=config.targets,
+            rules=needs.rules(shape),
             tokenizer=tokenizer,
             context=length,
             on_bad=config.on_bad,
-            classes=known,
+            labels=labels,
         )
 
     train = open_rows(config.path)
-    if config.targets is not None:
-        first = train[0][0]
-        features = len(first) if first.ndim == 1 else None
-        shape = DataShape(kind="classes" if known else "custom", features=features, classes=known)
-    else:
-        vocabulary = config.vocab_size or (tokenizer.vocab_size if tokenizer else None)
-        shape = DataShape(kind="tokens", vocab_size=vocabulary, context=length)
     plain = train if config.eval_path is None else open_rows(config.eval_path)
+    if config.targets is None:
+        shape = replace(shape, context=length)
+    else:
+        first, other = train[0][0], plain[0][0]
+        if first.shape != other.shape:
+            raise DataError(
+                f"{config.inputs!r} has the shape {list(first.shape)} in data.path and {list(other.shape)} in "
+                "data.eval_path\n  a model reads samples of one form\n  bring them to one form"
+            )
+        classes = known if names is None or known is None else max(known, len(names))
+        features = len(first) if first.ndim == 1 else None
+        shape = replace(shape, features=features, classes=classes, class_names=names)
     return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
 
 
@@ -265,13 +375,14 @@ def _subsets(dataset: MapDataset, eval_fraction: float, seed: int, shape: DataSh
     return DataSplits(train=SampleSubset(dataset, chosen), eval=SampleSubset(dataset, kept), shape=shape)
 
 
-def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
+def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
     from paceline.imports import import_from_path
 
     what = f"data.factory = {config.factory!r}"
     made = call_factory(import_from_path(config.factory, "data.factory"), config.args, what)
     if isinstance(made, DataSplits):
-        return made
+        kept = None if made.eval is None else _looked_at(made.eval, made.shape, needs, f"the evaluation set of {what}")
+        return replace(made, train=_looked_at(made.train, made.shape, needs, f"the training set of {what}"), eval=kept)
     if isinstance(made, tuple) and len(made) != 2:
         raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
     train, evaluation = made if isinstance(made, tuple) else (made, None)
@@ -282,8 +393,16 @@ def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
         _check_made(evaluation, f"the evaluation set of {what}")
     shape = _shape_of(train, what)
     if not isinstance(made, tuple):
-        return _subsets(train, config.eval_fraction, seed, shape)
+        return _subsets(_looked_at(train, shape, needs, f"the data set of {what}"), config.eval_fraction, seed, shape)
+    train = _looked_at(train, shape, needs, f"the training set of {what}")
+    if evaluation is not None:
+        evaluation = _looked_at(evaluation, shape, needs, f"the evaluation set of {what}")
     return DataSplits(train=train, eval=evaluation, shape=shape)
+
+
+def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: str) -> MapDataset:
+    """Returns samples of the user's that are looked at; not where a loss of theirs says what targets are."""
+    return dataset if needs.has_own_loss else CheckedSamples(dataset, needs.rules(shape), name)
 
 
 def _check_made(dataset: Any, name: str) -> int:
