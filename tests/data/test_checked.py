@@ -56,7 +56,8 @@ def test_a_run_names_the_sample_that_is_wrong(
     }
     data = data_of(config_from_dict(values))
     order = DataOrder(length=20, global_batch=4, seed=0)
-    told = rf"the {part} set of data.factory = 'a_users_data:make': sample {r'\d+' if 'float' in reason else 13} cannot be used: {reason}"
+    number = "[0-9]+" if "float" in reason else "13"
+    told = rf"the {part} set of data.factory = 'a_users_data:make': sample {number} cannot be used: {reason}"
     is_training = part == "training"
     loader: Any = TrainLoader(data.train, order).steps(num_steps=5) if is_training else EvalLoader(data.eval, 4)  # type: ignore[arg-type]
     with pytest.raises(BadSampleError, match=told):
