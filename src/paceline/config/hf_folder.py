@@ -6,6 +6,7 @@ the folder's tokenizer, its ``preprocessor_config.json`` and the names in its ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ _TOKENIZERS = ("vocabulary.json", "tokenizer.json")  # Paceline's and Hugging Fa
 _OF_NO_MEANING = ("version", "truncation", "padding")  # in tokenizer.json, for what a token stands for
 _MOST_BYTES = 2**28
 BYTE = 255
+_CHANNELS = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,48 +39,64 @@ class ImageSettings:
 
 def read_image_settings(folder: Path) -> ImageSettings | None:
     """Reads ``preprocessor_config.json``; None where there is none. Raises ValueError for what cannot be followed."""
-    if not (folder / PREPROCESSOR).is_file():
-        return None
-    values = parse_json_object(read_regular(folder / PREPROCESSOR))
+    path = folder / PREPROCESSOR
+    return parse_image_settings(read_regular(path)) if path.is_file() else None
+
+
+def parse_image_settings(content: bytes) -> ImageSettings:
+    """Reads what Hugging Face's processors of images have saved. Raises ValueError for what cannot be followed."""
+    values = parse_json_object(content)
     cropped = values.get("crop_size") if values.get("do_center_crop") else None
     scale = values.get("rescale_factor", 1 / BYTE) if values.get("do_rescale", True) else 1.0
     mean, std = values.get("image_mean"), values.get("image_std")
     if not values.get("do_normalize", True):
         mean, std = [0.0], [1.0]
-    return ImageSettings(
+    found = ImageSettings(
         size=_side(values.get("size") if cropped is None else cropped),
         mean=_bytes("image_mean", mean, scale),
         std=_bytes("image_std", std, scale),
     )
+    if len(found.mean) != len(found.std) or len(found.mean) not in (1, _CHANNELS) or min(found.std) <= 0:
+        raise ValueError(f"image_mean = {mean} and image_std = {std} are not {_CHANNELS} numbers, or 1, above 0")
+    return found
 
 
 def _side(value: Any) -> int | None:
-    """Returns the side of a square that a size stands for."""
-    if isinstance(value, dict):
-        value = list(value.values()) if set(value) <= {"height", "width", "shortest_edge"} else value
-    sides = set(value) if isinstance(value, list) else {value} if not isinstance(value, dict) else set()
-    if sides == {None} or value == []:
+    """Returns the side of the square that a size stands for; None without one."""
+    if value is None:
         return None
-    if len(sides) != 1 or not all(isinstance(each, int) and each > 0 for each in sides):
+    named = isinstance(value, dict) and set(value) <= {"height", "width", "shortest_edge"}
+    sides = list(value.values()) if named else value if isinstance(value, list) else [value]
+    is_square = bool(sides) and all(isinstance(each, int) and each == sides[0] for each in sides)
+    if not is_square or sides[0] < 1:
         raise ValueError(f"size = {value} is not that of a square")
-    return int(sides.pop())
+    return int(sides[0])
 
 
 def _bytes(name: str, values: Any, scale: Any) -> tuple[float, ...]:
     """Returns numbers for pixels that were scaled as numbers for bytes."""
     try:
-        return tuple(float(each) / float(scale) for each in (values if isinstance(values, list) else [values]))
-    except (TypeError, ValueError, ZeroDivisionError):
-        raise ValueError(f"{name} = {values} and rescale_factor = {scale} are no numbers") from None
+        found = tuple(float(each) / float(scale) for each in (values if isinstance(values, list) else [values]))
+    except (TypeError, ValueError, ArithmeticError):
+        found = (math.nan,)
+    if not all(map(math.isfinite, found)):
+        raise ValueError(f"{name} = {values} and rescale_factor = {scale} are no numbers")
+    return found
 
 
 def read_class_names(folder: Path) -> tuple[str, ...] | None:
     """Returns the names of a model's classes by their numbers; None where ``config.json`` only numbers them."""
     try:
-        found = parse_json_object(read_regular(folder / "config.json")).get("id2label")
-        names = tuple(str(found[str(number)]) for number in range(len(found))) if isinstance(found, dict) else ()
-    except (OSError, ValueError, KeyError):
-        return None
+        return parse_class_names(read_regular(folder / "config.json"))
+    except (OSError, ValueError):
+        return None  # whoever builds the model says what is wrong
+
+
+def parse_class_names(content: bytes) -> tuple[str, ...] | None:
+    """Reads the names of classes in a ``config.json``. Raises ValueError for what is none."""
+    found = parse_json_object(content).get("id2label")
+    numbers = range(len(found)) if isinstance(found, dict) else ()
+    names = tuple(str(found.get(str(number), f"LABEL_{number}")) for number in numbers)
     is_numbered = all(name == f"LABEL_{number}" for number, name in enumerate(names))
     return None if is_numbered else names
 

@@ -279,6 +279,8 @@ def class_names(path: Path, column: str) -> list[str] | None:
 
 def _classes(value: torch.Tensor, name: str) -> torch.Tensor:
     """Returns classes as integers: 1.0 is one. Raises ValueError for 1.5."""
+    if not value.is_floating_point():
+        return value
     wrong = value[value != value.round()]
     if len(wrong):
         raise ValueError(f"{name!r} is {wrong[0]:g}, and a class is a whole number; other targets need a train.loss")
