@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import tokenizers
 import torch
@@ -139,6 +140,26 @@ def test_images_are_those_that_the_model_knows(folder: Path, images: dict[str, A
     write_vit(folder, ["bird", "dog", "fish"])
     with pytest.raises(DataError, match=r"'cat' is no class of the model(.|\n)*bird, dog, fish(.|\n)*model.fresh"):
         data_of(make_config(folder, images))
+
+
+def test_classes_of_rows_have_the_numbers_of_the_model(folder: Path, tmp_path: Path) -> None:
+    write_vit(folder, NAMES)
+    (tmp_path / "rows").mkdir()
+    table = pyarrow.table({"x": [[0.5]] * 4, "y": [0, 1, 1, 2]})
+    with (
+        pyarrow.OSFile(str(tmp_path / "rows" / "a.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as stream,
+    ):
+        stream.write_table(table)
+    (tmp_path / "rows" / "state.json").write_text('{"_data_files": [{"filename": "a.arrow"}]}')
+    info = {"features": {"y": {"names": ["cat", "bird"], "_type": "ClassLabel"}}}
+    (tmp_path / "rows" / "dataset_info.json").write_text(json.dumps(info))
+    rows = {"kind": "hf_dataset", "path": str(tmp_path / "rows"), "inputs": "x", "targets": "y", "eval_fraction": 0.0}
+    data = data_of(make_config(folder, {**rows, "classes": 5}))
+    assert (data.shape.classes, data.shape.class_names) == (5, tuple(NAMES))
+    assert fetch_batch(data.train, np.arange(3))[1].tolist() == [2, 0, 0]
+    with pytest.raises(DataError, match="row 3 cannot be used: 'y' is 2, and there are 2 classes"):
+        fetch_batch(data.train, np.arange(4))
 
 
 @pytest.mark.parametrize("has_file", [True, False])

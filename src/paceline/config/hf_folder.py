@@ -95,8 +95,9 @@ def read_class_names(folder: Path) -> tuple[str, ...] | None:
 def parse_class_names(content: bytes) -> tuple[str, ...] | None:
     """Reads the names of classes in a ``config.json``. Raises ValueError for what is none."""
     found = parse_json_object(content).get("id2label")
-    numbers = range(len(found)) if isinstance(found, dict) else ()
-    names = tuple(str(found.get(str(number), f"LABEL_{number}")) for number in numbers)
+    if not isinstance(found, dict):
+        return None
+    names = tuple(str(found.get(str(number), f"LABEL_{number}")) for number in range(len(found)))
     is_numbered = all(name == f"LABEL_{number}" for number, name in enumerate(names))
     return None if is_numbered else names
 
@@ -149,6 +150,7 @@ def _token_problems(
     folder: Path, place: str, source: TextDataConfig | RowsDataConfig | TokensDataConfig
 ) -> Iterator[Problem]:
     own = tokenizer_file(folder)
+    given: str | None
     if isinstance(source, TextDataConfig):
         key, given = "tokens", source.tokens
         if own is None and given is None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -13,18 +12,18 @@ import torch
 
 from paceline.config import Config
 from paceline.config import data_sections as sections
-from paceline.config.hf_folder import PREPROCESSOR, image_size, read_class_names, read_image_settings
-from paceline.config.sections import GPTModelConfig, HFModelConfig, gpt_shape
+from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
-from paceline.data.checked import CheckedSamples, SampleRules, check_classes
+from paceline.data.checked import CheckedSamples, check_classes
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
-from paceline.data.images import MEAN, STD, Augment, ImageFolder
+from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
+from paceline.data.model_needs import NO_NEEDS, ModelNeeds, needs_of
 from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.text import check_part, load_text, split_tokens
 from paceline.data.token_files import OpenedTokens, TokenSlice, open_tokens
-from paceline.data.tokenizers import ByteTokenizer, Tokenizer, has_tokenizer, open_tokenizer
+from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
 from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens
 from paceline.errors import DataError
 
@@ -46,57 +45,12 @@ class DataSplits:
     tokenizer: Tokenizer | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelNeeds:
-    """What the rest of a config says of the samples that its model reads. None: nothing.
-
-    ``folder`` is that of a Hugging Face model; ``is_pretrained`` with its weights, ``keeps_head`` with its classes too.
-    ``has_own_loss``: the user's loss says what targets are.
-    """
-
-    folder: Path | None = None
-    is_pretrained: bool = False
-    keeps_head: bool = False
-    vocab_size: int | None = None
-    classes: int | None = None
-    has_features: bool = False
-    has_own_loss: bool = False
-
-    def rules(self, shape: DataShape) -> SampleRules:
-        """Returns what samples of a shape may hold."""
-        has_tokens = shape.kind == "tokens" or (shape.kind == "custom" and self.vocab_size is not None)
-        vocab_size = (shape.vocab_size or self.vocab_size) if has_tokens else None
-        return SampleRules(
-            vocab_size=vocab_size,
-            classes=vocab_size if has_tokens else shape.classes or self.classes,
-            has_classes=not self.has_own_loss,
-            has_features=self.has_features,
-        )
-
-
-NO_NEEDS = ModelNeeds()
-
-
-def needs_of(config: Config) -> ModelNeeds:
-    """Returns what a config's model and loss need of the data."""
-    model = config.model
-    is_hf = isinstance(model, HFModelConfig)
-    return ModelNeeds(
-        folder=Path(model.path) if is_hf else None,
-        is_pretrained=is_hf and model.pretrained,
-        keeps_head=is_hf and model.pretrained and not model.fresh,
-        vocab_size=getattr(model, "vocab_size", None),
-        classes=getattr(model, "num_classes", None),
-        has_features=model.kind in ("mlp", "resnet"),
-        has_own_loss=config.train.loss != "auto",
-    )
-
-
 def data_of(config: Config) -> DataSplits:
     """Makes the data of a run, as its model reads them."""
-    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
-    context = config.model.context if isinstance(config.model, GPTModelConfig) else None
-    return build_data(config.data, shape.context if shape else context, config.train.seed, needs_of(config))
+    model = config.model
+    shape = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
+    context = getattr(model, "context", None) if shape is None else shape.context
+    return build_data(config.data, context, config.train.seed, needs_of(config))
 
 
 def build_data(config: sections.DataConfig, context: int | None, seed: int, needs: ModelNeeds = NO_NEEDS) -> DataSplits:
@@ -157,7 +111,7 @@ def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
 
 def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     length = _context(config.context, context)
-    text = load_text(config.path, config.tokens or _own_tokenizer(needs) or "char")
+    text = load_text(config.path, config.tokens or needs.tokenizer() or "char")
     train, evaluation = split_tokens(text, length, config.eval_fraction)
     return DataSplits(
         train=_windows(config.windows, TokenArray(train), length, seed),
@@ -165,11 +119,6 @@ def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs
         shape=DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length),
         tokenizer=text.tokenizer,
     )
-
-
-def _own_tokenizer(needs: ModelNeeds) -> Tokenizer | None:
-    """Returns the tokenizer of the model's folder, if there is one."""
-    return open_tokenizer(needs.folder) if needs.folder is not None and has_tokenizer(needs.folder) else None
 
 
 def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -> DataSplits:
@@ -246,16 +195,8 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
 
 
 def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
-    size, mean, std = config.size or sections.IMAGE_SIZE, MEAN, STD
-    if needs.folder is not None:
-        settings = read_image_settings(needs.folder)
-        size = config.size or image_size(needs.folder) or size
-        if settings is not None:
-            mean, std = settings.mean, settings.std
-        elif needs.is_pretrained:
-            warnings.warn(
-                f"{needs.folder} has no {PREPROCESSOR}: images get the mean and the deviation of ImageNet", stacklevel=2
-            )
+    made = needs.images(config.size)
+    size = made.size or sections.IMAGE_SIZE
 
     def open_folder(path: str, augment: Augment) -> ImageFolder:
         return ImageFolder(Path(path).expanduser(), size, augment=augment, on_bad=config.on_bad, seed=seed)
@@ -267,7 +208,7 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
             "  a class has the same folder name in both"
         )
     check_classes(len(np.unique(train.targets)), f"data.path = {config.path!r}")
-    names, labels = _class_names(train.classes, needs, f"the folders of data.path = {config.path!r}")
+    names, labels = needs.labels(train.classes, f"the folders of data.path = {config.path!r}")
     for each in (train, plain):
         each.targets = np.array(labels)[each.targets]
     shape = DataShape(
@@ -277,28 +218,10 @@ def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> 
         size=size,
         classes=len(names),
         class_names=names,
-        mean=mean,
-        std=std,
+        mean=made.mean,
+        std=made.std,
     )
     return _parts(train, plain, config, seed, shape)
-
-
-def _class_names(names: Sequence[str], needs: ModelNeeds, what: str) -> tuple[tuple[str, ...], list[int]]:
-    """Returns the names of the model's classes, and the number that it has for each of the data's.
-
-    A model that keeps its head has learned what its numbers stand for; another one takes the data's order.
-    """
-    known = read_class_names(needs.folder) if needs.folder is not None and needs.keeps_head else None
-    if known is None:
-        return tuple(names), list(range(len(names)))
-    missing = [name for name in names if name not in known]
-    if missing:
-        raise DataError(
-            f"{what} are {', '.join(names)}, and {missing[0]!r} is no class of the model in {needs.folder}\n"
-            f"  a pretrained head knows its own classes: {', '.join(known[:8])}{' ...' if len(known) > 8 else ''}\n"
-            "  name them as the model does, or name the head in model.fresh, such as [classifier], to begin it anew"
-        )
-    return known, [known.index(name) for name in names]
 
 
 def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
@@ -307,14 +230,14 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
         is_bytes = config.tokenizer == "bytes"
         tokenizer = ByteTokenizer(has_end=True) if is_bytes else open_tokenizer(Path(config.tokenizer).expanduser())
     elif config.targets is None:
-        tokenizer = _own_tokenizer(needs)
+        tokenizer = needs.tokenizer()
     length = _context(config.context, context) if config.targets is None else None
     columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
     known, labels, names = config.classes, None, None
     if config.targets is not None and (found := class_names(Path(config.path).expanduser(), config.targets)):
         check_classes(len(found), f"data.targets = {config.targets!r} of data.path = {config.path!r}")
-        names, labels = _class_names(found, needs, f"the classes of data.targets = {config.targets!r}")
-        known = max(known or 0, len(found))
+        names, labels = needs.labels(found, f"the classes of data.targets = {config.targets!r}")
+        known = len(found)
     vocabulary = config.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     kind: Literal["classes", "custom", "tokens"] = "classes" if known else "custom"
     shape = DataShape(kind="tokens" if config.targets is None else kind, classes=known, vocab_size=vocabulary)
@@ -346,7 +269,7 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs
                 f"{config.inputs!r} has the shape {list(first.shape)} in data.path and {list(other.shape)} in "
                 "data.eval_path\n  a model reads samples of one form\n  bring them to one form"
             )
-        classes = known if names is None or known is None else max(known, len(names))
+        classes = config.classes if names is None else max(config.classes or 0, len(names))
         features = len(first) if first.ndim == 1 else None
         shape = replace(shape, features=features, classes=classes, class_names=names)
     return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
