@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from paceline.checkpoint.files import HUGGING_FACE
-from paceline.config import Config, config_from_dict
+from paceline.config import Config, config_from_dict, explain
 from paceline.config.hf_folder import read_image_settings
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import data_of
@@ -60,6 +60,8 @@ def test_a_pretrained_model_reads_text_with_its_own_tokenizer(folder: Path, text
     write_tokenizer(folder, WORDS)
     data = data_of(make_config(folder, {**text, "windows": "fixed"}))
     assert (data.shape.vocab_size, data.tokenizer and data.tokenizer.name) == (5, "model")
+    told = {row.key: row.value for row in explain(make_config(folder, text))}
+    assert told["data.tokens"] == str(folder / "tokenizer.json")
     inputs, targets = fetch_batch(data.train, np.arange(1))
     assert (inputs.tolist(), targets.tolist()) == ([[0, 1, 2, 3]], [[1, 2, 3, 0]])
     for tokens in ("bytes", "char"):
