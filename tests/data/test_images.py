@@ -73,6 +73,25 @@ def test_an_image_that_does_not_decode_is_told_or_left_out(folder: Path) -> None
     assert targets.tolist() == [0, IGNORED, 0, 0]
 
 
+def test_an_image_that_is_too_large_is_left_out_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 54)  # twice as many are refused, and these have exactly so many
+    Image.new("RGB", (11, 11)).save(folder / "cats" / "1.png")
+    splits = build(folder, eval_fraction=0.0, on_bad="skip")
+    with pytest.warns(UserWarning, match=r"cats/1.png \(sample 1\) does not decode: Image size .* exceeds limit"):
+        _, targets = fetch_batch(splits.train, np.arange(1, 2))
+    assert targets.tolist() == [IGNORED]
+
+
+@pytest.mark.parametrize("has_empty", [False, True])
+def test_a_folder_with_one_class_is_refused(folder: Path, has_empty: bool) -> None:
+    for each in (folder / "dogs").iterdir():
+        each.unlink()
+    if not has_empty:
+        (folder / "dogs").rmdir()
+    with pytest.raises(DataError, match=r"has 1 class\n.*with one, every loss is 0"):
+        build(folder)
+
+
 def test_folders_without_images_are_refused(tmp_path: Path, folder: Path) -> None:
     with pytest.raises(DataError, match="has no images"):
         build(tmp_path / "missing")

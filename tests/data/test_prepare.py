@@ -71,7 +71,7 @@ def test_pieces_of_any_size_hold_each_document_once(tmp_path: Path, piece_bytes:
     pieces = cut_pieces(sources, piece_bytes)
     found: list[str] = [""]
     for piece in pieces:
-        for each in read_piece(piece, "text", lambda what: pytest.fail(what)):
+        for each in read_piece(piece, "text", lambda what: pytest.fail(what())):
             found[-1] += each.text
             found += [""] if each.ends else []
     assert found == ["\n".join(LINES), *LINES, *LINES, ""]
@@ -122,14 +122,31 @@ def test_a_second_call_goes_on_where_the_first_was_ended(tmp_path: Path, monkeyp
     assert all_tokens(tmp_path / "out") == EXPECTED
 
 
+def test_the_corrected_command_goes_through_after_one_that_failed(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    rows = [json.dumps({"text" if number < 30 else "body": line}) for number, line in enumerate(LINES)]
+    (tmp_path / "in" / "a.jsonl").write_text("\n".join(rows))
+    with pytest.raises(DataError, match=r"line 31 cannot be used(.|\n)*its fields are 'body'"):
+        prepare(options_for(tmp_path, workers=1))
+    with pytest.raises(DataError, match="no tokenizer"):
+        prepare(options_for(tmp_path, tokenizer=str(tmp_path), on_error="skip"))
+    assert prepare(options_for(tmp_path, on_error="skip")).skipped == 30
+    assert all_tokens(tmp_path / "out") == [token for line in LINES[:30] for token in [*line.encode(), 256]]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', "the line at byte 14 has no text in 'text'"),
-        ("a.jsonl", b'{"tex": "x"}\n', "the line at byte 0 cannot be used: it has no field 'text'"),
-        ("a.jsonl", b"{broken\n", "the line at byte 0 cannot be used"),
-        ("a.txt", b"ok\ncaf\xe9 au lait\n", "is not UTF-8: .* at byte 6"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "the line at byte 0 cannot be used: .* surrogates not allowed"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 3}\n', r"a\.jsonl: line 2 cannot be used: its 'text' is no text"),
+        (
+            "a.jsonl",
+            b'\n{"tex": "x", "id": 1}\n',
+            r"a\.jsonl: line 2 cannot be used: it has no field 'text'; its fields are 'tex', 'id' \(--field\)",
+        ),
+        ("a.jsonl", b"[]\n", "line 1 cannot be used: it is a list, and a document an object"),
+        ("a.jsonl", b"{broken\n", "line 1 cannot be used: .* at column 2"),
+        ("a.txt", b"ok\ncaf\xe9 au lait\n", "is not UTF-8: .* at byte 6, in line 2\n"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 cannot be used: .* surrogates not allowed"),
         ("b c.txt", b"caf\xe9", r"iconv -f LATIN1 -t UTF-8 '\S+/b c.txt' > '\S+/b c-utf8.txt'"),
         (
             "a.txt",

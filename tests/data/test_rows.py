@@ -15,9 +15,10 @@ import torch
 
 from paceline.config.data_sections import RowsDataConfig
 from paceline.data.fetch import fetch_batch
+from paceline.data.model_needs import ModelNeeds
 from paceline.data.registry import DataSplits, build_data
 from paceline.data.rows import ArrowRows
-from paceline.errors import DataError
+from paceline.errors import BadSampleError, DataError
 
 ROWS = [{"x": [n * 1.0, n + 0.5], "y": n % 3, "text": "ab" * (n % 4 + 1), "other": None} for n in range(10)]
 
@@ -96,6 +97,53 @@ def test_bad_rows_are_told_with_their_line_or_left_out(tmp_path: Path) -> None:
         inputs, targets = fetch_batch(splits.train, np.arange(4))
     assert inputs.tolist() == [[1, 2], [0, 0], [0, 0], [5, 6]]
     assert torch.equal(targets, torch.tensor([0, -100, -100, 1]))
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"x": [1.0, 2.0, 3.0], "y": 0}, "'x' has 3 numbers, and 2 numbers in .*rows.jsonl: line 1"),
+        ({"x": [1.0, float("nan")], "y": 0}, r"'x'\[1\] is nan"),
+        ({"x": [float("-inf"), 1.0], "y": 0}, r"'x'\[0\] is -inf"),
+        ({"x": [1.0, 2.0], "y": 1.5}, "'y' is 1.5, and a class is a whole number"),
+        ({"x": [1.0, 2.0], "y": -1}, "'y' is -1, and there are 2 classes, from 0"),
+        ({"x": [1.0, 2.0], "y": float("nan")}, "'y' is nan, and a class is a whole number"),
+    ],
+)
+def test_the_line_that_is_wrong_is_named_whatever_its_batch(tmp_path: Path, row: Any, reason: str) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows: list[Any] = [{"x": [0.5, n], "y": n % 2} for n in range(60)]
+    rows[50] = row
+    path.write_text("\n".join(map(json.dumps, rows)))
+    batch = np.array([8, 50, 3])
+    with pytest.raises(BadSampleError, match=f"rows.jsonl: line 51 cannot be used: {reason}"):
+        fetch_batch(build(path, "jsonl", inputs="x", targets="y", classes=2).train, batch)
+    skipping = build(path, "jsonl", inputs="x", targets="y", classes=2, on_bad="skip")
+    with pytest.warns(UserWarning, match=r"line 51 .*it does not count"):
+        inputs, targets = fetch_batch(skipping.train, batch)
+    assert inputs.tolist() == [[0.5, 8.0], [0.0, 0.0], [0.5, 3.0]]
+    assert targets.tolist() == [0, -100, 1]
+
+
+def test_tokens_that_the_vocabulary_lacks_are_told_with_their_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": [1, 2, 3]}\n{"text": [1, -4, 3]}\n{"text": [1, 2, 16]}\n{"text": [1.5, 2]}\n')
+    train = build(path, "jsonl", context=4, vocab_size=16).train
+    for row, reason in ((1, r"'text'\[1\] is -4, and there are 16 tokens"), (2, "is 16, and"), (3, "whole numbers")):
+        with pytest.raises(BadSampleError, match=rf"line {row + 1} cannot be used: .*{reason}"):
+            fetch_batch(train, np.array([0, row]))
+
+
+def test_whole_numbers_are_features_of_a_model_that_reads_floats(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"x": [1, 2], "y": 0.0}\n{"x": [3, 4.5], "y": 1.0}\n')
+    config = RowsDataConfig(kind="jsonl", path=str(path), inputs="x", targets="y", classes=2, eval_fraction=0.0)
+    inputs, targets = fetch_batch(build_data(config, None, 0, ModelNeeds(has_features=True)).train, np.arange(2))
+    assert (inputs.dtype, targets.dtype) == (torch.float32, torch.int64)
+    with pytest.raises(
+        BadSampleError, match=r"line 2 cannot be used: 'x' has fractions, and whole numbers in .*line 1"
+    ):
+        fetch_batch(build_data(config, None, 0).train, np.arange(2))
 
 
 def test_a_class_beyond_the_last_is_told_with_its_line(tmp_path: Path) -> None:

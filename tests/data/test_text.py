@@ -142,6 +142,6 @@ def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:
         load_text(str(empty), "char")
     latin = tmp_path / "latin.txt"
     latin.write_bytes(b"caf\xe9 au lait")
-    with pytest.raises(DataError, match=r"not UTF-8: .* at byte 3\n.*\n.*iconv -f LATIN1"):
+    with pytest.raises(DataError, match=r"not UTF-8: .* at byte 3, in line 1\n.*\n.*iconv -f LATIN1"):
         load_text(str(latin), "char")
     assert len(load_text(str(latin), "bytes").tokens) == 12

@@ -136,3 +136,26 @@ def test_bad_files_are_told_with_their_place(tmp_path: Path) -> None:
     np.save(cut, np.zeros((2, 2)))
     with pytest.raises(DataError, match="float64 of shape"):
         build(cut, vocab_size=100)
+
+
+def test_tokens_of_four_bytes_are_not_read_as_two(tmp_path: Path) -> None:
+    tokens = np.random.default_rng(0).integers(1, 500, 4000)
+    tokens.astype(np.uint32).tofile(tmp_path / "wide.bin")
+    for dtype in (None, "uint16"):
+        with pytest.raises(DataError, match=r"wide.bin: read as uint16, every second token is 0(.|\n)*dtype = uint32"):
+            open_tokens(str(tmp_path / "wide.bin"), dtype=dtype, vocab_size=500)  # type: ignore[arg-type]
+    assert len(open_tokens(str(tmp_path / "wide.bin"), dtype="uint32", vocab_size=500).tokens) == 4000
+    assert len(open_tokens(str(tmp_path / "wide.bin"), dtype=None, vocab_size=128_000).tokens) == 4000
+    tokens[1:2000:2] = 0  # a part of a file may look so
+    tokens.astype(np.uint16).tofile(tmp_path / "short.bin")
+    assert len(open_tokens(str(tmp_path / "short.bin"), dtype=None, vocab_size=500).tokens) == 4000
+
+
+def test_a_negative_token_is_told_with_its_file_and_place(tmp_path: Path) -> None:
+    tokens = np.arange(40)
+    tokens[17] = -3
+    np.save(tmp_path / "odd.npy", tokens)
+    opened = open_tokens(str(tmp_path / "odd.npy"), dtype=None, vocab_size=40).tokens
+    assert opened.read(np.array([0]), 8).tolist() == [list(range(8))]
+    with pytest.raises(DataError, match=r"odd.npy: token 17 is -3, beyond a vocabulary of 40"):
+        opened.read(np.array([0, 12]), 8)

@@ -12,7 +12,7 @@ from paceline.data.datasets import DataShape
 from paceline.errors import ConfigError, UsageError
 from paceline.models.gpt import GPT, SIZES
 from paceline.models.mlp import MLPClassifier
-from paceline.models.registry import build_model, model_blocks, model_context, num_parameters
+from paceline.models.registry import build_model, model_blocks, num_parameters
 from paceline.models.resnet import ResNet
 
 
@@ -154,19 +154,6 @@ def test_a_resnet_refuses_flat_rows() -> None:
 def test_dimensions_that_do_not_fit_are_the_configs_problem() -> None:
     whats = problems_of(GPTModelConfig(kind="gpt", size="gpt-nano", width=66), TEXT)
     assert whats == ["model.width = 66 is not a multiple of model.heads = 4"]
-
-
-@pytest.mark.parametrize(
-    ("config", "context"),
-    [
-        (GPTModelConfig(kind="gpt", size="gpt-nano"), 64),
-        (GPTModelConfig(kind="gpt", size="gpt-nano", context=16), 16),
-        (GPTModelConfig(kind="gpt", layers=1, heads=1, width=8), None),
-        (MLPModelConfig(kind="mlp"), None),
-    ],
-)
-def test_the_context_is_known_before_the_data(config: Any, context: int | None) -> None:
-    assert model_context(config) == context
 
 
 # Factories

@@ -35,6 +35,7 @@ from paceline.comm.control.wire import from_text
 from paceline.comm.plain import from_bytes, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
+from paceline.config.hf_folder import parse_class_names, parse_image_settings
 from paceline.config.load import load_config
 from paceline.data.manifest import parse_manifest
 from paceline.engines.apply import parallelize
@@ -347,6 +348,8 @@ _TOKENS = json.dumps(
         "shards": [{"file": "tokens-00000.bin", "tokens": 9, "documents": 1, "sha256": "00"}],
     }
 ).encode()
+_IMAGES = b'{"size": {"height": 8, "width": 8}, "image_mean": [0.5, 0.5, 0.4], "image_std": [0.5, 0.2, 0.5]}'
+
 TARGETS: tuple[Target, ...] = (
     Target(name="manifests", case=manifest_case, weight=6),
     Target(name="resume", case=resume_case, weight=3),
@@ -366,6 +369,10 @@ TARGETS: tuple[Target, ...] = (
     ),
     parser("control messages", from_text, parser_inputs([b'["set","key","dmFsdWU="]', b'["wait",["a","b"],30.0]'])),
     parser("values between ranks", from_bytes, parser_inputs([to_bytes({"step": 3, "loss": torch.ones(2)})])),
+    parser("images of models", parse_image_settings, parser_inputs([_IMAGES]), ValueError),
+    parser(
+        "classes of models", parse_class_names, parser_inputs([b'{"id2label": {"0": "cat", "1": "dog"}}']), ValueError
+    ),
     parser("manifests of tokens", parse_manifest, parser_inputs([_TOKENS]), ValueError),
     parser(
         "progress in the course",

@@ -58,7 +58,7 @@ def save(tmp_path: Path, model: dict[str, Any], strategy: str = "fsdp") -> Path:
         {
             "name": "run",
             "model": model,
-            "data": {"kind": "text", "path": str(tmp_path / "text.txt"), "context": 8},
+            "data": {"kind": "text", "path": str(tmp_path / "text.txt"), "tokens": "char", "context": 8},
             "train": {"steps": 2, "global_batch": 4},
             "optim": {"lr": 0.05},
             "parallel": {"ranks": 2, "strategy": strategy, "device": "cpu"},

@@ -44,7 +44,7 @@ LENGTH, BATCH, STEPS = 40, 12, 7  # epochs of 12, 12, 12 and 4 samples: a ragged
 def numbered_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Puts every sample's number into its first feature, so that what the model is given tells the order."""
 
-    def build_data(*_: Any) -> DataSplits:
+    def data_of(_: Config) -> DataSplits:
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(LENGTH, 5, generator=generator, dtype=torch.float64)
         inputs[:, 0] = torch.arange(LENGTH)
@@ -52,7 +52,7 @@ def numbered_samples(monkeypatch: pytest.MonkeyPatch) -> None:
         shape = DataShape(kind="classes", features=5, classes=3)
         return DataSplits(train=TensorPairs(inputs, targets), eval=None, shape=shape)
 
-    monkeypatch.setattr(import_module("paceline.train.assemble"), "build_data", build_data)
+    monkeypatch.setattr(import_module("paceline.train.assemble"), "data_of", data_of)
     monkeypatch.setattr("os.fsync", lambda _: None)  # hundreds of saves, and no crash of the machine
 
 

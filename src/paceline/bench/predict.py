@@ -33,11 +33,11 @@ from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.data.loader import StepBatch
-from paceline.data.registry import build_data
+from paceline.data.registry import data_of
 from paceline.engines.apply import parallelize
 from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import gpt_config
-from paceline.models.registry import build_model, model_context
+from paceline.models.registry import build_model
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
@@ -240,7 +240,7 @@ def measure_steps(comm: Communicator, config: Config, backend: str, steps: int) 
     device = comm.device
     if backend == "shared_memory":
         comm = SharedMemoryCommunicator.join(comm)
-    data = build_data(config.data, model_context(config.model), config.train.seed)
+    data = data_of(config)
     torch.manual_seed(config.train.seed)
     with device:  # a GPU draws a billion weights at once
         model = build_model(config.model, data.shape)

@@ -24,7 +24,7 @@ from paceline.config.data_checks import (
     check_text_file,
     no_file,
 )
-from paceline.config.hf_folder import check_hf_folder
+from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.monitor_checks import check_trackers
 from paceline.config.schema import Config, ParallelConfig
@@ -344,4 +344,5 @@ CHECKS: tuple[Check, ...] = (
     ),
     check_batch_fits,
     check_hf_folder,
+    check_folder_is_followed,
 )

@@ -52,7 +52,9 @@ class TextDataConfig(_Data):
 
     kind: Literal["text"] = Field(description="which data")
     path: str | None = Field(default=None, description="a UTF-8 text file; null: the documentation inside Python")
-    tokens: Literal["char", "bytes"] = Field(default="char", description="what a token is")
+    tokens: Literal["char", "bytes"] | None = Field(
+        default=None, description="what a token is; null: that of the tokenizer in model.path, else a character"
+    )
     windows: Windows = Field(default="random", description=_WINDOWS)
     context: Count | None = Field(default=None, description="tokens of a sample; null: from the model")
 
@@ -64,7 +66,9 @@ class TokensDataConfig(_Data):
     path: str = Field(description="a folder of paceline data prepare, a .bin or .npy file, or a pattern of files")
     eval_path: str | None = Field(default=None, description="tokens to evaluate on; null: the last eval_fraction")
     dtype: Literal["uint16", "uint32"] | None = Field(
-        default=None, description="type of the tokens in .bin files without a manifest; null: uint16"
+        default=None,
+        description="type of the tokens in .bin files without a manifest; null: uint16, or uint32 where vocab_size is "
+        "above 65,536",
     )
     vocab_size: Count | None = Field(default=None, description="number of tokens there are; null: from the manifest")
     windows: Windows = Field(default="random", description=_WINDOWS)
@@ -88,7 +92,10 @@ class ImagesDataConfig(_Data):
     kind: Literal["images"] = Field(description="which data")
     path: str = Field(description="a folder with one folder of images for each class")
     eval_path: str | None = Field(default=None, description="such a folder to evaluate on; null: an eval_fraction")
-    size: Count = Field(default=224, description="height and width in pixels that images are scaled to")
+    size: Count | None = Field(
+        default=None,
+        description="height and width in pixels that images are scaled to; null: what model.path says, else 224",
+    )
     augment: Literal["none", "flip", "crop_flip"] = Field(
         default="none", description="of images to train on; crop_flip: a random part, and every second one mirrored"
     )
@@ -103,8 +110,10 @@ class RowsDataConfig(_Data):
     eval_path: str | None = Field(default=None, description="rows to evaluate on; null: an eval_fraction")
     inputs: str = Field(default="text", description="field of the inputs: numbers; or text, or tokens, without targets")
     targets: str | None = Field(default=None, description="field of the targets; null: the inputs one token later")
-    classes: Count | None = Field(default=None, description="number of classes of the targets; null: from the data")
-    tokenizer: str | None = Field(default=None, description="bytes, or a folder with a tokenizer, for text")
+    classes: int | None = Field(default=None, ge=2, description="number of classes of the targets; null: from the data")
+    tokenizer: str | None = Field(
+        default=None, description="bytes, or a folder with a tokenizer, for text; null: the tokenizer in model.path"
+    )
     vocab_size: Count | None = Field(default=None, description="number of tokens there are; null: the tokenizer's")
     context: Count | None = Field(default=None, description="tokens of a sample of text; null: from the model")
     on_bad: OnBad = Field(default="stop", description=_ON_BAD)
@@ -193,6 +202,7 @@ class StreamDataConfig(_Reading):
 
 DataConfig: TypeAlias = SourceConfig | MixtureDataConfig | StreamDataConfig
 _DIGIT_PIXELS = 8 * 8
+IMAGE_SIZE = 224  # where neither the config nor the model's folder says one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -243,7 +253,7 @@ def known_shape(data: DataConfig) -> KnownShape:
     if isinstance(data, SyntheticTokensDataConfig):
         return KnownShape(vocab_size=data.vocab_size, context=data.context)
     if isinstance(data, ImagesDataConfig):
-        return KnownShape(features=3 * data.size**2, channels=3)
+        return KnownShape(features=3 * (data.size or IMAGE_SIZE) ** 2, channels=3)
     if isinstance(data, TokensDataConfig | RowsDataConfig):
         return KnownShape(vocab_size=data.vocab_size, context=data.context)
     if isinstance(data, TextDataConfig):

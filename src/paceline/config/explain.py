@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
-from paceline.config.data_sections import TextDataConfig, TokensDataConfig, known_shape
+from paceline.config.data_sections import IMAGE_SIZE, ImagesDataConfig, TextDataConfig, TokensDataConfig, known_shape
 from paceline.config.fields import known_fields
+from paceline.config.hf_folder import image_size, tokenizer_file
 from paceline.config.layout import config_batch, layout_of, why_not_sharded
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.problems import MISSING, value_at
 from paceline.config.schema import Config, TrainConfig
-from paceline.config.sections import GPTModelConfig, gpt_shape
+from paceline.config.sections import GPTModelConfig, HFModelConfig, gpt_shape
 from paceline.config.settings import config_settings
 from paceline.plan.plan import BatchPlan
 
@@ -102,6 +104,14 @@ def _model(config: Config) -> Iterator[ExplainRow]:
 def _data(config: Config) -> Iterator[ExplainRow]:
     if config.data.seed is None:
         yield _row("data.seed", config.train.seed, "train.seed")
+    folder = Path(config.model.path) if isinstance(config.model, HFModelConfig) else None
+    if isinstance(config.data, TextDataConfig) and config.data.tokens is None:
+        own = None if folder is None else tokenizer_file(folder)
+        text = "no tokenizer is in model.path" if folder else "no model.path with a tokenizer"
+        yield _row("data.tokens", "char" if own is None else str(own), text if own is None else "of model.path")
+    if isinstance(config.data, ImagesDataConfig) and config.data.size is None:
+        size = None if folder is None else image_size(folder)
+        yield _row("data.size", size or IMAGE_SIZE, "the usual size" if size is None else "of model.path")
     if isinstance(config.data, TextDataConfig | TokensDataConfig) and config.data.context is None:
         gpt = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
         yield _row("data.context", gpt.context if gpt else None, "model.context")

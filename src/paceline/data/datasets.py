@@ -50,6 +50,8 @@ class DataShape:
     ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
     as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
 
+    ``class_names`` are those of the classes, by their numbers.
+
     ``end_token`` is what documents end with that a model keeps apart.
 
     ``mean`` and ``std``, one number for each channel or one for all, ask for images of bytes to be normalised. They
@@ -61,6 +63,7 @@ class DataShape:
     channels: int | None = None
     size: int | None = None
     classes: int | None = None
+    class_names: Sequence[str] | None = None
     vocab_size: int | None = None
     context: int | None = None
     end_token: int | None = None

@@ -16,11 +16,15 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from paceline.errors import DataError
 from paceline.untrusted import open_regular, reason_of
+
+Skip: TypeAlias = Callable[[Callable[[], str]], None]
+"""Takes what makes the message of a document that cannot be read: to find its line, the file is read up to there."""
 
 _BLOCK = 2**18
 _JSON_LINES = (".jsonl", ".ndjson", ".json")
@@ -79,8 +83,8 @@ def cut_pieces(paths: list[Path], piece_bytes: int) -> list[Piece]:
     return pieces
 
 
-def read_piece(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterator[Text]:
-    """Yields the text of a piece in order. Hands the place of a document that cannot be read to ``skip``."""
+def read_piece(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
+    """Yields the text of a piece in order. Hands ``skip`` what says which document cannot be read, and why."""
     path = Path(piece.path)
     if path.suffix == ".parquet":
         return _read_parquet(piece, field, skip)
@@ -103,23 +107,43 @@ def _read_text(piece: Piece) -> Iterator[Text]:
         yield Text("", True)
 
 
-def _read_json(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterator[Text]:
+def _read_json(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
     for place, line in _lines(piece):
         if not line.strip():
             continue
         try:
-            value = json.loads(line.rstrip())
-            text = value[field] if isinstance(value, dict) else None
-            if isinstance(text, str) and b"\\ud" in line.lower():
-                text.encode()  # half of a surrogate pair is no text
-        except (ValueError, KeyError, RecursionError) as error:
-            reason = f"it has no field {field!r}" if isinstance(error, KeyError) else reason_of(error)
-            skip(f"{piece.path}: the line at byte {place} cannot be used: {reason}")
-            continue
-        if isinstance(text, str):
-            yield Text(text, True)
-        else:
-            skip(f"{piece.path}: the line at byte {place} has no text in {field!r}")
+            yield Text(_text_of(line, field), True)
+        except (ValueError, RecursionError) as error:
+            skip(partial(_unusable, piece.path, place, reason_of(error)))
+
+
+def _text_of(line: bytes, field: str) -> str:
+    """Returns the text of a line of JSON. Raises ValueError with the fields that there are."""
+    value = json.loads(line.rstrip())
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}, and a document an object with the field {field!r}")
+    text = value.get(field)
+    if not isinstance(text, str):
+        what = f"its {field!r} is no text" if field in value else f"it has no field {field!r}"
+        named = ", ".join(map(repr, value)) or "none"
+        raise ValueError(f"{what}; its fields are {named} (--field)")
+    if b"\\ud" in line.lower():
+        text.encode()  # half of a surrogate pair is no text
+    return text
+
+
+def _unusable(path: str, place: int, reason: str) -> str:
+    return f"{path}: line {line_at(Path(path), place)} cannot be used: {reason}"
+
+
+def line_at(path: Path, place: int) -> int:
+    """Returns the number of the line, from 1, that a byte of a file is in. Reads the file up to there."""
+    line = 1
+    with open_regular(path) as file:
+        while place > 0 and (block := file.read(min(_BLOCK, place))):
+            line += block.count(b"\n")
+            place -= len(block)
+    return line
 
 
 def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
@@ -144,7 +168,8 @@ def _read_line(file: Any, path: str, place: int) -> bytes:
     line: bytes = file.readline(_MOST_LINE_BYTES + 1)
     if len(line) > _MOST_LINE_BYTES:
         raise DataError(
-            f"{path}: the line at byte {place} is longer than {_MOST_LINE_BYTES:,} bytes\n  text is read by lines\n"
+            f"{path}: line {line_at(Path(path), place)} is longer than {_MOST_LINE_BYTES:,} bytes\n"
+            "  text is read by lines\n"
             "  break it, or make it a field of parquet"
         )
     return line
@@ -161,7 +186,8 @@ def decode_text(content: bytes, path: Path, place: int = 0) -> str:
         is_known = "" if known is None else f" but {known}"
         source, target = shlex.quote(str(path)), shlex.quote(f"{path.with_suffix('')}-utf8{path.suffix}")
         raise DataError(
-            f"{path} is not UTF-8{is_known}: {error.reason} at byte {place + error.start}\n  text is read as UTF-8\n"
+            f"{path} is not UTF-8{is_known}: {error.reason} at byte {place + error.start}, "
+            f"in line {line_at(path, place + error.start)}\n  text is read as UTF-8\n"
             f"  convert the file: iconv -f {known or 'LATIN1'} -t UTF-8 {source} > {target}"
         ) from error
 
@@ -196,7 +222,7 @@ def _cut_parquet(path: Path, piece_bytes: int) -> list[Piece]:
     return pieces
 
 
-def _read_parquet(piece: Piece, field: str, skip: Callable[[str], None]) -> Iterator[Text]:
+def _read_parquet(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
     with _open_parquet(piece.path) as file:
         if field not in file.schema_arrow.names:
             raise DataError(
@@ -210,5 +236,5 @@ def _read_parquet(piece: Piece, field: str, skip: Callable[[str], None]) -> Iter
                 if isinstance(text, str):
                     yield Text(text, True)
                 else:
-                    skip(f"{piece.path}: row {row} has no text in {field!r}")
+                    skip(partial("{}: row {} has no text in {!r}".format, piece.path, row, field))
                 row += 1

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Sampler, TensorDataset, default_collate, get_worker_info
 
+from paceline.data.checked import CheckedSamples
 from paceline.data.datasets import Batch, EpochDataset, InMemoryDataset, MapDataset, SampleSubset, gather
 from paceline.data.order import Indices, mix_seed
 from paceline.errors import BadSampleError, DataError, UsageError
@@ -170,10 +171,11 @@ def start_method(worker_start: WorkerStart) -> str:
 
 def is_in_memory(dataset: Any) -> bool:
     """Says whether batches are gathered from memory: reading runs no code of a user, and draws no random numbers."""
-    inner = dataset.dataset if isinstance(dataset, SampleSubset) else dataset
-    if isinstance(inner, EpochDataset):
-        return inner.reads_ahead
-    return isinstance(inner, InMemoryDataset) or type(inner) is TensorDataset
+    while isinstance(dataset, SampleSubset | CheckedSamples):
+        dataset = dataset.dataset
+    if isinstance(dataset, EpochDataset):
+        return dataset.reads_ahead
+    return isinstance(dataset, InMemoryDataset) or type(dataset) is TensorDataset
 
 
 def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned: bool = False) -> Batch:
@@ -182,8 +184,12 @@ def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned
     ``pinned`` asks data in memory for a batch in pinned memory. Where that takes a second copy, it is left to others.
     """
     if isinstance(dataset, SampleSubset):
-        indices = dataset.indices[indices]
-        dataset = dataset.dataset
+        return fetch_batch(dataset.dataset, dataset.indices[indices], epoch, pinned=pinned)
+    if isinstance(dataset, CheckedSamples):
+        batch = fetch_batch(dataset.dataset, indices, epoch, pinned=pinned)
+        if epoch <= 0:  # the first of a run, and that of evaluations: later ones read the same samples again
+            dataset.check(batch, indices)
+        return batch
     if isinstance(dataset, EpochDataset):
         return _read_of_epoch(dataset, indices, epoch)
     if isinstance(dataset, InMemoryDataset):

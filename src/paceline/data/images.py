@@ -45,7 +45,7 @@ class ImageFolder(EpochDataset):
         for row, (index, word) in enumerate(zip(indices.tolist(), words.tolist(), strict=True)):
             try:
                 images[row] = self._decode(self.files[index], word)
-            except (OSError, ValueError, SyntaxError, MemoryError) as error:  # what pillow raises for damaged files
+            except Exception as error:  # pillow has errors of its own for some, such as images that are too large
                 what = f"{self.files[index]} (sample {index}) does not decode: {error}"
                 if self.on_bad == "stop":
                     raise BadSampleError(

@@ -116,6 +116,9 @@ def common_shape(shapes: Mapping[str, DataShape]) -> DataShape:
         if field.name in ("classes", "vocab_size"):
             largest[field.name] = None if None in values.values() else max(values.values())
             continue
+        if field.name == "class_names":
+            values = _as_longest(values)
+            largest[field.name] = values[first]
         for name, value in values.items():
             if value != values[first]:
                 raise DataError(
@@ -123,6 +126,12 @@ def common_shape(shapes: Mapping[str, DataShape]) -> DataShape:
                     "  samples of all sources stand in the same batches\n  give them the same sizes"
                 )
     return replace(shapes[first], **largest)
+
+
+def _as_longest(names: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns lists of classes; one with which the longest begins is taken for that: their numbers are the same."""
+    longest = max(names.values(), key=lambda each: len(each or ()))
+    return {key: longest if each is None or each == longest[: len(each)] else each for key, each in names.items()}
 
 
 def common_tokenizer(tokenizers: Mapping[str, Tokenizer | None]) -> Tokenizer | None:

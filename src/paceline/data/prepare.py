@@ -1,7 +1,8 @@
 """From text to files of tokens, in parallel: ``paceline data prepare``.
 
 Each piece of the sources becomes one shard, made by one process from beginning to end: read, encode, hash, write. What
-is done is noted in ``.progress``, so that a second call goes on where the first was ended. The manifest comes last.
+is done is noted in ``.progress``, so that a second call goes on where the first was ended. A call with other sources or
+options begins anew what has failed, and is refused where the first was ended from outside. The manifest comes last.
 
     memory   of each process: a few MiB of text and its tokens, whatever the sources have
     order    that of the sources and the documents in them, for any number of processes
@@ -38,6 +39,7 @@ from paceline.untrusted import parse_json_object, read_regular
 
 _PROGRESS = ".progress"
 _PLAN = "plan.json"
+_FAILED = "failed"  # what it stopped at is in the sources or the options, and another call may differ in them
 _LEAST_PIECE, _MOST_PIECE = 2**20, 2**26
 _PIECES_A_WORKER = 16  # the last ones leave a core without work for at most a piece
 _AT_ONCE = 2**20  # characters that are encoded in one call
@@ -85,13 +87,11 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
     done = {number: known for number in range(len(pieces)) if (known := _noted(notes, options.output, number))}
     for each in done.values():
         progress(each.bytes)
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
-        tokenizer = _tokenizer(options, pieces, partial(_run, pool), notes)
-        work = partial(_encode_piece, tokenizer=tokenizer, options=options)
-        missing = [number for number in range(len(pieces)) if number not in done]
-        for number, found in _run(pool, work, missing, pieces):
-            done[number] = found
-            progress(found.bytes)
+    try:
+        tokenizer = _encode_pieces(options, pieces, notes, done, progress)
+    except DataError:
+        (notes / _FAILED).touch()
+        raise
     manifest = DataManifest(
         dtype=_dtype(tokenizer),
         vocab_size=tokenizer.vocab_size,
@@ -105,6 +105,24 @@ def prepare(options: PrepareOptions, progress: Callable[[int], None] = lambda _:
     manifest.write(options.output)
     shutil.rmtree(notes)
     return manifest
+
+
+def _encode_pieces(
+    options: PrepareOptions,
+    pieces: list[Piece],
+    notes: Path,
+    done: dict[int, PieceDone],
+    progress: Callable[[int], None],
+) -> Tokenizer:
+    """Makes the shards that are not ``done``, and adds them to it; returns the tokenizer of all."""
+    with ProcessPoolExecutor(options.workers, mp_context=get_context("spawn")) as pool:
+        tokenizer = _tokenizer(options, pieces, partial(_run, pool), notes)
+        work = partial(_encode_piece, tokenizer=tokenizer, options=options)
+        missing = [number for number in range(len(pieces)) if number not in done]
+        for number, found in _run(pool, work, missing, pieces):
+            done[number] = found
+            progress(found.bytes)
+    return tokenizer
 
 
 def _run(
@@ -139,21 +157,24 @@ def _plan(options: PrepareOptions, sources: list[Path], piece_bytes: int) -> dic
 
 def _begin(options: PrepareOptions, plan: dict[str, Any]) -> Path:
     """Makes the folder ready, and returns where progress is noted."""
-    output, notes = options.output, options.output / _PROGRESS
-    if options.may_replace and ((output / MANIFEST).exists() or notes.is_dir()):
+    output, notes, text = options.output, options.output / _PROGRESS, json.dumps(plan)
+    is_other = (notes / _PLAN).exists() and (notes / _PLAN).read_text(encoding="utf-8") != text
+    is_asked = options.may_replace and ((output / MANIFEST).exists() or notes.is_dir())
+    if is_asked or (is_other and (notes / _FAILED).exists()):
         for path in (*output.glob("tokens-*.bin*"), output / MANIFEST, *(output / name for name in TOKENIZER_FILES)):
             path.unlink(missing_ok=True)
         shutil.rmtree(notes, ignore_errors=True)
-    text = json.dumps(plan)
+        is_other = False
     if (output / MANIFEST).exists():
         what, fix = "holds tokens already", "give another --output, or --force to replace them"
-    elif (notes / _PLAN).exists() and (notes / _PLAN).read_text(encoding="utf-8") != text:
+    elif is_other:
         what, fix = ("was begun with other sources or options", "call it as before, or give --force to begin anew")
     elif output.is_dir() and any(output.iterdir()) and not notes.is_dir():
         what, fix = "is not empty", "give a new folder"
     else:
         notes.mkdir(parents=True, exist_ok=True)
         (notes / _PLAN).write_text(text, encoding="utf-8")
+        (notes / _FAILED).unlink(missing_ok=True)
         return notes
     raise DataError(f"--output {output} {what}\n  a folder holds the tokens of one preparation\n  {fix}")
 
@@ -241,7 +262,9 @@ class _Skipped:
         self._on_error = on_error
         self.count = 0
 
-    def __call__(self, what: str) -> None:
+    def __call__(self, what: Callable[[], str]) -> None:
         if self._on_error == "stop":
-            raise DataError(f"{what}\n  every document is text\n  mend it, or leave such ones out with --on-error skip")
+            raise DataError(
+                f"{what()}\n  every document is text\n  mend it, or leave such ones out with --on-error skip"
+            )
         self.count += 1

@@ -10,12 +10,16 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
+from paceline.config import Config
 from paceline.config import data_sections as sections
+from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
+from paceline.data.checked import CheckedSamples, check_classes
 from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
-from paceline.data.images import MEAN, STD, Augment, ImageFolder
+from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_count
+from paceline.data.model_needs import NO_NEEDS, ModelNeeds, needs_of
+from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
 from paceline.data.text import check_part, load_text, split_tokens
 from paceline.data.token_files import OpenedTokens, TokenSlice, open_tokens
@@ -41,7 +45,15 @@ class DataSplits:
     tokenizer: Tokenizer | None = None
 
 
-def build_data(config: sections.DataConfig, context: int | None, seed: int) -> DataSplits:
+def data_of(config: Config) -> DataSplits:
+    """Makes the data of a run, as its model reads them."""
+    model = config.model
+    shape = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
+    context = getattr(model, "context", None) if shape is None else shape.context
+    return build_data(config.data, context, config.train.seed, needs_of(config))
+
+
+def build_data(config: sections.DataConfig, context: int | None, seed: int, needs: ModelNeeds = NO_NEEDS) -> DataSplits:
     """Makes the data sets that a config asks for: a pure function of its arguments (and of files and user code).
 
     ``context`` is the model's, for text whose own is not set. ``seed`` is the run's, for data that sets none.
@@ -50,25 +62,25 @@ def build_data(config: sections.DataConfig, context: int | None, seed: int) -> D
     if config.kind == "digits":
         return _digits(config, seed)
     if config.kind == "text":
-        return _text(config, context, seed)
+        return _text(config, context, seed, needs)
     if config.kind == "tokens":
         return _tokens(config, context, seed)
     if isinstance(config, sections.ImagesDataConfig):
-        return _images(config, seed)
+        return _images(config, seed, needs)
     if isinstance(config, sections.RowsDataConfig):
-        return _rows(config, context, seed)
+        return _rows(config, context, seed, needs)
     if config.kind == "mixture":
-        return _mixture(config, context, seed)
+        return _mixture(config, context, seed, needs)
     if config.kind == "stream":
-        return _stream(config)
+        return _stream(config, needs)
     if config.kind != "factory":
         return _synthetic(config, seed)
-    return _factory(config, seed)
+    return _factory(config, seed, needs)
 
 
-def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int) -> DataSplits:
+def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     # By name, so that a mixture does not depend on the order in which a file lists its sources.
-    made = {name: build_data(config.sources[name], context, seed) for name in sorted(config.sources)}
+    made = {name: build_data(config.sources[name], context, seed, needs) for name in sorted(config.sources)}
     weights = {name: config.weights.get(name, 1.0) for name in made}
     train = Mixture({name: each.train for name, each in made.items()}, weights, seed, config.samples, config.shuffle)
     kept = {name: each.eval for name, each in made.items() if each.eval is not None}
@@ -80,11 +92,12 @@ def _mixture(config: sections.MixtureDataConfig, context: int | None, seed: int)
     )
 
 
-def _stream(config: sections.StreamDataConfig) -> DataSplits:
+def _stream(config: sections.StreamDataConfig, needs: ModelNeeds) -> DataSplits:
     source = StreamSource(factory=config.factory, args=config.args, kept=config.eval_samples, on_end=config.on_end)
     shape = _shape_of(source.open(), source.name)
-    evaluation = StreamSamples(source, config.eval_samples, is_kept=True) if config.eval_samples else None
-    return DataSplits(train=StreamSamples(source, config.samples), eval=evaluation, shape=shape)
+    rules = None if needs.has_own_loss else needs.rules(shape)
+    kept = StreamSamples(source, config.eval_samples, is_kept=True, rules=rules) if config.eval_samples else None
+    return DataSplits(train=StreamSamples(source, config.samples, rules=rules), eval=kept, shape=shape)
 
 
 def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
@@ -96,9 +109,9 @@ def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
     return DataSplits(train=train, eval=evaluation, shape=DataShape(kind="classes", features=64, classes=10))
 
 
-def _text(config: sections.TextDataConfig, context: int | None, seed: int) -> DataSplits:
+def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     length = _context(config.context, context)
-    text = load_text(config.path, config.tokens)
+    text = load_text(config.path, config.tokens or needs.tokenizer() or "char")
     train, evaluation = split_tokens(text, length, config.eval_fraction)
     return DataSplits(
         train=_windows(config.windows, TokenArray(train), length, seed),
@@ -181,9 +194,12 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
     return DataSplits(train=train, eval=evaluation, shape=shape)
 
 
-def _images(config: sections.ImagesDataConfig, seed: int) -> DataSplits:
+def _images(config: sections.ImagesDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
+    made = needs.images(config.size)
+    size = made.size or sections.IMAGE_SIZE
+
     def open_folder(path: str, augment: Augment) -> ImageFolder:
-        return ImageFolder(Path(path).expanduser(), config.size, augment=augment, on_bad=config.on_bad, seed=seed)
+        return ImageFolder(Path(path).expanduser(), size, augment=augment, on_bad=config.on_bad, seed=seed)
 
     train, plain = open_folder(config.path, config.augment), open_folder(config.eval_path or config.path, "none")
     if train.classes != plain.classes:
@@ -191,29 +207,40 @@ def _images(config: sections.ImagesDataConfig, seed: int) -> DataSplits:
             f"data.path has classes {train.classes}, data.eval_path has {plain.classes}\n"
             "  a class has the same folder name in both"
         )
+    check_classes(len(np.unique(train.targets)), f"data.path = {config.path!r}")
+    names, labels = needs.labels(train.classes, f"the folders of data.path = {config.path!r}")
+    for each in (train, plain):
+        each.targets = np.array(labels)[each.targets]
     shape = DataShape(
         kind="classes",
-        features=3 * config.size**2,
+        features=3 * size**2,
         channels=3,
-        size=config.size,
-        classes=len(train.classes),
-        mean=MEAN,
-        std=STD,
+        size=size,
+        classes=len(names),
+        class_names=names,
+        mean=made.mean,
+        std=made.std,
     )
     return _parts(train, plain, config, seed, shape)
 
 
-def _rows(config: sections.RowsDataConfig, context: int | None, seed: int) -> DataSplits:
+def _rows(config: sections.RowsDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     tokenizer: Tokenizer | None = None
     if config.tokenizer is not None:
         is_bytes = config.tokenizer == "bytes"
         tokenizer = ByteTokenizer(has_end=True) if is_bytes else open_tokenizer(Path(config.tokenizer).expanduser())
+    elif config.targets is None:
+        tokenizer = needs.tokenizer()
     length = _context(config.context, context) if config.targets is None else None
     columns = (config.inputs,) if config.targets is None else (config.inputs, config.targets)
-
-    known = config.classes
-    if config.targets is not None:
-        known = known or class_count(Path(config.path).expanduser(), config.targets)
+    known, labels, names = config.classes, None, None
+    if config.targets is not None and (found := class_names(Path(config.path).expanduser(), config.targets)):
+        check_classes(len(found), f"data.targets = {config.targets!r} of data.path = {config.path!r}")
+        names, labels = needs.labels(found, f"the classes of data.targets = {config.targets!r}")
+        known = len(found)
+    vocabulary = config.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    kind: Literal["classes", "custom", "tokens"] = "classes" if known else "custom"
+    shape = DataShape(kind="tokens" if config.targets is None else kind, classes=known, vocab_size=vocabulary)
 
     def open_rows(path: str) -> RowDataset:
         place = Path(path).expanduser()
@@ -224,21 +251,27 @@ def _rows(config: sections.RowsDataConfig, context: int | None, seed: int) -> Da
             rows,
             inputs=config.inputs,
             targets=config.targets,
+            rules=needs.rules(shape),
             tokenizer=tokenizer,
             context=length,
             on_bad=config.on_bad,
-            classes=known,
+            labels=labels,
         )
 
     train = open_rows(config.path)
-    if config.targets is not None:
-        first = train[0][0]
-        features = len(first) if first.ndim == 1 else None
-        shape = DataShape(kind="classes" if known else "custom", features=features, classes=known)
-    else:
-        vocabulary = config.vocab_size or (tokenizer.vocab_size if tokenizer else None)
-        shape = DataShape(kind="tokens", vocab_size=vocabulary, context=length)
     plain = train if config.eval_path is None else open_rows(config.eval_path)
+    if config.targets is None:
+        shape = replace(shape, context=length)
+    else:
+        first, other = train[0][0], plain[0][0]
+        if first.shape != other.shape:
+            raise DataError(
+                f"{config.inputs!r} has the shape {list(first.shape)} in data.path and {list(other.shape)} in "
+                "data.eval_path\n  a model reads samples of one form\n  bring them to one form"
+            )
+        classes = config.classes if names is None else max(config.classes or 0, len(names))
+        features = len(first) if first.ndim == 1 else None
+        shape = replace(shape, features=features, classes=classes, class_names=names)
     return replace(_parts(train, plain, config, seed, shape), tokenizer=tokenizer)
 
 
@@ -265,13 +298,14 @@ def _subsets(dataset: MapDataset, eval_fraction: float, seed: int, shape: DataSh
     return DataSplits(train=SampleSubset(dataset, chosen), eval=SampleSubset(dataset, kept), shape=shape)
 
 
-def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
+def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:
     from paceline.imports import import_from_path
 
     what = f"data.factory = {config.factory!r}"
     made = call_factory(import_from_path(config.factory, "data.factory"), config.args, what)
     if isinstance(made, DataSplits):
-        return made
+        kept = None if made.eval is None else _looked_at(made.eval, made.shape, needs, f"the evaluation set of {what}")
+        return replace(made, train=_looked_at(made.train, made.shape, needs, f"the training set of {what}"), eval=kept)
     if isinstance(made, tuple) and len(made) != 2:
         raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
     train, evaluation = made if isinstance(made, tuple) else (made, None)
@@ -282,8 +316,16 @@ def _factory(config: sections.FactoryDataConfig, seed: int) -> DataSplits:
         _check_made(evaluation, f"the evaluation set of {what}")
     shape = _shape_of(train, what)
     if not isinstance(made, tuple):
-        return _subsets(train, config.eval_fraction, seed, shape)
+        return _subsets(_looked_at(train, shape, needs, f"the data set of {what}"), config.eval_fraction, seed, shape)
+    train = _looked_at(train, shape, needs, f"the training set of {what}")
+    if evaluation is not None:
+        evaluation = _looked_at(evaluation, shape, needs, f"the evaluation set of {what}")
     return DataSplits(train=train, eval=evaluation, shape=shape)
+
+
+def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: str) -> MapDataset:
+    """Returns samples of the user's that are looked at; not where a loss of theirs says what targets are."""
+    return dataset if needs.has_own_loss else CheckedSamples(dataset, needs.rules(shape), name)
 
 
 def _check_made(dataset: Any, name: str) -> int:

@@ -11,6 +11,7 @@ parquet the columns that are asked for are in memory.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from paceline.data.checked import SampleRules, find_bad
 from paceline.data.datasets import EpochDataset, Pair
 from paceline.data.images import IGNORED, OnBad
 from paceline.data.order import Indices
@@ -42,7 +44,11 @@ class Rows(Protocol):
 
 
 class RowDataset(EpochDataset):
-    """Samples of rows: inputs and targets by the names of their fields, or text of one field."""
+    """Samples of rows: inputs and targets by the names of their fields, or text of one field.
+
+    All rows have the form of the first that can be used. ``labels`` are the numbers that the model has for the classes
+    of the targets, where they are other ones.
+    """
 
     def __init__(
         self,
@@ -50,33 +56,41 @@ class RowDataset(EpochDataset):
         *,
         inputs: str,
         targets: str | None,
+        rules: SampleRules,
         tokenizer: Tokenizer | None = None,
         context: int | None = None,
         on_bad: OnBad = "stop",
-        classes: int | None = None,
+        labels: Sequence[int] | None = None,
     ) -> None:
-        self.rows, self.inputs, self.targets, self.classes = rows, inputs, targets, classes
-        self.tokenizer, self.context, self.on_bad = tokenizer, context, on_bad
+        self.rows, self.inputs, self.targets, self.rules = rows, inputs, targets, rules
+        self.tokenizer, self.context, self.on_bad, self.labels = tokenizer, context, on_bad, labels
+        self._first: tuple[int, Pair] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def read(self, indices: Indices, epoch: int) -> Pair:  # noqa: ARG002  # the same in all
+        if self._first is None:
+            self._first = self._find_first()
         samples = [self._sample(index) for index in indices.tolist()]
-        good = next((each for each in samples if each is not None), None)
-        if good is None:
-            good = next((each for index in range(len(self)) if (each := self._sample(index)) is not None), None)
-        if good is None:
-            raise DataError(f"{self.rows.place(0)} and all other rows cannot be used\n  a run needs samples")
-        empty = torch.zeros_like(good[0]), torch.full_like(good[1], IGNORED)
-        try:
-            inputs, targets = default_collate([empty if each is None else each for each in samples])
-        except (RuntimeError, TypeError) as error:
-            raise DataError(
-                f"{self.rows.place(int(indices[0]))} and others of its batch have different shapes: {error}\n"
-                f"  {self.inputs!r} has the same length in all rows\n  pad them, or give text and a tokenizer"
-            ) from error
+        like = self._first[1]
+        empty = torch.zeros_like(like[0]), torch.full_like(like[1], IGNORED)
+        inputs, targets = default_collate([empty if each is None else each for each in samples])
+        names = self.inputs, self.targets or self.inputs
+        for row, reason in find_bad((inputs, targets), self.rules, names).items():
+            self._refuse(int(indices[row]), reason)
+            inputs[row], targets[row] = empty
+        if self.labels is not None:
+            is_class = targets != IGNORED
+            targets[is_class] = torch.tensor(self.labels)[targets[is_class]]
         return inputs, targets
+
+    def _find_first(self) -> tuple[int, Pair]:
+        """Returns the first row that can be used, whose form all others have."""
+        for index in range(len(self)):
+            if (sample := self._sample(index)) is not None:
+                return index, sample
+        raise DataError(f"{self.rows.place(0)} and all other rows cannot be used\n  a run needs samples")
 
     def _sample(self, index: int) -> Pair | None:
         try:
@@ -86,19 +100,40 @@ class RowDataset(EpochDataset):
                     raise ValueError(f"it has no {name!r}, of {', '.join(map(repr, row))}")
             if self.targets is None:
                 return self._text(row[self.inputs])
-            target = _tensor(row[self.targets], self.targets)
-            if self.classes is not None and target.numel() == 1 and not 0 <= target.item() < self.classes:
-                raise ValueError(f"{self.targets!r} is {target.item()}, and there are {self.classes} classes, from 0")
-            return _tensor(row[self.inputs], self.inputs), target
+            inputs, targets = _tensor(row[self.inputs], self.inputs), _tensor(row[self.targets], self.targets)
+            if self.rules.has_features:
+                inputs = inputs.float()
+            if self.rules.has_classes:
+                targets = _classes(targets, self.targets)
+            if self._first is None:
+                return inputs, targets
+            like = self._first[1]
+            return self._formed(inputs, like[0], self.inputs), self._formed(targets, like[1], self.targets)
         except (ValueError, DataError) as error:
-            what = f"{self.rows.place(index)} cannot be used: {reason_of(error)}"
-            if self.on_bad == "stop":
-                raise BadSampleError(
-                    f"{what}\n  data.inputs and data.targets name the fields of a sample\n"
-                    "  mend the row, or go on without such ones: data.on_bad = skip"
-                ) from error
-            warnings.warn(f"{what}; it does not count", stacklevel=2)
+            self._refuse(index, reason_of(error), error)
             return None
+
+    def _formed(self, value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
+        """Returns a value in the type of the first row's. Raises ValueError where it has another form."""
+        assert self._first is not None
+        if value.shape != like.shape:
+            forms = [f"{tuple(each.shape)}" if each.ndim != 1 else f"{len(each)} numbers" for each in (value, like)]
+            raise ValueError(f"{name!r} has {forms[0]}, and {forms[1]} in {self.rows.place(self._first[0])}")
+        if value.is_floating_point() and not like.is_floating_point():
+            where = self.rows.place(self._first[0])
+            raise ValueError(f"{name!r} has fractions, and whole numbers in {where}: write those as 1.0")
+        return value.to(like.dtype)
+
+    def _refuse(self, index: int, reason: str, cause: Exception | None = None) -> None:
+        """Raises ``BadSampleError`` with the place of a row, or warns that the run goes on without it."""
+        what = f"{self.rows.place(index)} cannot be used: {reason}"
+        if self.on_bad == "stop":
+            raise BadSampleError(
+                f"{what}\n  data.inputs and data.targets name the fields of a sample; all rows have the same form,\n"
+                "  numbers that are finite, and tokens and classes that the model has\n"
+                "  mend the row, or go on without such ones: data.on_bad = skip"
+            ) from cause
+        warnings.warn(f"{what}; it does not count", stacklevel=3)
 
     def _text(self, value: Any) -> Pair:
         assert self.context is not None
@@ -108,7 +143,9 @@ class RowDataset(EpochDataset):
             value = self.tokenizer.encode(value)
             value += [] if self.tokenizer.end_token is None else [self.tokenizer.end_token]
         tokens = _tensor(value, self.inputs)[: self.context + 1]
-        if tokens.ndim != 1 or len(tokens) < 2 or tokens.is_floating_point():
+        if tokens.is_floating_point():
+            raise ValueError(f"{self.inputs!r} has {tokens.tolist()[:4]}, and tokens are whole numbers")
+        if tokens.ndim != 1 or len(tokens) < 2:
             raise ValueError(f"{self.inputs!r} has {tokens.numel()} tokens, and a sample at least two")
         inputs = torch.zeros(self.context, dtype=torch.int64)
         targets = torch.full((self.context,), IGNORED)
@@ -231,13 +268,23 @@ def _mapped(folder: Path, names: list[str]) -> Any:
     return pyarrow.concat_tables(tables)
 
 
-def class_count(path: Path, column: str) -> int | None:
-    """Returns the number of classes that ``dataset_info.json`` gives a column; None where it gives none."""
+def class_names(path: Path, column: str) -> list[str] | None:
+    """Returns the names of the classes that ``dataset_info.json`` gives a column; None where it gives none."""
     try:
         feature = parse_json_object(read_regular(path / "dataset_info.json"))["features"][column]
-        return len(feature["names"]) if feature.get("_type") == "ClassLabel" else None
+        return [str(each) for each in feature["names"]] if feature.get("_type") == "ClassLabel" else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
+
+
+def _classes(value: torch.Tensor, name: str) -> torch.Tensor:
+    """Returns classes as integers: 1.0 is one. Raises ValueError for 1.5."""
+    if not value.is_floating_point():
+        return value
+    wrong = value[value != value.round()]
+    if len(wrong):
+        raise ValueError(f"{name!r} is {wrong[0]:g}, and a class is a whole number; other targets need a train.loss")
+    return value.long()
 
 
 def _tensor(value: Any, name: str) -> torch.Tensor:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from paceline.data.checked import SampleRules, check_own
 from paceline.data.datasets import Batch, EpochDataset
 from paceline.data.fetch import join_samples
 from paceline.data.order import Indices
@@ -57,8 +58,10 @@ class StreamSource:
 class StreamSamples(EpochDataset):
     """``length`` samples of a stream in each epoch: the next ones, or those that are kept for evaluation."""
 
-    def __init__(self, source: StreamSource, length: int, *, is_kept: bool = False) -> None:
-        self.source, self.length, self.is_kept = source, length, is_kept
+    def __init__(
+        self, source: StreamSource, length: int, *, is_kept: bool = False, rules: SampleRules | None = None
+    ) -> None:
+        self.source, self.length, self.is_kept, self.rules = source, length, is_kept, rules
         self._cursor = _Cursor(source, is_kept=is_kept)
 
     def __len__(self) -> int:
@@ -69,7 +72,10 @@ class StreamSamples(EpochDataset):
 
     def read(self, indices: Indices, epoch: int) -> Batch:
         numbers = (indices if self.is_kept else indices + epoch * self.length).tolist()
-        return join_samples([self._cursor.read(number) for number in numbers], numbers)
+        batch = join_samples([self._cursor.read(number) for number in numbers], numbers)
+        if self.rules is not None:
+            check_own(batch, self.rules, self.source.name, numbers)
+        return batch
 
 
 class _Cursor:

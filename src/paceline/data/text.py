@@ -1,4 +1,4 @@
-"""A text file as tokens: its characters or its bytes, cut once into what to train on and what to evaluate on.
+"""A text file as tokens: its characters, its bytes, or those of a tokenizer, cut once: to train on, and to evaluate on.
 
 Tokens are kept in the smallest integer type that holds the vocabulary, and become int64 in the batch: a gigabyte of
 bytes costs a gigabyte.
@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline.data.documents import decode_text
-from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, code_points, smallest_dtype
+from paceline.data.tokenizers import ByteTokenizer, CharTokenizer, Tokenizer, code_points, smallest_dtype
 from paceline.errors import DataError
+
+_AT_ONCE = 2**20  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,11 +25,11 @@ class EncodedText:
     """The tokens of a text (1-D), what they stand for, and where the text comes from."""
 
     tokens: NDArray[np.integer]
-    tokenizer: ByteTokenizer | CharTokenizer
+    tokenizer: Tokenizer
     source: str
 
 
-def load_text(path: str | None, unit: Literal["char", "bytes"]) -> EncodedText:
+def load_text(path: str | None, unit: Literal["char", "bytes"] | Tokenizer) -> EncodedText:
     """Reads a UTF-8 file, or the documentation inside Python where ``path`` is ``None``, and encodes it.
 
     The characters of the whole text, sorted, are the vocabulary; bytes always have 256 tokens.
@@ -37,14 +39,29 @@ def load_text(path: str | None, unit: Literal["char", "bytes"]) -> EncodedText:
     if unit == "bytes":
         tokens = np.frombuffer(content, dtype=np.uint8)
         return EncodedText(tokens=tokens, tokenizer=ByteTokenizer(), source=source)
+    text = content.decode() if path is None else decode_text(content, Path(path).expanduser())
+    if unit != "char":
+        kind = smallest_dtype(unit.vocab_size)
+        encoded = [each.astype(kind) for each in unit.encode_many(_whole_lines(text))]
+        return EncodedText(tokens=np.concatenate(encoded), tokenizer=unit, source=source)
     # Fixed-width code points let numpy sort and number the characters of a long text in one go.
-    points = code_points(content.decode() if path is None else decode_text(content, Path(path).expanduser()))
+    points = code_points(text)
     vocabulary, numbers = np.unique(points, return_inverse=True)
     return EncodedText(
         tokens=numbers.reshape(-1).astype(smallest_dtype(len(vocabulary))),
         tokenizer=CharTokenizer("".join(map(chr, vocabulary.tolist()))),
         source=source,
     )
+
+
+def _whole_lines(text: str) -> list[str]:
+    """Cuts a text into parts of whole lines, which a tokenizer encodes side by side."""
+    parts, start = [], 0
+    while start < len(text):
+        end = text.find("\n", start + _AT_ONCE) + 1 or len(text)
+        parts.append(text[start:end])
+        start = end
+    return parts
 
 
 def split_tokens(

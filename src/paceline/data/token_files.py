@@ -24,6 +24,9 @@ from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
 from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import open_regular
 
+_LOOKED_AT = 2**14  # bytes at each of three places of a raw file
+_FEWEST = 8  # tokens of four bytes, to judge by
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenFile:
@@ -43,6 +46,7 @@ class MappedTokens:
         self.vocab_size = vocab_size
         self._ends = np.cumsum([file.tokens for file in files], dtype=np.int64)
         self._maps: dict[int, NDArray[Any]] = {}
+        self._may_be_negative = any(np.dtype(file.dtype).kind == "i" for file in files)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -59,7 +63,8 @@ class MappedTokens:
             found[row, : len(part)] = part
             if len(part) < length:
                 self._read_on(found[row], number, len(part))
-        if found.size and int(found.max()) >= self.vocab_size:
+        is_beyond = found.size and int(found.max()) >= self.vocab_size
+        if is_beyond or (self._may_be_negative and found.size and int(found.min()) < 0):
             self._refuse(found, starts)
         return found
 
@@ -91,14 +96,15 @@ class MappedTokens:
         return known
 
     def _refuse(self, found: NDArray[np.int64], starts: Indices) -> None:
-        row, column = np.unravel_index(int(np.argmax(found >= self.vocab_size)), found.shape)
+        is_wrong = (found < 0) | (found >= self.vocab_size)
+        row, column = np.unravel_index(int(np.argmax(is_wrong)), found.shape)
         place = int(starts[row]) + int(column)
         number = int(np.searchsorted(self._ends, place, side="right"))
         within = place - (int(self._ends[number - 1]) if number else 0)
         raise BadSampleError(
             f"{self.files[number].path}: token {within} is {found[row, column]}, "
             f"beyond a vocabulary of {self.vocab_size}\n"
-            "  every token is less than data.vocab_size, and raw files must be of the type that data.dtype says\n"
+            "  every token is from 0 to data.vocab_size - 1, and raw files must be of the type that data.dtype says\n"
             "  check both, or prepare the file again"
         )
 
@@ -149,26 +155,44 @@ def open_tokens(
             "  raw tokens do not say how many there may be\n"
             "  set data.vocab_size, such as 50257 for GPT-2's, or prepare the data with paceline data prepare"
         )
-    return OpenedTokens(tokens=_joined([open_file(each, dtype) for each in found], vocab_size, path))
+    kind = dtype or ("uint16" if vocab_size <= np.iinfo(np.uint16).max + 1 else "uint32")
+    return OpenedTokens(tokens=_joined([open_file(each, kind) for each in found], vocab_size, path))
 
 
-def open_file(path: Path, dtype: Literal["uint16", "uint32"] | None = None) -> TokenFile:
-    """Looks at a file of raw tokens, or of numpy's. Raises ``DataError`` where it is cut off."""
+def open_file(path: Path, dtype: Literal["uint16", "uint32"]) -> TokenFile:
+    """Looks at a file of raw tokens, or of numpy's. Raises ``DataError`` where it is cut off, or has another type."""
     try:
         if path.suffix == ".npy":
             return _numpy_file(path)
         with open_regular(path) as file:
             size = file.seek(0, 2)
+            is_wider = dtype == "uint16" and _looks_wider(file, size)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read: {error}\n  it is a file of tokens\n  restore it") from error
-    kind = dtype or "uint16"
-    item = np.dtype(kind).itemsize
+    item = np.dtype(dtype).itemsize
     if size % item or not size:
         raise DataError(
-            f"{path} has {size:,} bytes, which is no whole number of {kind} tokens\n"
+            f"{path} has {size:,} bytes, which is no whole number of {dtype} tokens\n"
             "  it was cut off, or has another type\n  copy it again, or set data.dtype"
         )
-    return TokenFile(path=path, dtype=kind, tokens=size // item)
+    if is_wider:
+        raise DataError(
+            f"{path}: read as uint16, every second token is 0\n"
+            "  so it holds tokens of uint32: a raw file does not say its type, data.dtype does\n"
+            "  set data.dtype = uint32; if every second token is 0, save the file as .npy, which says its type"
+        )
+    return TokenFile(path=path, dtype=dtype, tokens=size // item)
+
+
+def _looks_wider(file: Any, size: int) -> bool:
+    """Says whether numbers of two bytes look like halves of wider ones: every second is 0, wherever one looks."""
+    blocks = []
+    for start in (0, size // 2, size - _LOOKED_AT):
+        file.seek(max(0, start // 4 * 4))
+        content = file.read(_LOOKED_AT)
+        blocks.append(np.frombuffer(content[: len(content) // 4 * 4], dtype="<u2").reshape(-1, 2))
+    low, high = np.concatenate(blocks).T
+    return len(low) >= _FEWEST and bool(low.any()) and not high.any()
 
 
 def _numpy_file(path: Path) -> TokenFile:

@@ -110,6 +110,9 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
     if shape.kind == "classes" and shape.classes is not None:
         if not config.pretrained or config.fresh:
             settings.num_labels = shape.classes
+            if shape.class_names is not None:
+                settings.id2label = dict(enumerate(shape.class_names))
+                settings.label2id = {name: number for number, name in enumerate(shape.class_names)}
         elif settings.num_labels < shape.classes:
             yield Problem(
                 what=f"the model has {settings.num_labels} classes, and the data {shape.classes}",

@@ -10,7 +10,7 @@ from torch import nn
 
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.imports import import_from_path
-from paceline.models.gpt import GPT, SIZES, GPTConfig, gpt_config
+from paceline.models.gpt import GPT, GPTConfig, gpt_config
 from paceline.models.hugging_face import build_hugging_face
 from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
@@ -47,15 +47,6 @@ def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = Fa
     if config.kind == "hf":
         return build_hugging_face(config, shape, is_unfilled=is_unfilled)
     return _build_from_factory(config)
-
-
-def model_context(config: ModelConfig) -> int | None:
-    """Returns the tokens of a sample that the model is made for, before any data is there; None if it does not say."""
-    if config.kind != "gpt":
-        return None
-    if config.context is not None or config.size is None:
-        return config.context
-    return SIZES[config.size].context
 
 
 def model_blocks(model: nn.Module) -> list[nn.Module]:

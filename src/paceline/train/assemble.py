@@ -26,7 +26,7 @@ from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
 from paceline.data.loader import EvalLoader, TrainLoader
 from paceline.data.order import DataOrder
-from paceline.data.registry import DataSplits, build_data
+from paceline.data.registry import DataSplits, data_of
 from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes, load_compiler
@@ -35,7 +35,7 @@ from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.models.hugging_face import model_folder
-from paceline.models.registry import build_model, model_context
+from paceline.models.registry import build_model
 from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
@@ -90,7 +90,7 @@ def build_workload(
     With ``reads_later`` a pretrained model comes without values, and with what fills an engine; else with random ones.
     """
     seed = config.train.seed
-    data = build_data(config.data, model_context(config.model), seed if config.data.seed is None else config.data.seed)
+    data = data_of(config)
     on_part("data")
     seed_everything(seed)
     layout = layout_of(config) if layout is None else layout

@@ -11,6 +11,8 @@ from typing import Any
 from torch import nn
 
 from paceline.checkpoint.files import HUGGING_FACE, LORA, TOKENIZER
+from paceline.config.hf_folder import BYTE, PREPROCESSOR
+from paceline.data.datasets import DataShape
 from paceline.data.registry import DataSplits
 from paceline.models.lora import adapters
 
@@ -27,7 +29,7 @@ _BESIDE = (
     "spiece.model",
     "chat_template.jinja",
     "generation_config.json",
-    "preprocessor_config.json",
+    PREPROCESSOR,
 )
 
 
@@ -47,6 +49,24 @@ def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -
         files[HUGGING_FACE + "config.json"] = settings.to_json_string().encode()
         beside = [] if folder is None else [folder / name for name in _BESIDE]
         files |= {HUGGING_FACE + path.name: path.read_bytes() for path in beside if path.is_file()}
+        if data.shape.mean is not None and HUGGING_FACE + PREPROCESSOR not in files:
+            files[HUGGING_FACE + PREPROCESSOR] = _preprocessor(data.shape)
     if found := adapters(model):
         files[LORA] = json.dumps(found).encode()
     return files
+
+
+def _preprocessor(shape: DataShape) -> bytes:
+    """Says how images of bytes became what the model was trained on, in the library's words."""
+    values = {
+        "do_resize": True,
+        "size": {"shortest_edge": shape.size},
+        "do_center_crop": True,
+        "crop_size": {"height": shape.size, "width": shape.size},
+        "do_rescale": True,
+        "rescale_factor": 1 / BYTE,
+        "do_normalize": True,
+        "image_mean": [each / BYTE for each in shape.mean or ()],
+        "image_std": [each / BYTE for each in shape.std or ()],
+    }
+    return json.dumps(values, indent=2).encode()

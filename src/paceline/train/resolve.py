@@ -19,12 +19,12 @@ from paceline.comm.objects import ask_first_rank
 from paceline.config import Config, with_precision
 from paceline.config.data_sections import may_ignore
 from paceline.data.fetch import fetch_batch
-from paceline.data.registry import DataSplits, build_data
+from paceline.data.registry import DataSplits, data_of
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.free_memory import measure_room
 from paceline.models.measured import measure_model
-from paceline.models.registry import build_model, model_blocks, model_context
+from paceline.models.registry import build_model, model_blocks
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.search.choice import Choice, Room
@@ -74,8 +74,7 @@ def measure_config(
     ``make_model`` stands for the config's own. Raises UsageError for a model that looks at values in its forward pass,
     which fake tensors do not have; ``asked`` and ``fix`` are what that says. And for one that its data do not fit.
     """
-    seed = config.train.seed if config.data.seed is None else config.data.seed
-    data = build_data(config.data, model_context(config.model), seed)
+    data = data_of(config)
     precision = precision_named(config.train.precision_on(config.parallel.device))
     dtype = precision.param_dtype or getattr(torch, config.train.dtype)
     loss = build_loss(config.train.loss, data.shape, may_ignore=may_ignore(config.data), dtype=dtype)

@@ -28,9 +28,9 @@ from paceline.bench.gpu.process import ENGINE, ArmTurn, Order
 from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.bench.interleave import rotate
 from paceline.cluster.peaks import Peaks, find_peaks
-from paceline.data.registry import build_data
+from paceline.data.registry import data_of
 from paceline.errors import LaunchError, PacelineError
-from paceline.models.registry import build_model, model_context
+from paceline.models.registry import build_model
 from paceline.records.summary import read_run
 from paceline.train.flops import sample_flops
 from paceline.untrusted import parse_json_object, read_regular
@@ -194,8 +194,7 @@ class StepWork:
 def _flops_of(workload: GpuWorkload, file: Path) -> StepWork:
     """Counts the model's FLOPs. MFU of all arms is of the bf16 peak, so that fp8 and bf16 compare."""
     config = workload.config(file, 1)
-    seed = config.train.seed if config.data.seed is None else config.data.seed
-    data = build_data(config.data, model_context(config.model), seed)
+    data = data_of(config)
     with torch.device("meta"):
         model = build_model(config.model, data.shape)
     on_gpu = workload.device == "cuda" and torch.cuda.is_available()

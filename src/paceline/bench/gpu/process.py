@@ -30,9 +30,8 @@ from paceline.data.datasets import DataShape
 from paceline.data.fetch import fetch_batch
 from paceline.data.loader import StepBatch
 from paceline.data.order import DataOrder
-from paceline.data.registry import DataSplits, build_data
+from paceline.data.registry import DataSplits, data_of
 from paceline.free_memory import MemoryGauge
-from paceline.models.registry import model_context
 from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.step import place, train_step
 from paceline.untrusted import parse_json_object, read_regular
@@ -99,8 +98,7 @@ def _as_images(inputs: Tensor, shape: DataShape, *, is_last: bool) -> Tensor:
 def _set_up_engine(config: Config, device: torch.device) -> tuple[Step, Iterator[Batch]]:
     trainer = build_trainer(config, SoloCommunicator(device))
     parts = trainer.parts
-    seed = config.train.seed if config.data.seed is None else config.data.seed
-    data = build_data(config.data, model_context(config.model), seed)
+    data = data_of(config)
 
     def step(inputs: Tensor, targets: Tensor) -> Tensor:
         samples = len(targets)

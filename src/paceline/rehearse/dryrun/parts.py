@@ -19,11 +19,11 @@ from paceline.comm.dry.communicator import META, DryCommunicator
 from paceline.config import Config
 from paceline.config.data_sections import may_ignore
 from paceline.data.loader import StepBatch
-from paceline.data.registry import DataSplits, SyntheticConfig, build_data
+from paceline.data.registry import DataSplits, SyntheticConfig, data_of
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.engines.precision import precision_named
-from paceline.models.registry import build_model, model_context
+from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
@@ -55,8 +55,7 @@ def few_data(config: Config) -> DataSplits:
     """Makes the data; of random data only a few samples, since their shape is all that counts."""
     if isinstance(config.data, SyntheticConfig):
         config = config.with_values("data", samples=min(config.data.samples, _FEW), eval_fraction=0.0)
-    seed = config.train.seed if config.data.seed is None else config.data.seed
-    return build_data(config.data, model_context(config.model), seed)
+    return data_of(config)
 
 
 def empty_model(config: Config, data: DataSplits) -> nn.Module:
