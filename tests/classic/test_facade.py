@@ -334,9 +334,25 @@ def test_the_older_loop_takes_what_it_gets_for_the_loss() -> None:
     optimizer = make_optimizer(trainer.parameters())
     for step, batch in enumerate(ragged(1)[0][0]):
         loss = trainer.train_step(batch=list(batch), optimizer=optimizer, criterion=nn.CrossEntropyLoss(), step=step)
-        assert float(loss) == loss["loss"] > 0
+        assert float(loss) == loss["loss"] == loss.item() > 0
         assert f"{loss:.3f}" == f"{loss['loss']:.3f}"
         assert f"{loss}" == str(loss)
+
+
+def test_the_metrics_of_a_step_count_as_its_loss() -> None:
+    steps = [StepMetrics({"loss": value, "samples": 8}) for value in (3.0, 1.5)]
+    assert sum(steps) == 4.5
+    assert sum(steps) / len(steps) == np.mean(steps) == 2.25
+    assert (steps[0] + steps[1], steps[0] - 1, 1 - steps[1]) == (4.5, 2.0, -0.5)
+    assert (2 * steps[0], steps[1] * 2, steps[0] / steps[1], 3 / steps[1]) == (6.0, 3.0, 2.0, 2.0)
+    assert min(steps) is steps[1]
+    assert steps[1] < 2 <= steps[0]
+    assert steps[0] > 2 >= steps[1]
+    assert round(StepMetrics({"loss": 0.126}), 2) == 0.13
+    total = torch.zeros(())
+    total += steps[0]
+    assert total == 3.0
+    assert isinstance(steps[0].item(), float)
 
 
 def test_nothing_measured_is_zero_and_not_an_error() -> None:
