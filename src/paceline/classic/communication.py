@@ -29,7 +29,7 @@ import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -193,7 +193,8 @@ class CommunicationOptimizer:
         self._comm = comm
         self._groups = _KnownGroups()
         self._named: dict[str, _OwedTensor] = {}
-        self._owned = WeakTensorKeyDictionary()  # by parameter, and then as by name
+        # By parameter, and then as by name.
+        self._owned: MutableMapping[torch.Tensor, dict[str, _OwedTensor]] = WeakTensorKeyDictionary()
         self._owners = _Owners()
         self._has_warned = False
 
