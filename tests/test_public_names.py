@@ -15,6 +15,7 @@ import paceline
 HOMES = {
     "connect": "paceline.run.own_loop",
     "watch": "paceline.run.own_loop",
+    "setup_distributed": "paceline.run.own_loop",
     "disconnect": "paceline.comm.torch_dist",
     "Communicator": "paceline.comm.base",
     "parallelize": "paceline.engines.apply",
@@ -45,6 +46,9 @@ HOMES = {
     "MockDistributedTrainer": "paceline.classic.simulated",
     "DistributedTrainingAnalyzer": "paceline.classic.analysis",
     "CommunicationOptimizer": "paceline.classic.communication",
+    "cleanup_distributed": "paceline.classic.shorthand",
+    "compress_gradients": "paceline.classic.shorthand",
+    "auto_scale_batch_size": "paceline.classic.shorthand",
     "MLPClassifier": "paceline.models.mlp",
 }
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from paceline.classic.analysis import DistributedTrainingAnalyzer as DistributedTrainingAnalyzer
     from paceline.classic.communication import CommunicationOptimizer as CommunicationOptimizer
     from paceline.classic.monitor import DistributedMonitor as DistributedMonitor
+    from paceline.classic.shorthand import auto_scale_batch_size as auto_scale_batch_size
+    from paceline.classic.shorthand import cleanup_distributed as cleanup_distributed
+    from paceline.classic.shorthand import compress_gradients as compress_gradients
     from paceline.classic.simulated import MockDistributedTrainer as MockDistributedTrainer
     from paceline.classic.simulated import SimulatedTrainer as SimulatedTrainer
     from paceline.classic.trainer import DistributedConfig as DistributedConfig
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
     from paceline.rehearse.planning import plan as plan
     from paceline.rehearse.prediction import predict as predict
     from paceline.run.own_loop import connect as connect
+    from paceline.run.own_loop import setup_distributed as setup_distributed
     from paceline.run.own_loop import watch as watch
     from paceline.run.train import train as train
     from paceline.train.ema import WeightAverage as WeightAverage
@@ -50,7 +54,7 @@ if TYPE_CHECKING:
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
-    "paceline.run.own_loop": ("connect", "watch"),
+    "paceline.run.own_loop": ("connect", "watch", "setup_distributed"),
     "paceline.comm.torch_dist": ("disconnect",),
     "paceline.comm.base": ("Communicator",),
     "paceline.engines.apply": ("parallelize",),
@@ -73,6 +77,7 @@ _NAMES = {
     "paceline.classic.simulated": ("SimulatedTrainer", "MockDistributedTrainer"),
     "paceline.classic.analysis": ("DistributedTrainingAnalyzer",),
     "paceline.classic.communication": ("CommunicationOptimizer",),
+    "paceline.classic.shorthand": ("cleanup_distributed", "compress_gradients", "auto_scale_batch_size"),
     "paceline.models.mlp": ("MLPClassifier",),
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}

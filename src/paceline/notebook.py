@@ -114,13 +114,18 @@ class Display(Protocol):
         """Replaces what is there."""
 
 
+def is_notebook() -> bool:
+    """Says whether this process is a notebook's kernel, which shows what a cell returns."""
+    ipython = sys.modules.get("IPython")  # a kernel has loaded it
+    return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
+
+
 def cell_display() -> Display | None:
     """Returns a new place in the output of the cell that runs now; None outside of a notebook's kernel."""
-    ipython = sys.modules.get("IPython")  # a kernel has loaded it
-    shell = None if ipython is None else ipython.get_ipython()
-    if shell is None or not hasattr(shell, "kernel"):
+    if not is_notebook():
         return None
-    shown: Display = ipython.display.display({"text/plain": ""}, raw=True, display_id=True)  # type: ignore[union-attr]
+    ipython = sys.modules["IPython"]
+    shown: Display = ipython.display.display({"text/plain": ""}, raw=True, display_id=True)
     return shown
 
 

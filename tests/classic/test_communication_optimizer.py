@@ -55,11 +55,14 @@ def expected_averages(ranks: int, steps: int, ratio: float, piece: int = 10**9) 
 
 
 def compressed_steps(comm: Communicator, steps: int, settings: dict[str, Any], name: str | None) -> list[torch.Tensor]:
+    """Reduces the gradient of each step: under a name, or without one as the ``.grad`` of a parameter."""
     optimizer = CommunicationOptimizer(**settings, comm=comm)
+    parameter = torch.nn.Parameter(torch.zeros(40, 25, dtype=torch.float64))
     averages = []
     for step in range(steps):
         own = gradient(comm.rank, step)
         before = own.clone()
+        parameter.grad = own if name is None else None
         averages.append(optimizer.all_reduce_compressed(own, name=name))
         assert torch.equal(own, before)
     return averages
@@ -121,7 +124,7 @@ def test_bytes_on_the_wire_are_those_of_the_ratio() -> None:
     def work(comm: Communicator) -> int:
         trace = Trace(comm.device)
         optimizer = CommunicationOptimizer(compression_ratio=0.01, comm=TracedCommunicator(comm, trace))
-        optimizer.all_reduce_compressed(torch.randn(100_000))
+        optimizer.all_reduce_compressed(torch.randn(100_000), name="g")
         assert set(trace.num_bytes) == {"all_gather"}
         return trace.num_bytes["all_gather"]
 
@@ -257,7 +260,7 @@ def with_torch_groups(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, t
     by_place = [dist.new_group([0, 2]), dist.new_group([1, 3])][comm.rank % 2]
     comm_opt = CommunicationOptimizer(compression_ratio=0.05, bucket_size_mb=25, enable_overlap=True)
     own = gradient(comm.rank, 0)
-    compressed = comm_opt.all_reduce_compressed(own)
+    compressed = comm_opt.all_reduce_compressed(own, name="own")
     by_leaders = comm_opt.hierarchical_all_reduce(own, intra_node_group=inside, inter_node_group=leaders)
     by_slices = comm_opt.hierarchical_all_reduce(own, intra_node_group=inside, inter_node_group=by_place)
     part = comm_opt.all_reduce_compressed(own, inside, name="of the host")
@@ -365,20 +368,65 @@ def test_a_tensor_under_way_is_not_sent_again() -> None:
         on_two_ranks(work)
 
 
-def test_tensors_of_one_shape_need_names() -> None:
-    def work(comm: Communicator) -> None:
-        optimizer = CommunicationOptimizer(comm=comm)
-        for _ in range(2):
-            for shape in [(4, 4), (3, 3), (3, 3)]:
-                optimizer.all_reduce_compressed(torch.ones(shape))
+# Tensors without a name.
 
-    with pytest.raises(UsageError, match=r"shape \[3, 3\] .* comes again before the others"):
-        on_two_ranks(work)
 
-    def distinct(comm: Communicator) -> None:
-        optimizer = CommunicationOptimizer(comm=comm)
+def test_a_zero_gradient_stays_zero_after_another_of_its_shape() -> None:
+    def work(comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        optimizer = CommunicationOptimizer(compression_ratio=0.25, comm=comm)
+        first = optimizer.start_compressed(torch.tensor([[10.0, 3.0], [2.0, 1.0]]))
+        second = optimizer.start_compressed(torch.zeros(2, 2))  # both are on their way
+        return first.result(), second.result(), optimizer.all_reduce_compressed(torch.zeros(2, 2))
+
+    with pytest.warns(UserWarning, match=r"shape \[2, 2\] .* is dropped\n.*\n  give each a name") as told:
+        results = run_virtual(work, 2)
+    assert len(told) == 2, "once on each rank"
+    for first, second, third in results:
+        assert first.tolist() == [[10.0, 0.0], [0.0, 0.0]]
+        assert not second.any()
+        assert not third.any()
+
+
+@pytest.mark.parametrize("form", ["grad", "data", "flat", "left out"])
+def test_equal_layers_without_names_learn_what_they_learn_with_names(form: str) -> None:
+    """Four equal layers; where one is left out in some steps, the order of calls would hand its debt to the next."""
+
+    def work(comm: Communicator, named: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(6, 6, bias=False) for _ in range(4)]
+        optimizer = torch.optim.SGD([layer.weight for layer in layers], lr=0.1)
+        reducer = CommunicationOptimizer(compression_ratio=0.1, comm=comm)
+        for step in range(6):
+            x = gradient(comm.rank, step, (5, 6)).float()
+            for number, layer in enumerate(layers):
+                if form != "left out" or number != step % 3:
+                    x = x + torch.tanh(layer(x))
+            x.square().mean().backward()
+            for number, layer in enumerate(layers):
+                grad = layer.weight.grad
+                if grad is not None:
+                    given = {"data": grad.data, "flat": grad.view(-1)}.get(form, grad)
+                    average = reducer.all_reduce_compressed(given, name=str(number) if named else None)
+                    layer.weight.grad = average.view(6, 6)
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.stack([layer.weight.detach() for layer in layers])
+
+    with_names = run_virtual(lambda comm: work(comm, True), 2)
+    without = run_virtual(lambda comm: work(comm, False), 2)
+    assert torch.equal(without[0], with_names[0])
+    assert torch.equal(without[1], with_names[0])
+
+
+def test_parameters_of_a_later_model_are_found_and_those_of_an_earlier_one_forgotten() -> None:
+    def work(comm: Communicator) -> int:
+        optimizer = CommunicationOptimizer(compression_ratio=0.5, comm=comm)
         for _ in range(3):
-            for shape in [(4, 4), (3, 3), (5,)]:
-                optimizer.all_reduce_compressed(torch.ones(shape))
+            parameter = torch.nn.Parameter(torch.zeros(2))
+            for _ in range(2):
+                parameter.grad = torch.tensor([2.0, 1.0])
+                average = optimizer.all_reduce_compressed(parameter.grad)
+            assert average.tolist() in ([2.0, 0.0], [0.0, 2.0])
+        return len(optimizer._owned)
 
-    on_two_ranks(distinct)
+    assert run_virtual(work, 2) == [1, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import json
 import math
 import pickle
 from collections.abc import Callable, Sequence
@@ -314,10 +315,29 @@ def test_the_documented_loop_learns_on_two_ranks(tmp_path: Path) -> None:
         assert 0 < final_metrics["communication_overhead_percent"] <= 100
     assert sorted(path.name for path in tmp_path.iterdir()) == [
         "best",
+        "logs",
         "step-00000002",
         "step-00000004",
         "step-00000006",
     ]
+
+
+def test_a_log_dir_has_each_step_of_each_rank_and_curves(tmp_path: Path) -> None:
+    def work(comm: Communicator) -> list[float]:
+        trainer = DistributedTrainer(make_model(), comm=comm, log_dir=tmp_path)
+        optimizer = make_optimizer(trainer.parameters())
+        batches = [*ragged(2)[0][comm.rank], None]
+        losses = [trainer.train_step(batch, optimizer, F.cross_entropy)["loss"] for batch in batches]
+        assert trainer._log is not None
+        trainer._log.close()
+        return losses[:-1]
+
+    for rank, losses in enumerate(run_virtual(work, 2)):
+        lines = (tmp_path / "trainer" / f"rank-{rank}.jsonl").read_text().splitlines()
+        found = [json.loads(line) for line in lines]
+        assert [(each["step"], each["detail"]["train/loss"]) for each in found] == list(enumerate(losses, start=1))
+        assert all(each["detail"]["time/step_s"] > 0 for each in found)
+    assert len(list((tmp_path / "trainer").glob("events.out.tfevents.*"))) == 1
 
 
 def test_the_documented_loop_learns_without_a_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -334,9 +354,25 @@ def test_the_older_loop_takes_what_it_gets_for_the_loss() -> None:
     optimizer = make_optimizer(trainer.parameters())
     for step, batch in enumerate(ragged(1)[0][0]):
         loss = trainer.train_step(batch=list(batch), optimizer=optimizer, criterion=nn.CrossEntropyLoss(), step=step)
-        assert float(loss) == loss["loss"] > 0
+        assert float(loss) == loss["loss"] == loss.item() > 0
         assert f"{loss:.3f}" == f"{loss['loss']:.3f}"
         assert f"{loss}" == str(loss)
+
+
+def test_the_metrics_of_a_step_count_as_its_loss() -> None:
+    steps = [StepMetrics({"loss": value, "samples": 8}) for value in (3.0, 1.5)]
+    assert sum(steps) == 4.5
+    assert sum(steps) / len(steps) == np.mean(steps) == 2.25
+    assert (steps[0] + steps[1], steps[0] - 1, 1 - steps[1]) == (4.5, 2.0, -0.5)
+    assert (2 * steps[0], steps[1] * 2, steps[0] / steps[1], 3 / steps[1]) == (6.0, 3.0, 2.0, 2.0)
+    assert min(steps) is steps[1]
+    assert steps[1] < 2 <= steps[0]
+    assert steps[0] > 2 >= steps[1]
+    assert round(StepMetrics({"loss": 0.126}), 2) == 0.13
+    total = torch.zeros(())
+    total += steps[0]
+    assert total == 3.0
+    assert isinstance(steps[0].item(), float)
 
 
 def test_nothing_measured_is_zero_and_not_an_error() -> None:

@@ -47,8 +47,80 @@ def test_the_usual_script_runs(tmp_path: Path) -> None:
     assert report.final_accuracy == metrics["accuracy"][-1]
     assert report.speed_up == pytest.approx(metrics.samples_per_s / alone.samples_per_s)
     assert report.scaling_efficiency == pytest.approx((report.speed_up or 0) / 2)
+    assert report.scaling == "strong scaling: one rank with the same global batch"
     assert "ddp on 2 ranks: 2 epochs, 6 steps" in str(report)
     assert (tmp_path / "run.png").stat().st_size > 1000
+
+
+def test_four_gpus_are_simulated_by_default_with_utilisation_and_efficiency(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    trainer = paceline.MockDistributedTrainer(small(world_size=4))
+    metrics = trainer.train("run")
+    assert metrics.run.device == "a100-sxm-80gb"
+    shares = [step.busy_s / (step.end_s - step.start_s) for own in trainer.simulation.steps for step in own]  # type: ignore
+    assert metrics["gpu_utilization"][0] == pytest.approx(100 * sum(shares) / len(shares), rel=0.2), "of two epochs"
+    assert dict(paceline.DistributedTrainingAnalyzer("run").metrics) == dict(metrics)
+
+    analyzer = paceline.DistributedTrainingAnalyzer(metrics)
+    analyzer.plot_training_metrics()
+    assert (tmp_path / "training_metrics.png").stat().st_size > 1000
+    assert "training_metrics.png" in capsys.readouterr().out
+    report = analyzer.generate_performance_report()
+    alone = paceline.MockDistributedTrainer(
+        paceline.DistributedConfig(dataset_size=60, batch_size=4, model_dim=16, epochs=2, world_size=1)
+    ).train()
+    assert report.speed_up == pytest.approx(metrics.samples_per_s / alone.samples_per_s, rel=0.02)
+    assert report.scaling_efficiency == pytest.approx((report.speed_up or 0) / 4)
+    assert "%, modelled" in str(report)
+    assert "weak scaling: one rank with the same batch of a rank" in str(report)
+
+
+def test_a_config_for_gloo_is_simulated_on_processes_of_this_host() -> None:
+    trainer = paceline.MockDistributedTrainer(small(world_size=2, backend="gloo"))
+    assert (trainer.conditions.cluster, trainer.conditions.compute) == (None, "measured")
+    asked = paceline.SimulatedTrainer(small(world_size=2), compute="measured")
+    assert (asked.conditions.cluster, asked.conditions.compute) == (None, "measured")
+
+
+def write_run(folder: Path, ranks: int, *, batch: int, step_s: float) -> Path:
+    """Ten steps of one epoch, in which ranks wait for a tenth of the time."""
+    for rank in range(ranks):
+        steps = [
+            replace(
+                STEP, step=step, epoch=step / 10, samples=batch // ranks, step_s=step_s, comm_s=step_s / 10, time=step
+            )
+            for step in range(1, 11)
+        ]
+        run = replace(RUN, rank=rank, world_size=ranks, global_batch=batch, time=0.0)
+        write_records(folder, rank, run, *steps, END)
+    return folder
+
+
+def test_a_baseline_on_two_ranks_counts_as_two(tmp_path: Path) -> None:
+    run, base = write_run(tmp_path / "4", 4, batch=64, step_s=1.0), write_run(tmp_path / "2", 2, batch=64, step_s=1.6)
+    report = paceline.DistributedTrainingAnalyzer(run, baseline=base).generate_performance_report()
+    assert report.samples_per_s == pytest.approx(64.0)
+    assert report.speed_up == pytest.approx(64 / (40 / 2))
+    assert report.scaling_efficiency == pytest.approx(0.8)
+    assert "speed-up             3.20 x of one rank, ideal 4 x" in str(report)
+    assert "80.0 %, speed-up / ranks; strong scaling: a rank of 2 with the same global batch" in str(report)
+
+
+def test_the_share_of_compute_is_what_ranks_did_not_wait(tmp_path: Path) -> None:
+    metrics = paceline.DistributedTrainingAnalyzer(write_run(tmp_path, 2, batch=32, step_s=0.5)).metrics
+    assert metrics["compute_share"] == pytest.approx([90.0])
+    assert metrics["compute_time"] == pytest.approx([4.5])
+    assert metrics["communication_time"] == pytest.approx([0.5])
+    assert metrics["epoch_time"] == pytest.approx([5.0])
+    assert metrics["throughput"] == pytest.approx([64.0])
+
+
+def test_a_baseline_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
+    run, base = write_run(tmp_path / "4", 4, batch=512, step_s=1.0), write_run(tmp_path / "2", 2, batch=64, step_s=1.0)
+    with pytest.raises(UsageError, match="global batch: 512 on 4 ranks against 64 on 2"):
+        paceline.DistributedTrainingAnalyzer(run, baseline=base)
 
 
 def test_efficiency_and_utilization_are_measured_or_absent(tmp_path: Path) -> None:

@@ -214,22 +214,28 @@ def test_replacing_a_run_and_going_on_with_it_exclude_each_other(call: Call, pro
 
 
 @pytest.mark.usefixtures("project")
-def test_options_of_other_launchers_are_all_answered_with_ours(call: Call) -> None:
-    words = (
-        "train --config tiny.yaml --strategy fsdp --batch-size 32 --epochs=3 --model gpt --checkpoint-dir ck --nproc 2"
-    )
-    called = call(*words.split(), "--deepspeed", "ds.json", "--resum", "auto")
+def test_options_of_other_launchers_that_nothing_here_is_called_are_answered_at_once(call: Call) -> None:
+    words = "train --config tiny.yaml --strategy fsdp --deepspeed ds.json --resum auto --batch-sise 3"
+    called = call(*words.split())
     assert (called.code, called.out) == (2, "")
     answers = [block.splitlines()[-1].strip() for block in called.err.strip().split("\n\n")[1:]]
     assert answers == [
-        "write paceline train tiny.yaml",
-        "write parallel.strategy=fsdp",
-        "write train.microbatch=32 or train.global_batch=32",
-        "write train.epochs=3",
-        "write model.kind=gpt",
-        "write checkpoint.folder=ck",
-        "write parallel.ranks=2",
         "leave it out, or find its key: paceline config explain CONFIG",
         "did you mean --resume?",
+        "did you mean --auto-batch-size?",
     ]
+    assert "--deepspeed ds.json is not an option" in called.err
     assert call("train", "tiny.yaml", "--froce").err.endswith("did you mean --force?\n")
+
+
+def test_a_config_of_others_is_translated_into_a_file_that_checks(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("theirs.yaml").write_text("model: transformer\nbatch_size: 8\nnum_gpus: 2\nzero_redundancy: true\n")
+    called = call("config", "import", "theirs.yaml")
+    assert called.code == 0
+    assert "batch_size = 8: taken for the batch of a rank" in called.err
+    Path("mine.yaml").write_text(called.out)
+    assert call("config", "check", "mine.yaml").out == "mine.yaml: no problems\n"
+    assert "config import FILE" in call("config", "check", "theirs.yaml").err

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from paceline.errors import UsageError
 from paceline.models.mlp import MLPClassifier
@@ -43,3 +44,25 @@ def test_a_layer_without_units_is_refused(arguments: dict[str, int]) -> None:
     ((name, value),) = arguments.items()
     with pytest.raises(UsageError, match=f"{name} = {value}"):
         MLPClassifier(**arguments)
+
+
+def test_weights_of_a_plain_sequential_and_of_earlier_versions_load() -> None:
+    torch.manual_seed(0)
+    plain = nn.Module()
+    plain.layers = nn.Sequential(
+        nn.Linear(6, 4), nn.ReLU(), nn.Dropout(0.3), nn.Linear(4, 2), nn.ReLU(), nn.Dropout(0.3), nn.Linear(2, 3)
+    )
+    state = plain.state_dict()
+    model = MLPClassifier(input_dim=6, hidden_dim=4, num_classes=3)
+    assert list(model.state_dict()) == list(state)
+    model.load_state_dict(state)
+    inputs = torch.randn(5, 6)
+    assert torch.equal(model.eval()(inputs), plain.layers.eval()(inputs))
+
+    earlier = {f"layers.{int(name[7]) + 1}{name[8:]}": value for name, value in state.items()}
+    around = nn.Sequential(MLPClassifier(input_dim=6, hidden_dim=4, num_classes=3)).eval()
+    around.load_state_dict({f"0.{name}": value for name, value in earlier.items()})
+    assert torch.equal(around(inputs), model(inputs))
+    assert next(iter(earlier)) == "layers.1.weight", "the caller's own dict stays as it is"
+    with pytest.raises(RuntimeError, match=r"layers\.2\.weight"):
+        model.load_state_dict({"layers.2.weight": state["layers.0.weight"], **state})

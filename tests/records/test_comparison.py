@@ -5,13 +5,15 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from made_records import END, RUN, STEP, write_records
 from rich.console import Console
 
 from paceline.config import dump_yaml, load_config
-from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
+from paceline.errors import UsageError
+from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_between, scaling_of
 from paceline.records.report import RunSummary, summarize
 
 
@@ -34,6 +36,41 @@ def test_efficiency_is_speed_up_by_ranks(tmp_path: Path) -> None:
     assert [point.speed_up for point in points] == pytest.approx([1.0, 1.6, 1.6])
     assert [point.efficiency for point in points] == pytest.approx([1.0, 0.8, 0.4])
     assert [point.ideal for point in points] == [1.0, 2.0, 4.0]
+
+
+def test_runs_with_other_batches_do_not_scale_one_another(tmp_path: Path) -> None:
+    runs = {}
+    for ranks, batch in ((1, 16), (2, 16), (2, 32), (4, 64), (4, 512)):
+        name = f"{ranks}-{batch}"
+        runs[name] = replace(make_run(tmp_path / name, ranks, 1.0), global_batch=batch)
+    points = scaling_of(list(runs.values()))
+    assert {point.name: point.scaling for point in points} == {
+        "1-16": "",
+        "2-16": "strong",
+        "2-32": "weak",
+        "4-64": "weak",
+    }
+    with pytest.raises(UsageError, match="global batch: 512 on 4 ranks against 32 on 2") as caught:
+        scaling_between(runs["4-512"], runs["2-32"])
+    assert "train.global_batch=512, or this one with train.global_batch=32 or 64" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"num_parameters": 7}, "parameters: 1,234,567 against 7"),
+        ({"backend": "virtual"}, "ranks: real against simulated"),
+        ({"compute": "bf16"}, "compute: fp32 against bf16"),
+        ({"peak_flops": 2e12}, r"device peak: 1e\+12 FLOP/s against 2e\+12 FLOP/s"),
+        ({"world_size": 4}, "ranks: 2 against 4, which are more"),
+    ],
+)
+def test_runs_that_differ_in_more_than_ranks_are_not_compared(other: dict[str, Any], message: str) -> None:
+    run = replace(RUN, compute="fp32", peak_flops=1e12)
+    assert scaling_between(run, replace(run, world_size=1)) == "strong"
+    assert scaling_between(run, run) == "strong"
+    with pytest.raises(UsageError, match=message):
+        scaling_between(run, replace(run, **{"world_size": 1, **other}))
 
 
 def test_one_number_of_ranks_has_no_scaling(tmp_path: Path) -> None:

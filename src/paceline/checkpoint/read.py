@@ -8,6 +8,7 @@ gaps of less than 64 KiB. Memory: one chunk, or a copy of 64 MiB where the tenso
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from paceline.checkpoint.storage import FileStore, file_in, storage_of
 from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_runs
 from paceline.checkpoint.values import check_found
 from paceline.errors import CheckpointError, MisfitError
+from paceline.models.mlp import former_names
 from paceline.shards import Region, Shard, common_runs, whole_region
 from paceline.untrusted import parse_json_object
 
@@ -36,6 +38,7 @@ class Checkpoint:
         self.manifest = manifest
         self._storage = storage
         self._headers: dict[str, tuple[Path, Header]] = {}
+        self._former: dict[str, str] = {}
 
     @property
     def step(self) -> int:
@@ -67,6 +70,18 @@ class Checkpoint:
         if not isinstance(found, dict):
             raise damaged(f"{path} cannot be read: its values are no dict")
         return found
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Gives what was saved of parameters under former names the names of today."""
+
+        def today(path: str) -> str:
+            return "/".join(names.get(part, part) for part in path.split("/"))
+
+        saved = self.manifest
+        self._former = {today(path): path for path in saved.tensors}
+        tensors = {today(path): tensor for path, tensor in saved.tensors.items()}
+        self.manifest = replace(saved, tensors=tensors, found={today(path): each for path, each in saved.found.items()})
+        vars(self).pop("found", None)
 
     def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
         """Returns the shapes of the tensors whose names begin so, by what follows."""
@@ -139,7 +154,7 @@ class Checkpoint:
             path = file_in(self.path, piece.file)
             self._headers[piece.file] = path, read_header(self._storage, path)
         path, header = self._headers[piece.file]
-        place, wanted = header.tensors.get(name), piece.region.size * ITEM_BYTES[dtype]
+        place, wanted = header.tensors.get(self._former.get(name, name)), piece.region.size * ITEM_BYTES[dtype]
         if place is None:
             raise damaged(f"{path} is damaged: it has no {name}")
         if (place.dtype, place.num_bytes) != (dtype, wanted):
@@ -176,6 +191,8 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
     Raises MisfitError, before anything is changed, for other names or shapes.
     """
     shards = list(holder.shards())
+    if former := former_names(checkpoint.shapes(MODEL), holder.state_names()):
+        checkpoint.rename(former)
     saved = checkpoint.shapes(MODEL)
     _check_names(saved, shards, holder.state_names())
     for shard in shards:

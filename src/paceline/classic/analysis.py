@@ -9,10 +9,14 @@ Everything comes from records, which look the same for a real run and a simulate
 
     throughput           samples of all ranks / time of the steps, of which the slowest rank sets the pace
     communication_time   what a rank waited for others and for the network, mean of the ranks
-    gpu_utilization      % as the driver says it, mean of the GPUs and samples; absent where nobody measured it
+    gpu_utilization      % as the driver says it, mean of the GPUs and samples; absent where nobody knows it
     compute_share        % of its steps in which a rank did not wait for others, mean of the ranks
     speed_up             throughput / throughput of one rank, which a baseline run tells; absent without one
     scaling_efficiency   speed_up / N
+    scaling              strong or weak: what the baseline keeps, the global batch or the batch of a rank
+
+What ``SimulatedTrainer.train()`` returns on modelled GPUs has its baseline in it, some steps of one rank with the batch
+of a rank; its gpu_utilization is that of the modelled kernels.
 """
 
 from __future__ import annotations
@@ -25,12 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.straggler import find_straggler
-from paceline.notebook import Shown, curve, new_figure, table
+from paceline.notebook import Shown, curve, is_notebook, new_figure, table
+from paceline.records.comparison import scaling_between
 from paceline.records.facts import RunFacts
 from paceline.records.goodput import find_goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EvalRecord, HostRecord, Record, RunRecord, StepRecord, read_records, strict_json
 from paceline.records.summary import PHASES, StepTable, add_up, read_run, split_attempts
+from paceline.terminal import echo
 from paceline.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -51,6 +57,8 @@ class TrainingMetrics(Mapping[str, _Curve]):
 
     phases: Mapping[str, Sequence[float]]
     limits: Limits
+    run: RunRecord
+    alone: TrainingMetrics | None = None  # the same on one rank, where a simulation has tried it
 
     def __init__(self, curves: Mapping[str, _Curve], *, ranks: int, strategy: str, total_steps: int) -> None:
         self._curves = dict(curves)
@@ -77,12 +85,18 @@ class TrainingMetrics(Mapping[str, _Curve]):
         run = next(each for each in records[0] if isinstance(each, RunRecord))
         curves = {name: [row[name] for row in rows] for name in rows[0]}
         found = cls(curves, ranks=len(records), strategy=run.strategy, total_steps=len(known))
+        found.run = run
         whole = StepTable.of_numbers(known, steps)
         totals = [add_up(whole.of_rank(rank)) for rank in range(len(records))]
         found.phases = {phase: [getattr(each, phase) for each in totals] for phase in PHASES}
         goodput, straggler = find_goodput(split_attempts(records[0])), find_straggler(whole.rows)
         found.limits = judge_run(RunFacts(run=run, steps=whole, goodput=goodput, straggler=straggler))
         return found
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the times are those of virtual ranks."""
+        return self.run.backend == "virtual"
 
     @property
     def samples_per_s(self) -> float:
@@ -165,8 +179,10 @@ class PerformanceReport(Shown):
     gpu_utilization_percent: float | None
     speed_up: float | None
     scaling_efficiency: float | None
+    scaling: str
     memory_bytes: float
     bottleneck: str
+    is_simulated: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return dict(strict_json(asdict(self)))
@@ -188,10 +204,12 @@ class PerformanceReport(Shown):
             f"  ranks compute        {self.compute_percent:.1f} % of the time",
         ]
         if self.gpu_utilization_percent is not None:
-            lines.append(f"  GPU utilization      {self.gpu_utilization_percent:.1f} %, measured")
+            source = "modelled" if self.is_simulated else "measured"
+            lines.append(f"  GPU utilization      {self.gpu_utilization_percent:.1f} %, {source}")
         if self.scaling_efficiency is not None and self.speed_up is not None:
             lines.append(f"  speed-up             {self.speed_up:.2f} x of one rank, ideal {self.ranks} x")
-            lines.append(f"  scaling efficiency   {100 * self.scaling_efficiency:.1f} %, speed-up / ranks")
+            kept = f"; {self.scaling}" if self.scaling else ""
+            lines.append(f"  scaling efficiency   {100 * self.scaling_efficiency:.1f} %, speed-up / ranks{kept}")
         else:
             lines.append("  scaling efficiency   not known: give the run on one rank as baseline=...")
         if self.memory_bytes:
@@ -207,15 +225,18 @@ class DistributedTrainingAnalyzer:
     ) -> None:
         """Takes metrics, or the folder of a run, real or simulated. Raises RunFolderError if it has no records.
 
-        ``baseline`` is the same training on one rank, or on fewer: speed-up and efficiency are against it.
+        ``baseline`` is the same training on one rank, or on fewer: speed-up and efficiency are against it. Raises
+        UsageError for one that differs in more: another model, or another global batch and another batch of a rank.
         """
         self.metrics = _metrics_of(metrics)
-        self.baseline = None if baseline is None else _metrics_of(baseline)
+        self.baseline = self.metrics.alone if baseline is None else _metrics_of(baseline)
+        self._scaling = "" if self.baseline is None else scaling_between(self.metrics.run, self.baseline.run)
 
     def plot_training_metrics(self, path: str | Path | None = None, *, show: bool = False) -> Figure:
         """Draws eight charts: loss, accuracy, throughput, where the time went; utilisation, memory, ranks, bottleneck.
 
-        Saved if there is a ``path``, and opened in a window with ``show``. Returns the figure, which a notebook shows.
+        Saved as ``path``, and opened in a window with ``show``. Returns the figure, which a notebook shows; a script
+        that asks for neither finds it in ``training_metrics.png``, which is said.
         """
         figure = _shown_figure() if show else new_figure(figsize=(18, 7), layout="constrained")
         axes = figure.subplots(2, 4)
@@ -229,7 +250,7 @@ class DistributedTrainingAnalyzer:
             self._draw(axes[0][3], title, name, unit="s", label=label)
         self._draw(axes[1][0], "utilisation", "compute_share", unit="%", label="ranks compute")
         if _last(self.metrics["gpu_utilization"]) is not None:
-            self._draw(axes[1][0], "utilisation", "gpu_utilization", unit="%", label="GPU, measured")
+            self._draw(axes[1][0], "utilisation", "gpu_utilization", unit="%", label="GPU")
         axes[1][0].set_ylim(0, 105)
         self._draw(axes[1][1], "memory of a rank", "memory_bytes", scale=2.0**-20, unit="MiB")
         self._draw_balance(axes[1][2])
@@ -237,6 +258,8 @@ class DistributedTrainingAnalyzer:
         for each in (axes[0][0], axes[0][3], axes[1][0]):
             each.legend()
         figure.suptitle(f"{self.metrics.strategy} on {self.metrics.ranks} ranks")
+        is_unseen = path is None and not show and not is_notebook()
+        path = Path("training_metrics.png") if is_unseen else path
         if path is not None:
             try:
                 figure.savefig(path)
@@ -244,6 +267,8 @@ class DistributedTrainingAnalyzer:
                 raise UsageError(
                     f"cannot write the picture {path}: {error}\n  its ending says the format\n  name it run.png"
                 ) from error
+        if is_unseen:
+            echo(f"the charts of the training are in {Path('training_metrics.png').resolve()}")
         if show:
             figure.show()
         return figure
@@ -276,7 +301,7 @@ class DistributedTrainingAnalyzer:
         took_s, waited_s = _sum(metrics["epoch_time"]), _sum(metrics["communication_time"])
         compute_s, rate = _sum(metrics["compute_time"]), metrics.samples_per_s
         share = waited_s / (compute_s + waited_s) if compute_s + waited_s else 0.0
-        speed_up = self._speed_up(rate)
+        speed_up, scaling = self._speed_up(rate)
         measured = [value for value in metrics["gpu_utilization"] if value is not None]
         return PerformanceReport(
             strategy=metrics.strategy,
@@ -294,19 +319,22 @@ class DistributedTrainingAnalyzer:
             gpu_utilization_percent=sum(measured) / len(measured) if measured else None,
             speed_up=speed_up,
             scaling_efficiency=None if speed_up is None else speed_up / metrics.ranks,
+            scaling=scaling,
             memory_bytes=max(value or 0.0 for value in metrics["memory_bytes"]),
             bottleneck=metrics.limits.sentence.removeprefix("limited by ")
             if metrics.limits.found
             else _bottleneck(share, metrics.ranks),
+            is_simulated=metrics.is_simulated,
         )
 
-    def _speed_up(self, rate: float) -> float | None:
-        """Returns how many times as fast as one rank the run was; None where nobody ran on fewer ranks."""
-        if self.metrics.ranks == 1:
-            return 1.0
-        if self.baseline is None or not self.baseline.samples_per_s:
-            return None
-        return rate / (self.baseline.samples_per_s / self.baseline.ranks)
+    def _speed_up(self, rate: float) -> tuple[float | None, str]:
+        """Returns how many times as fast as one rank the run was, and against what; None where nobody knows."""
+        base = self.baseline
+        if base is not None and base.samples_per_s:
+            where = "one rank" if base.ranks == 1 else f"a rank of {base.ranks}"
+            kept = "global batch" if self._scaling == "strong" else "batch of a rank"
+            return rate / (base.samples_per_s / base.ranks), f"{self._scaling} scaling: {where} with the same {kept}"
+        return (1.0 if self.metrics.ranks == 1 else None), ""
 
     def _draw(
         self, axes: Axes, title: str, name: str, *, scale: float = 1.0, unit: str = "", label: str | None = None

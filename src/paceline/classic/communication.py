@@ -1,7 +1,7 @@
 """Averages of single tensors, compressed or over two groups: for training loops that reduce by hand.
 
     optimizer = CommunicationOptimizer(compression_ratio=0.01, bucket_size_mb=25, enable_overlap=True)
-    average = optimizer.all_reduce_compressed(gradient, name="layer.weight")
+    average = optimizer.all_reduce_compressed(parameter.grad)
     average = optimizer.hierarchical_all_reduce(gradient, intra_node_group=inside, inter_node_group=across)
 
 A thin face over ``comm/compress`` (top-k with error feedback) and the averages over two groups below. Groups are
@@ -25,14 +25,18 @@ there already.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import warnings
+import weakref
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.classic.arguments import expect, refuse
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
@@ -188,17 +192,21 @@ class CommunicationOptimizer:
         self.enable_overlap = enable_overlap
         self._comm = comm
         self._groups = _KnownGroups()
-        self._slots: dict[str, _OwedTensor] = {}
-        self._nameless = _Nameless()
+        self._named: dict[str, _OwedTensor] = {}
+        # By parameter, and then as by name.
+        self._owned: MutableMapping[torch.Tensor, dict[str, _OwedTensor]] = WeakTensorKeyDictionary()
+        self._owners = _Owners()
+        self._has_warned = False
 
     def all_reduce_compressed(
         self, tensor: torch.Tensor, group: Group | None = None, *, name: str | None = None
     ) -> torch.Tensor:
         """Returns the average over the group, of each rank's largest elements.
 
-        What a rank did not send is added to the next tensor of the same ``name``, so that it only comes later. A tensor
-        without a name is the only one of its shape and dtype; where calls show that it is not, UsageError asks for
-        names. In a group of one nothing is sent, and nothing kept back.
+        What a rank did not send is added to the next gradient of the same parameter, or to the next tensor of the same
+        ``name``, so that it only comes later. A tensor without a name that no parameter holds as its ``.grad`` may be
+        another one each time: what it does not send is dropped, with one warning. In a group of one nothing is sent,
+        and nothing kept back.
         """
         return self.start_compressed(tensor, group, name=name).result()
 
@@ -270,14 +278,28 @@ class CommunicationOptimizer:
         return list(torch.split(flat, max(1, int(self.bucket_size_mb * 2**20) // flat.element_size())))
 
     def _slot(self, name: str | None, tensor: torch.Tensor, comm: Communicator) -> _OwedTensor:
-        """Returns what is kept for a tensor: by its name and group, and of the size that it had."""
-        key = f"{self._nameless.name(tensor, comm) if name is None else repr(name)} on ranks {list(comm.ranks)}"
-        slot = self._slots.get(key)
-        if slot is None:
+        """Returns what is kept for a tensor, by its name or parameter and its group; a new one where it has neither."""
+        known_as = repr(name) if name is not None else f"of shape {list(tensor.shape)} and {tensor.dtype}"
+        owner = self._owners.find(tensor) if name is None else None
+        if name is None and owner is None:
+            self._warn_of_loss(known_as)
+        kept = self._named if name is not None else {} if owner is None else self._owned.setdefault(owner, {})
+        key = f"{known_as} on ranks {list(comm.ranks)}"
+        if key not in kept:
             lengths = [piece.numel() for piece in self._cut(tensor.detach().reshape(-1))]
-            slot = self._slots[key] = _OwedTensor(key, lengths, tensor.dtype, self.compression_ratio)
-        slot.begin(tensor)
-        return slot
+            kept[key] = _OwedTensor(key, lengths, tensor.dtype, self.compression_ratio)
+        kept[key].begin(tensor)
+        return kept[key]
+
+    def _warn_of_loss(self, known_as: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a tensor {known_as} without a name is the .grad of no parameter: what it does not send is dropped\n"
+                "  what is owed is kept for a parameter's gradient, and for a tensor with a name\n"
+                "  give each a name of its own: all_reduce_compressed(gradient, name='layer.weight')",
+                stacklevel=5,
+            )
 
 
 class _OwedTensor:
@@ -333,30 +355,54 @@ class _OwedTensor:
         self._is_busy = False
 
 
-class _Nameless:
-    """Tells tensors without names apart by shape and dtype, and notices where these do not tell them apart.
+class _Owners:
+    """Finds the parameter whose gradient a tensor without a name is: a tensor does not know it.
 
-    A loop reduces each of its tensors once a round. One that comes again before all others did is two tensors.
+    Shape and order of calls do not tell tensors apart: equal layers have one shape, and a step may leave one out.
+    The memory of a gradient does, while its parameter holds it. Finding new parameters looks at all of Python's
+    objects, some 50 ms; so after one that found nothing, the next waits until there are twice as many misses.
     """
 
     def __init__(self) -> None:
-        self._known: set[tuple[str, tuple[int, ...]]] = set()
-        self._round: set[tuple[str, tuple[int, ...]]] = set()
+        self._known: list[weakref.ref[torch.Tensor]] = []
+        self._by_memory: dict[tuple[int, int], weakref.ref[torch.Tensor]] = {}
+        self._misses = 0
 
-    def name(self, tensor: torch.Tensor, comm: Communicator) -> str:
-        name = f"of shape {list(tensor.shape)} and {tensor.dtype}"
-        place = (name, comm.ranks)
-        if place in self._round:
-            if self._round != self._known:
-                raise UsageError(
-                    f"a tensor {name} comes again before the others without a name did\n"
-                    "  what one did not send must not be added to another of the same shape\n"
-                    "  give each a name: all_reduce_compressed(gradient, name='layer.weight')"
-                )
-            self._round = set()
-        self._known.add(place)
-        self._round.add(place)
-        return name
+    def find(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        """Returns the parameter, or None where no parameter that was found holds this gradient."""
+        owner = self._held(gradient)
+        if owner is None:
+            self._note_gradients()
+            owner = self._held(gradient)
+        if owner is None:
+            self._misses += 1
+            if self._misses & (self._misses - 1) == 0:  # 1, 2, 4, 8, ...
+                self._known = [weakref.ref(each) for each in gc.get_objects() if _has_gradients(each)]
+                self._note_gradients()
+                owner = self._held(gradient)
+                self._misses = self._misses if owner is None else 0
+        return owner
+
+    def _held(self, gradient: torch.Tensor) -> torch.Tensor | None:
+        found = self._by_memory.get(_memory_of(gradient))
+        owner = None if found is None else found()
+        is_held = owner is not None and owner.grad is not None and _memory_of(owner.grad) == _memory_of(gradient)
+        return owner if is_held else None
+
+    def _note_gradients(self) -> None:
+        alive = [(each, parameter) for each in self._known if (parameter := each()) is not None]
+        held = [(each, parameter.grad) for each, parameter in alive if parameter.grad is not None]
+        self._known = [each for each, _ in alive]
+        self._by_memory = {_memory_of(grad): each for each, grad in held if type(grad) is torch.Tensor}
+
+
+def _has_gradients(value: Any) -> bool:
+    # Not isinstance, which asks for __class__: lazy objects of other libraries warn, or load themselves, when asked.
+    return issubclass(type(value), torch.Tensor) and value.is_leaf and value.requires_grad and not value.is_meta
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.numel()
 
 
 class _KnownGroups:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
+from collections import deque
 from pathlib import Path
 from typing import SupportsFloat
 
+from paceline.classic.step_metrics import StepMetrics, StepTimes
 from paceline.comm.torch_dist import launched_rank
 from paceline.records.gpus import open_gpus
 from paceline.records.records import EventRecord
@@ -27,12 +29,13 @@ class DistributedMonitor:
     missing where NVML does not answer.
 
     Sends nothing, so that ranks may log at different steps. Files are closed when the process ends, or by ``close``.
+    ``rank`` is the number of this rank, where no launcher says it.
     """
 
-    def __init__(self, log_dir: str | Path = "./logs") -> None:
+    def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None) -> None:
         self.log_dir = Path(log_dir)
         self.num_steps = 0
-        rank = launched_rank()
+        rank = launched_rank() if rank is None else rank
         sinks: list[Sink] = [JsonlSink(self.log_dir / f"rank-{rank}.jsonl")]
         if rank == 0:
             try:
@@ -67,3 +70,30 @@ class DistributedMonitor:
             self._measured_s = time.monotonic()
             values |= self._gpus.read()
         self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=values, time=time.time()))
+
+
+class StepLog:
+    """Logs the steps of a trainer when the device has passed them, so that no step waits; the rest at the end."""
+
+    def __init__(self, log_dir: Path, rank: int) -> None:
+        self._waiting: deque[tuple[int, StepMetrics, StepTimes]] = deque()
+        self._monitor = DistributedMonitor(log_dir, rank)
+        self.close = weakref.finalize(self, _log_rest, self._waiting, self._monitor)
+
+    def add(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
+        """Takes a step, and logs those that are over."""
+        self._waiting.append((step, metrics, times))
+        while self._waiting and self._waiting[0][2].is_past():
+            _log_step(self._monitor, *self._waiting.popleft()[:2])
+
+
+def _log_rest(waiting: deque[tuple[int, StepMetrics, StepTimes]], monitor: DistributedMonitor) -> None:
+    for step, metrics, _ in waiting:
+        _log_step(monitor, step, metrics)
+    monitor.close()
+
+
+def _log_step(monitor: DistributedMonitor, step: int, metrics: StepMetrics) -> None:
+    if metrics["samples"]:  # without any there is no loss
+        times = {"step_time": metrics["step_time"], "comm_time": metrics["communication_time"]}
+        monitor.log_training_step(metrics["loss"], metrics["samples"], step=step, **times)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -28,13 +29,18 @@ from paceline.rehearse.simulate.timeline import write_trace
 from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.trainer import Trainer
 
+_GPU = "a100-sxm-80gb"
+_STEPS_ALONE = 20
+
 
 class SimulatedTrainer:
     """Trains on virtual ranks in this process, with a clock for each.
 
     ``config`` has the ranks: ``DistributedConfig.world_size``, or a config's ``parallel.ranks``. ``cluster`` is whose
-    network they have ("4x dgx-h100"); None: processes of one host. ``compute`` is "measured" here, or "modelled" for
-    the cluster's device. ``slow`` multiplies the compute of ranks: {2: 1.5}. ``device`` is where it really runs.
+    network they have ("4x dgx-h100"). ``compute`` is "measured" here, or "modelled" for the cluster's device. Without
+    either, a DistributedConfig with ``backend = "nccl"``, its default, is simulated on as many A100, modelled; any
+    other config on processes of one host, measured. ``slow`` multiplies the compute of ranks: {2: 1.5}. ``device`` is
+    where it really runs.
 
     Evaluates after each epoch, unless a config says otherwise. Raises ConfigError and UsageError before anything runs.
     """
@@ -44,7 +50,7 @@ class SimulatedTrainer:
         config: DistributedConfig | Config,
         *,
         cluster: str | Cluster | None = None,
-        compute: ComputeKind = "measured",
+        compute: ComputeKind | None = None,
         slow: Mapping[int, float] | None = None,
         slow_links: Mapping[int, float] | None = None,
         device: str | None = None,
@@ -55,10 +61,14 @@ class SimulatedTrainer:
                 "  for a file: paceline.config.load_config(path)"
             )
         asked = config.to_config() if isinstance(config, DistributedConfig) else config
+        is_for_gpus = isinstance(config, DistributedConfig) and config.backend == "nccl"
+        self._is_on_gpus = cluster is None and is_for_gpus and compute != "measured"
+        if self._is_on_gpus:
+            cluster, compute = f"{asked.parallel.decided_ranks}x {_GPU}", compute or "modelled"
         self.config = prepare(asked, device=device)
         self.conditions = Conditions(
             cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
-            compute=compute,
+            compute=compute or "measured",
             slow=dict(slow or {}),
             slow_links=dict(slow_links or {}),
         )
@@ -92,8 +102,19 @@ class SimulatedTrainer:
         with contextlib.closing(_LateView()) as view:
             self.simulation = simulate(self.config, self.conditions, view=view, watch=self._keep)
         if folder is not None:
-            write_records(self.simulation.records, Path(folder))
-        return TrainingMetrics.from_records(self.simulation.records)
+            write_records(self.simulation.records, Path(folder), self.simulation.hosts)
+        metrics = TrainingMetrics.from_records(self.simulation.records, self.simulation.hosts)
+        is_even = metrics.run.global_batch % metrics.ranks == 0
+        metrics.alone = self._train_alone(metrics.run) if self._is_on_gpus and is_even else None
+        return metrics
+
+    def _train_alone(self, run: RunRecord) -> TrainingMetrics:
+        """Trains one rank for some steps with the batch of a rank, for the analyzer to compare with."""
+        batch = run.global_batch // run.world_size
+        one = self.config.with_values("parallel", ranks=1)
+        one = one.with_values("train", steps=_STEPS_ALONE, epochs=None, global_batch=batch, eval_every=None)
+        conditions = replace(self.conditions, slow={}, slow_links={})
+        return TrainingMetrics.from_records(simulate(one, conditions).records)
 
     def write_trace(self, path: str | Path) -> None:
         """Writes the time line of the training, for Chrome or Perfetto. Raises UsageError before there is one."""

@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
+
 from paceline.clock import Mark
 from paceline.comm.traced import Trace
 
@@ -18,7 +20,8 @@ from paceline.comm.traced import Trace
 class StepMetrics(Mapping[str, Any]):
     """A step's metrics: a read-only dict whose values are read from the device on first access, and then kept.
 
-    ``float(metrics)`` is the loss, and ``f"{metrics:.3f}"`` formats it.
+    Where a script has a number, it is the loss: ``total += metrics``, ``sum``, ``metrics.item()``, ``metrics < best``,
+    ``float(metrics)``, ``f"{metrics:.3f}"``. Each reads the loss. Two mappings are equal as mappings are.
     """
 
     __slots__ = ("_values",)
@@ -44,6 +47,48 @@ class StepMetrics(Mapping[str, Any]):
 
     def __float__(self) -> float:
         return float(self["loss"])
+
+    item = __float__
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(float(self), dtype=dtype)  # else numpy would take the names for a row of texts
+
+    def __add__(self, other: Any) -> Any:
+        return float(self) + other
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return float(self) - other
+
+    def __rsub__(self, other: Any) -> Any:
+        return other - float(self)
+
+    def __mul__(self, other: Any) -> Any:
+        return float(self) * other
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return float(self) / other
+
+    def __rtruediv__(self, other: Any) -> Any:
+        return other / float(self)
+
+    def __lt__(self, other: Any) -> bool:
+        return float(self) < float(other)
+
+    def __gt__(self, other: Any) -> bool:
+        return float(self) > float(other)
+
+    def __le__(self, other: Any) -> bool:
+        return float(self) <= float(other)
+
+    def __ge__(self, other: Any) -> bool:
+        return float(self) >= float(other)
+
+    def __round__(self, digits: int | None = None) -> float:
+        return round(float(self), digits)
 
     def __format__(self, spec: str) -> str:
         return format(float(self), spec) if spec else str(self)

@@ -40,6 +40,7 @@ from paceline.classic.choices import checkpoint_parts, usual_precision
 from paceline.classic.config import DistributedConfig as DistributedConfig
 from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
 from paceline.classic.fitting import Fitting
+from paceline.classic.monitor import StepLog
 from paceline.classic.step_metrics import StepMetrics, StepTimer
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, clock_of
@@ -72,7 +73,8 @@ class TrainerOptions:
 
     ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``checkpoint_dir`` is where
     ``save_checkpoint`` writes; of what it wrote the newest ``keep_checkpoints`` stay (None: all), besides the best.
-    ``log_dir`` is kept for what logs, such as ``SummaryWriter(trainer.log_dir)``: the trainer writes nothing there.
+    ``log_dir``, if given, gets the loss, samples and times of each call in ``trainer/``: lines of JSON of each rank,
+    and curves for TensorBoard, as a ``DistributedMonitor`` writes them.
     ``comm`` is for ranks that are connected already, virtual ones for instance, and ``shard_ranks`` for the groups of
     hybrid.
     """
@@ -81,7 +83,7 @@ class TrainerOptions:
     cpu_offload: bool = False
     checkpoint_dir: str | Path = "./checkpoints"
     keep_checkpoints: int | None = None
-    log_dir: str | Path = "./logs"
+    log_dir: str | Path | None = None
     comm: Communicator | None = None
     shard_ranks: int = 0
 
@@ -103,7 +105,7 @@ class TrainerOptions:
                 "for all of them, leave it out",
             ),
             *check_type("checkpoint_dir", self.checkpoint_dir, (str, Path), "a path"),
-            *check_type("log_dir", self.log_dir, (str, Path), "a path"),
+            *check_type("log_dir", self.log_dir, (str, Path, type(None)), "a path"),
             *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
         ]
 
@@ -156,8 +158,9 @@ class DistributedTrainer(Fitting):
         self.gradient_accumulation_steps = gradient_accumulation_steps
         self.gradient_clip_val = gradient_clip_val
         self.checkpoint_dir = Path(more.checkpoint_dir)
-        self.log_dir = Path(more.log_dir)
+        self.log_dir = None if more.log_dir is None else Path(more.log_dir)
         ranks = connect() if more.comm is None else more.comm
+        self._log = None if self.log_dir is None else StepLog(self.log_dir / "trainer", ranks.rank)
         trace = Trace(ranks.device, clock=clock_of(ranks))
         precision = usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
         checkpointing = checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
@@ -243,7 +246,10 @@ class DistributedTrainer(Fitting):
             "is_skipped": False if norm is None else lambda: not math.isfinite(norm.item()),
             "step": step,
         }
-        return StepMetrics(values)
+        metrics = StepMetrics(values)
+        if self._log is not None:
+            self._log.add(self._num_steps, metrics, times)
+        return metrics
 
     def flush(self, optimizer: torch.optim.Optimizer) -> bool:
         """Updates the parameters with what is accumulated, for the end of an epoch that does not fill a last group.

@@ -100,6 +100,25 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
     echo(_to_json({"source": str(config), "ok": True, "problems": []}) if as_json else f"{config}: no problems")
 
 
+@app.command("import")
+def import_config(config: ConfigPath) -> None:
+    """Translate a config of another framework or script into one of ours.
+
+    Prints the config, and on the error stream what was decided, added or left out.
+
+    Example:  paceline config import their.yaml > mine.yaml
+    """
+    from paceline.config.load import config_from_dict, read_values
+    from paceline.config.translate import translate_config
+    from paceline.config.yaml_text import dump_values
+
+    found = translate_config(read_values(config))
+    for note in found.notes:
+        echo(note, err=True)
+    config_from_dict(found.values, source=f"{config}, translated")
+    echo(dump_values(found.values), nl=False)
+
+
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     """Returns all rows of a config that leaves the mesh open, as it is decided; none where ranks or mesh are given."""
     from paceline.config import ExplainRow, LoadedConfig, leaf_values

@@ -1,51 +1,81 @@
-"""Options that other launchers have, such as ``--batch-size 32``: each is answered with what to write here."""
+"""Options that other launchers have, such as ``--batch-size 32``: each becomes what to write here, and is told."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from paceline.errors import ConfigError, Problem
 
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
+_CONFIG = ("config", "config_file", "cfg")
+_ENDINGS = (".yaml", ".yml")
 
 
-def refuse_options(words: Sequence[str], known: Sequence[str]) -> None:
-    """Raises ConfigError with what to write in place of each option among the words that is not ``known``."""
-    problems = [_answer(name, value, known) for name, value in _options(words)]
+def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path, list[str], list[str]]:
+    """Returns the config and the overrides that words come to, and a line on each option that was translated.
+
+    Raises ConfigError with an answer to each option that is neither ``known`` nor understood.
+    """
+    files: list[str] = []
+    overrides: list[str] = []
+    notes: list[str] = []
+    problems: list[Problem] = []
+    for option, value in _options(words):
+        if not option:
+            (overrides if files or _is_override(value) else files).append(value)
+        elif option.strip("-") in _CONFIG and value:
+            files.append(value)
+        elif found := _translate(option, value):
+            overrides += found
+            notes.append(f"{option} {value}".strip() + f": read as {' '.join(found)}")
+        else:
+            problems.append(_answer(option, value, known))
+    if len(files) != 1:
+        what = f"{' and '.join(files)} are configs" if files else "there is no config among the arguments"
+        fix = "write paceline train configs/digits.yaml, and then the options"
+        problems.append(Problem(what=what, rule="one config is the first argument", fix=fix))
     if problems:
         raise ConfigError(problems, source="paceline train")
+    return Path(files[0]), overrides, notes
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields options and their values; nothing where the next word is an option or an override."""
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word.startswith("-") and word.strip("-"):
-            name, separator, value = word.partition("=")
-            is_value = not separator and not following.startswith("-") and "=" not in following
-            yield name, following if is_value else value
+    """Yields options with their values, if any, and other words with no option."""
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, separator, value = word.partition("=")
+        if not word.startswith("-") or not word.strip("-"):
+            yield "", word
+            continue
+        following = waiting[0] if waiting and not separator else "-"
+        is_file = following.endswith(_ENDINGS) and name.strip("-") not in _CONFIG
+        if not following.startswith("-") and "=" not in following and not is_file:
+            value = waiting.pop(0)
+        yield name, value
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.endswith(_ENDINGS)
+
+
+def _translate(option: str, value: str) -> list[str]:
+    from paceline.config.translate import translate_setting
+
+    found = translate_setting(option.strip("-"), value or True)
+    return [f"{key}={setting}" for key, setting in found.items()]
 
 
 def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
-    from paceline.config.aliases import meant_by
     from paceline.config.suggest import suggest_keys
 
-    name, shown = option.strip("-").replace("-", "_"), f"{option} {value}".strip()
-    what = f"{shown} is not an option of train"
-    if name in ("config", "config_file", "cfg"):
-        fix = f"write paceline train {value or 'CONFIG'}"
-        return Problem(what=what, rule="the config is the first argument", fix=fix)
-    found = [f"{key}={setting}" for key, setting in meant_by(name, value or True)]
+    what = f"{f'{option} {value}'.strip()} is not an option of train"
     own = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
-    if own and not found:
+    if own:
         return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=f"did you mean {own[0]}?")
-    found = found or [f"{key}={value or '...'}" for key in map(_settable, suggest_keys("", name, {})) if key]
+    name = option.strip("-").replace("-", "_")
+    found = [f"{key}={value or '...'}" for key in suggest_keys("", name, {}) if "." in key]
     fix = f"write {' or '.join(found)}" if found else "leave it out, or find its key: paceline config explain CONFIG"
     return Problem(what=what, rule=_RULE, fix=fix)
-
-
-def _settable(key: str) -> str:
-    """Returns a key that one word can set: of a section its kind, or nothing where it has none."""
-    if key in ("model", "data", "optim"):
-        return f"{key}.kind"
-    return key if "." in key or key == "name" else ""

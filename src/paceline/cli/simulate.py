@@ -110,7 +110,7 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
         if view is not None:
             view.close()
     with claim_folder(folder, dump_yaml(config), force=may_replace):  # now that it has worked
-        write_records(found.records, folder)
+        write_records(found.records, folder, found.hosts)
         (folder / _MARK).write_text(json.dumps(describe(found), indent=2) + "\n", encoding="utf-8")
         for path in [folder / "trace.json", *([] if trace is None else [trace])]:
             write_trace(path, found.clocks, found.steps)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.foreign_options import refuse_options
-from paceline.cli.options import ConfigPath, Overrides, print_json
+from paceline.cli.foreign_options import translate_options
+from paceline.cli.options import ConfigPath, Overrides, print_json, tells_for_host
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -57,10 +57,10 @@ def train(
 
       paceline train configs/digits.yaml train.global_batch=96 --nnodes 1:4 --rdzv host1:29400
     """
-    words = overrides or []
-    refuse_options(
-        [str(config), *words], [name for each in context.command.params for name in each.opts if name.startswith("--")]
-    )
+    options_here = [name for each in context.command.params for name in each.opts if name.startswith("--")]
+    config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
+    for note in notes if tells_for_host() else ():
+        echo(note, err=True)
     from paceline.run.nodes import parse_nodes
     from paceline.run.result import RunOptions
     from paceline.run.train import train as run

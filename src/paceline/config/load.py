@@ -75,6 +75,11 @@ def config_from_dict(values: Mapping[str, Any], source: str = "config", override
     return _validate(asked, source)
 
 
+def read_values(path: str | Path) -> dict[str, Any]:
+    """Reads the plain values of a YAML file, whatever they mean. Raises ConfigError if it cannot be read."""
+    return parse_document(_read(Path(path)), str(path)).values
+
+
 def dump_yaml(config: Config) -> str:
     """Writes a config with every key, defaults included, as YAML that ``load_config`` reads back as equal."""
     return dump_values(config.model_dump(mode="json"))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.config.aliases import meant_by, other_kind
 from paceline.config.fields import KnownField, fields_at, find_field, section_kinds
+from paceline.config.schema import Config
 from paceline.config.suggest import nearest, suggest_keys
 from paceline.config.yaml_text import parse_value
 from paceline.errors import ConfigError, Problem
@@ -48,6 +49,10 @@ def schema_problems(
         else:
             path, problem = _problem_at(kind, location, values, locate)
         problems.setdefault(path, problem)
+    strange = [path for path, problem in problems.items() if "." not in path and path not in Config.model_fields]
+    if len(strange) > 1:
+        first = problems[strange[0]]
+        problems[strange[0]] = replace(first, fix=f"{first.fix} (for the whole file: paceline config import FILE)")
     return list(problems.values())
 
 

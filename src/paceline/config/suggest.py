@@ -15,14 +15,14 @@ _OTHER_NAMES = {
     "train.microbatch": "micro_batch_size microbatch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
     "train.accumulate": "gradient_accumulation gradient_accumulation_steps accumulate_grad_batches grad_accum",
     "train.steps": "max_steps num_steps total_steps max_iters",
-    "train.epochs": "max_epochs num_epochs num_train_epochs",
+    "train.epochs": "max_epochs num_epochs num_train_epochs total_epochs training_epochs",
     "train.precision": "mixed_precision amp",
     "train.loss_scale": "initial_scale init_scale",
     "train.seed": "random_seed",
     "train.eval_every": "eval_steps evaluate_every",
     "train.early_stop": "early_stopping",
     "train.early_stop.patience": "early_stopping_patience early_stop_patience",
-    "checkpoint.every_epochs": "save_every_n_epochs save_epochs",
+    "checkpoint.every_epochs": "save_every_n_epochs save_epochs save_frequency",
     "optim.lr": "learning_rate base_lr max_lr",
     "optim": "optimizer optimiser",
     "optim.clip_norm": "gradient_clip max_grad_norm grad_clip gradient_clip_val clip_grad_norm",
@@ -69,9 +69,9 @@ def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[
     here = fields_at(place, kinds.get(place))
     elsewhere = [each for each in known_fields() if each not in here]
     found = [each.path for each in here if each.key in (wanted, f"{wanted}s")]
-    # A field whose default is another one's value (data.seed, which follows train.seed) is the less likely.
+    # A field whose default is another one's value is the less likely.
     same = [each for each in elsewhere if each.key == wanted and each.key != "kind"]
-    found += _texts(sorted(same, key=lambda each: each.default is None), kinds)
+    found += _texts(sorted(same, key=_is_derived), kinds)
     alias = _ELSEWHERE.get(wanted) or _key_of_variable(wanted)
     if alias is not None:
         found += _texts((each for each in known_fields() if each.path == alias), kinds)
@@ -80,6 +80,17 @@ def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[
         near = set(_near(wanted, [field.key for field in elsewhere], cutoff=0.7))
         found = _texts((each for each in elsewhere if each.key in near), kinds)
     return list(dict.fromkeys(found))[:3]
+
+
+def same_key(word: str) -> str | None:
+    """Returns the key that a word names: one of ours but for its section, or by the name that others have for it."""
+    wanted = word.lower().replace("-", "_")
+    same = sorted((each for each in known_fields() if each.key == wanted and wanted != "kind"), key=_is_derived)
+    return _ELSEWHERE.get(wanted) or _key_of_variable(wanted) or (same[0].path if same else None)
+
+
+def _is_derived(field: KnownField) -> bool:
+    return field.default is None  # such as data.seed, which follows train.seed
 
 
 def _key_of_variable(word: str) -> str | None:

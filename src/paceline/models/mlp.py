@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Collection
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.models.layers import PipelineLayer, sequential_layers
+from paceline.models.layers import Chain, PipelineLayer, sequential_layers
+
+_FORMER = {"layers.1": "layers.0", "layers.4": "layers.3", "layers.7": "layers.6"}  # a Flatten was the first of them
+_RENAMED = {f"{old}.{kind}": f"{new}.{kind}" for old, new in _FORMER.items() for kind in ("weight", "bias")}
 
 
 class MLPClassifier(nn.Module):
@@ -27,8 +31,8 @@ class MLPClassifier(nn.Module):
                 "  every layer needs a unit, and the second hidden layer has half of hidden_dim\n"
                 "  give input_dim >= 1, hidden_dim >= 2 and num_classes >= 1"
             )
+        self.flatten = nn.Flatten()
         self.layers = nn.Sequential(
-            nn.Flatten(),
             nn.Linear(input_dim, hidden_dim),
             nn.ReLU(),
             nn.Dropout(dropout),
@@ -40,12 +44,25 @@ class MLPClassifier(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Returns the logits of each class."""
-        return cast("Tensor", self.layers(inputs))
+        return cast("Tensor", self.layers(self.flatten(inputs)))
 
     def pipeline_layers(self) -> tuple[PipelineLayer, ...]:
         """Returns the three linear layers, each with what follows it: where a pipeline may cut."""
-        return sequential_layers(self.layers, "layers.")
+        first, *others = sequential_layers(self.layers, "layers.")
+        modules = (self.flatten, *first.modules)
+        return (PipelineLayer(name=first.name, run=Chain(modules), modules=modules), *others)
 
     def example_inputs(self) -> tuple[Tensor]:
         """Returns arguments of ``forward`` for one sample, without values."""
-        return (torch.empty(1, cast("nn.Linear", self.layers[1]).in_features, device="meta"),)
+        return (torch.empty(1, cast("nn.Linear", self.layers[0]).in_features, device="meta"),)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for old, new in _RENAMED.items():
+            if prefix + old in state_dict:
+                state_dict[prefix + new] = state_dict.pop(prefix + old)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def former_names(saved: Collection[str], wanted: Collection[str]) -> dict[str, str]:
+    """Returns the names that a classifier's weights had before, with those of today; none for other weights."""
+    return _RENAMED if set(saved) == set(_RENAMED) and set(wanted) == set(_RENAMED.values()) else {}

@@ -3,19 +3,24 @@
     speed-up     rate / (rate of the run with the fewest ranks / its ranks)
     efficiency   speed-up / ranks: 1 where every rank brings as much as a rank of that run
 
+Both say something where ranks are what differs: the model is the same, and so is the global batch (strong scaling) or
+the batch of a rank (weak scaling). Larger batches alone make a device faster, whatever the ranks do.
+
 The rate is that of the summary: samples a second of all ranks, in the median step.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from paceline.errors import UsageError
 from paceline.records.console import format_loss
 from paceline.records.records import strict_json
 from paceline.records.tables import new_table
@@ -30,7 +35,10 @@ _UNIMPORTANT = ("name", "monitor.folder")  # where a run is kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
-    """A run among those of one strategy: ``ideal`` is the speed-up of ranks that never wait, which is their number."""
+    """A run among those of one strategy: ``ideal`` is the speed-up of ranks that never wait, which is their number.
+
+    ``scaling`` is what it has in common with the first: strong, or weak.
+    """
 
     name: str
     strategy: str
@@ -39,31 +47,93 @@ class ScalingPoint:
     ideal: float
     speed_up: float
     efficiency: float
+    scaling: str = ""
+
+
+class ScaledRun(Protocol):
+    """What decides whether rates of two runs can be compared: of a run's first record, or its summary."""
+
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def num_parameters(self) -> int: ...
+    @property
+    def global_batch(self) -> int: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def compute(self) -> str: ...
+    @property
+    def peak_flops(self) -> float | None: ...
+
+
+def scaling_between(run: ScaledRun, base: ScaledRun) -> str:
+    """Says how a run scales one on at most as many ranks: ``strong`` or ``weak``. Raises UsageError if it does not."""
+    shared, batch = (run.global_batch, base.global_batch), (run.world_size, base.world_size)
+    is_strong, is_weak = shared[0] == shared[1], shared[0] * batch[1] == shared[1] * batch[0]
+    peaks = [f"{each.peak_flops:.3g} FLOP/s" for each in (run, base) if each.peak_flops is not None]
+    pairs = {
+        "parameters": (f"{run.num_parameters:,}", f"{base.num_parameters:,}"),
+        "compute": (run.compute, base.compute) if run.compute and base.compute else ("", ""),
+        "device peak": (peaks[0], peaks[-1]) if len(peaks) == 2 else ("", ""),
+        "ranks": (_kind_of_ranks(run), _kind_of_ranks(base)),
+    }
+    others = [f"{name}: {ours} against {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
+    if run.world_size < base.world_size:
+        others.append(f"ranks: {batch[0]} against {batch[1]}, which are more")
+    elif not is_strong and not is_weak:
+        others.append(f"global batch: {shared[0]} on {batch[0]} ranks against {shared[1]} on {batch[1]}")
+    if others:
+        weak = f"{base.global_batch / base.world_size * run.world_size:g}"
+        raise UsageError(
+            f"these runs differ in more than their ranks: {'; '.join(others)}\n"
+            "  speed-up compares one model on one kind of device, with the same global batch or the same batch of a "
+            f"rank\n  run it once more on fewer ranks with train.global_batch={shared[0]}, or this one with "
+            f"train.global_batch={shared[1]} or {weak}"
+        )
+    return "strong" if is_strong else "weak"
+
+
+def _kind_of_ranks(run: ScaledRun) -> str:
+    return "simulated" if run.backend == "virtual" else "real"
 
 
 def scaling_of(runs: Sequence[RunSummary]) -> tuple[ScalingPoint, ...]:
     """Compares runs of one strategy with different numbers of ranks; nothing where there are no two such runs."""
     found: list[ScalingPoint] = []
     for strategy in dict.fromkeys(run.strategy for run in runs):
-        known = [(run, run.samples_per_s) for run in runs if run.strategy == strategy and run.samples_per_s]
-        known.sort(key=lambda each: each[0].world_size)
-        if len({run.world_size for run, _ in known}) < 2:
-            continue
-        first, rate_of_first = known[0]
-        alone = rate_of_first / first.world_size
-        for run, rate in known:
-            found.append(
-                ScalingPoint(
-                    name=run.name,
-                    strategy=strategy,
-                    ranks=run.world_size,
-                    samples_per_s=rate,
-                    ideal=float(run.world_size),
-                    speed_up=rate / alone,
-                    efficiency=rate / alone / run.world_size,
-                )
-            )
+        known = [run for run in runs if run.strategy == strategy and run.samples_per_s]
+        for (base, _), *others in _families(sorted(known, key=lambda run: run.world_size)):
+            if any(run.world_size != base.world_size for run, _ in others):
+                found += [_point(run, base, scaling) for run, scaling in ((base, ""), *others)]
     return tuple(found)
+
+
+def _families(runs: Sequence[RunSummary]) -> list[list[tuple[RunSummary, str]]]:
+    """Puts each run, of those in the order of their ranks, to the first that it scales; or begins a row with it."""
+    rows: list[list[tuple[RunSummary, str]]] = []
+    for run in runs:
+        for row in rows:
+            with contextlib.suppress(UsageError):
+                row.append((run, scaling_between(run, row[0][0])))
+                break
+        else:
+            rows.append([(run, "")])
+    return rows
+
+
+def _point(run: RunSummary, base: RunSummary, scaling: str) -> ScalingPoint:
+    rate, alone = run.samples_per_s or 0.0, (base.samples_per_s or 0.0) / base.world_size
+    return ScalingPoint(
+        name=run.name,
+        strategy=run.strategy,
+        ranks=run.world_size,
+        samples_per_s=rate,
+        ideal=float(run.world_size),
+        speed_up=rate / alone,
+        efficiency=rate / alone / run.world_size,
+        scaling=scaling,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +230,12 @@ def draw_scaling(points: Sequence[ScalingPoint]) -> list[RenderableType]:
     """Draws how speed grows with ranks; nothing without points."""
     if not points:
         return []
-    table = new_table("scaling", "run", "strategy", "ranks", "samples/s", "ideal", "speed-up", "efficiency")
+    table = new_table("scaling", "run", "strategy", "ranks", "samples/s", "ideal", "speed-up", "efficiency", "")
     for point in points:
         table.add_row(
             *(point.name, point.strategy, str(point.ranks), f"{point.samples_per_s:,.1f}"),
             *(f"{point.ideal:g} x", f"{point.speed_up:.2f} x", f"{100 * point.efficiency:.1f} %"),
+            point.scaling,
         )
     return [table]
 

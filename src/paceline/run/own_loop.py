@@ -35,7 +35,7 @@ from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
 from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.errors import CollectiveMismatchError, CommunicationError, ConfigError
+from paceline.errors import CollectiveMismatchError, CommunicationError, ConfigError, UsageError
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangLimits, HangVerdict, judge
@@ -98,6 +98,34 @@ def connect(
             _say(f"the ranks are not watched: {problems[0]}")
         return comm
     return _follow(kept, folder, _verdict_folder(), WatchPolicy(limits=limits), is_temporary=True)
+
+
+def setup_distributed(
+    rank: int, world_size: int, backend: Literal["auto", "nccl", "gloo", "shared_memory"] = "auto"
+) -> Communicator:
+    """Joins processes that a script started by itself on one host, such as those of ``torch.multiprocessing.spawn``.
+
+    As ``connect()``, with the number of this process and of all of them; torch's own ``DistributedDataParallel`` works
+    in them too. They meet at 127.0.0.1:29500, or where MASTER_ADDR and MASTER_PORT say. ``cleanup_distributed()`` ends
+    it. Raises UsageError for a rank that is not below ``world_size``, or not the one that a launcher has given.
+    """
+    if type(rank) is not int or type(world_size) is not int or not 0 <= rank < world_size:
+        raise UsageError(
+            f"setup_distributed got rank = {rank!r} and world_size = {world_size!r}\n"
+            "  ranks are numbered from 0 to world_size - 1\n  pass what spawn gives each process, and how many they are"
+        )
+    asked = {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    given = {name: os.environ[name] for name in asked if os.environ.get(name, asked[name]) != asked[name]}
+    if given:
+        told = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise UsageError(
+            f"setup_distributed got rank = {rank} and world_size = {world_size}, and a launcher has set {told}\n"
+            "  one of them says which rank this is\n  under a launcher call paceline.connect()"
+        )
+    os.environ.update(asked)
+    for name, value in {"LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
+        os.environ.setdefault(name, value)
+    return connect(backend)
 
 
 def _join_launcher() -> None:

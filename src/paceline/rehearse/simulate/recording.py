@@ -62,11 +62,15 @@ class ClockSink:
 
 @dataclass(frozen=True, slots=True)
 class StepBounds:
-    """From when to when a step lasted, on one rank's clock."""
+    """From when to when a step lasted, on one rank's clock.
+
+    ``busy_s`` is how long a modelled GPU ran kernels that compute; None where the host computes itself.
+    """
 
     step: int
     start_s: float
     end_s: float
+    busy_s: float | None = None
 
 
 class LaunchTimes(Protocol):
@@ -109,8 +113,8 @@ class ClockMeter(StepMeter):
     def finish(self, facts: StepFacts) -> bool:
         """Ends the step. Always time to drain: how often must not depend on the time of this machine."""
         super().finish(facts)
-        self.steps.append(StepBounds(facts.step, self._began_s, self._clock.now_s))
-        self._host_s[facts.step] = self._issue_s()
+        busy_s, self._host_s[facts.step] = self._launch_times()
+        self.steps.append(StepBounds(facts.step, self._began_s, self._clock.now_s, busy_s))
         self._began_s = self._clock.now_s
         return True
 
@@ -127,13 +131,13 @@ class ClockMeter(StepMeter):
     def _now(self) -> float:
         return self._clock.now_s
 
-    def _issue_s(self) -> float | None:
-        """Returns the host's time for the step that ends now if the device had less to do, 0 if it had more."""
+    def _launch_times(self) -> tuple[float | None, float | None]:
+        """Returns the device's time for the step that ends now, and the host's if that was more, else 0."""
         if self.launches is None or not self.launches.launch_s:
-            return None
+            return None, None
         (work_s, launch_s), self._launched = self._launched, (self.launches.work_s, self.launches.launch_s)
         work_s, launch_s = self._launched[0] - work_s, self._launched[1] - launch_s
-        return launch_s if launch_s > work_s else 0.0
+        return work_s, launch_s if launch_s > work_s else 0.0
 
 
 def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord:
@@ -162,15 +166,16 @@ def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord
     )
 
 
-def write_records(records: Sequence[Sequence[Record]], folder: Path) -> None:
-    """Writes the records of all ranks where a run has them. Raises RunFolderError if some are there already."""
+def write_records(records: Sequence[Sequence[Record]], folder: Path, hosts: Sequence[Record] = ()) -> None:
+    """Writes the records of ranks and hosts where a run has them. Raises RunFolderError if some are there already."""
     if any(folder.glob("records/rank-*.jsonl")):
         raise RunFolderError(
             f"{folder} has records of another run\n  a run never overwrites another\n  give another folder"
         )
-    for rank, own in enumerate(records):
+    files = {f"rank-{rank}.jsonl": own for rank, own in enumerate(records)}
+    for name, own in (files | ({"host-virtual.jsonl": hosts} if hosts else {})).items():
         try:
-            with contextlib.closing(JsonlSink(folder / "records" / f"rank-{rank}.jsonl")) as sink:
+            with contextlib.closing(JsonlSink(folder / "records" / name)) as sink:
                 sink.write(*own)
         except OSError as error:
             raise RunFolderError(

@@ -50,7 +50,7 @@ from paceline.notebook import Shown, curve
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
-from paceline.records.records import EndRecord, EvalRecord, Record, StepRecord
+from paceline.records.records import EndRecord, EvalRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Fanout, Sink
 from paceline.records.summary import FINAL_STEPS, StepTable, Totals, add_up
 from paceline.rehearse.dryrun.operators import Operators, is_free, tensors_of
@@ -273,6 +273,19 @@ class Simulation(Shown):
 
     def facts(self) -> dict[str, object]:
         return self.summary.facts()
+
+    @property
+    def hosts(self) -> list[HostRecord]:
+        """What drivers would read of modelled GPUs after each step: the share in which kernels computed."""
+        found = []
+        for row in zip(*self.steps, strict=True):
+            shares = {
+                f"hw.gpu.utilization/{rank}": min(1.0, step.busy_s * self.conditions.slow.get(rank, 1.0) / took_s)
+                for rank, step in enumerate(row)
+                if step.busy_s is not None and (took_s := step.end_s - step.start_s) > 0
+            }
+            found += [HostRecord(host="virtual", values=shares, time=row[0].end_s)] if shares else []
+        return found
 
     def charts(self) -> list[str]:
         return [curve("training loss", [each.loss for each in self.records[0] if isinstance(each, StepRecord)])]
