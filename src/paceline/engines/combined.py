@@ -35,7 +35,7 @@ from paceline.engines.flat.sharded import name_problems, reduce_norm
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
-from paceline.shards import Shard
+from paceline.shards import Shard, own_optimizer_state
 
 # States of a model whose parts lie on several ranks, by name: how they are collected, numbered and handed out.
 #
@@ -152,7 +152,7 @@ def load_by_name(
         for name, number in zip(members, group["params"], strict=True)
     }
     mine: dict[str, Any] = {"state": {}, "param_groups": []}
-    for numbers, group in zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True):
+    for numbers, group in zip(own_optimizer_state(optimizer)["param_groups"], optimizer.param_groups, strict=True):
         own = [names[id(parameter)] for parameter in group["params"]]
         settings = saved[by_name[own[0]][1]] if own else group
         mine["param_groups"].append({**settings, "params": numbers["params"]})
@@ -420,7 +420,7 @@ class CombinedParallel(Engine):
         mine = named_states(optimizer, packed, self._by_id()) if packed else {}
         whole = {name: self._whole_values(name, values) for name, values in mine.items()}
         found = self._merged(whole, rank0_only=rank0_only)
-        return numbered_states(groups, found) if found else {}
+        return {} if rank0_only and self.world.rank else numbered_states(groups, found)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         groups = global_groups(self.axes.pipe, optimizer, self._by_id(), self._names)

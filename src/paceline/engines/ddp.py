@@ -45,6 +45,7 @@ from paceline.engines.masters import Masters, hand_over, norm_of
 from paceline.engines.module_guard import load_own
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Layout
+from paceline.shards import own_optimizer_state
 
 
 class DataParallel(ModuleEngine):
@@ -189,7 +190,7 @@ class DataParallel(ModuleEngine):
             self._masters.load_state_dict(state)
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        return {} if rank0_only and self.comm.rank != 0 else on_cpu(optimizer.state_dict())
+        return {} if rank0_only and self.comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         load_optimizer_state(optimizer, (), state)  # a copy: torch's own would keep the tensors of ``state``

@@ -7,6 +7,7 @@ is right as it is (``clip_grad_value_``). One that looks at all of them is not, 
     GradScaler.unscale_                        right: what is not finite on one rank is so on all, and all skip the step
     parameters_to_vector, AveragedModel        refused
     Optimizer.step                             refused for parameters that an engine has replaced
+    Optimizer.state_dict, load_state_dict      right: whole tensors, as in one process; all ranks call them
     Module.zero_grad                           right: what the engine updates forgets its gradients, too
     Module.state_dict, load_state_dict         refused (``module_guard``)
 
@@ -34,6 +35,7 @@ from torch.optim.swa_utils import AveragedModel
 from paceline.engines.engine import Engine
 from paceline.engines.module_guard import forget_gradients, guard_states
 from paceline.errors import UsageError
+from paceline.shards import are_states_own
 
 _Parts = weakref.WeakKeyDictionary[Engine, frozenset[int]]
 _Parameter = weakref.ref[nn.Parameter]
@@ -44,6 +46,7 @@ class _Watch:
 
     def __init__(self) -> None:
         self.parts: _Parts = weakref.WeakKeyDictionary()  # by engine, the ids of what it updates, which it keeps
+        self.elsewhere: _Parts = weakref.WeakKeyDictionary()  # the same, also where they are whole but not the module's
         self.replaced: dict[int, tuple[_Parameter, _Parameter | None]] = {}  # by id: itself, and what is updated now
         self.seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.is_installed = False
@@ -54,6 +57,11 @@ class _Watch:
             return []
         given = {id(parameter) for parameter in parameters}
         return [engine for engine, ids in list(self.parts.items()) if not ids.isdisjoint(given)]
+
+    def engine_behind(self, optimizer: torch.optim.Optimizer) -> Engine | None:
+        """Returns the engine for which an optimizer updates something else than the module's parameters."""
+        first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
+        return next((engine for engine, ids in list(self.elsewhere.items()) if first in ids), None)
 
     def num_replaced(self, parameters: Iterable[torch.Tensor]) -> int:
         """Counts those that an engine has put others in the place of."""
@@ -82,6 +90,7 @@ def watch_engine(engine: Engine, before: Mapping[str, nn.Parameter]) -> None:
     if engine.holds_parts:
         _WATCH.parts[engine] = frozenset(updated)
     if engine.holds_parts or replaced:
+        _WATCH.elsewhere[engine] = frozenset(updated)
         guard_states(engine.module)
     if not _WATCH.is_installed:
         _WATCH.is_installed = True
@@ -146,11 +155,39 @@ def adopt_optimizer(
         engine.load_full_optimizer_state(optimizer, dict(state))
 
 
+def _whole_state(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Gives the state as one process would have it, and not that of a rank's parts, which no other rank could load."""
+
+    @functools.wraps(function)
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        engine = None if are_states_own() else _WATCH.engine_behind(self)
+        return function(self) if engine is None else engine.full_optimizer_state(self)
+
+    return state_dict
+
+
+def _loading_whole(function: Callable[..., None]) -> Callable[..., None]:
+    """Lets each rank take its part of a whole state."""
+
+    @functools.wraps(function)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        engine = None if are_states_own() else _WATCH.engine_behind(self)
+        if engine is None:
+            function(self, state_dict)
+        else:
+            engine.load_full_optimizer_state(self, state_dict)
+
+    return load_state_dict
+
+
 # Other helpers.
 
 
 def _install() -> None:
     register_optimizer_step_pre_hook(_check_step)
+    optimizers: Any = torch.optim.Optimizer
+    optimizers.state_dict = _whole_state(optimizers.state_dict)
+    optimizers.load_state_dict = _loading_whole(optimizers.load_state_dict)
     _replace_inside(clip_grad, "_get_total_norm", _total_norm)
     _replace_inside(clip_grad, "clip_grad_norm_", _checked)
     _replace_inside(clip_grad, "clip_grad_value_", _checked)
