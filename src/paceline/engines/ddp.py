@@ -303,6 +303,7 @@ class DataParallel(ModuleEngine):
             self._compression.end_pass()
         self._learn()
         self._reset()
+        self._end_pass()
 
     def _send_one_by_one(self, tuner: BucketTuner) -> None:
         """Sends each bucket when the one before it is there, for the tuner to take the time."""

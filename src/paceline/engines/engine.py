@@ -26,6 +26,7 @@ from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piec
 from paceline.engines.float8 import Float8Layers
 from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
+from paceline.engines.replicas import ReplicaWatch
 from paceline.errors import UsageError
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.schedule.grid import Action
@@ -318,6 +319,7 @@ class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
     piece_copies: tuple[int, int] = (0, 1)  # which of how many ranks this is that hold the same pieces
+    replicas: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
 
     def __init__(self, module: nn.Module, comm: Communicator, precision: Precision, buffers: BufferPolicy) -> None:
         self.module = module
@@ -346,8 +348,20 @@ class ModuleEngine(Engine):
         with self.precision.context(self.comm.device):
             return self._run_module(*args, **kwargs)
 
+    def watch_replicas(self) -> None:
+        """Lets this rank compare its inputs and its replica with those of the others, now and then."""
+        if self.comm.size > 1:
+            self.replicas = ReplicaWatch(self.comm)
+
+    def _end_pass(self) -> None:
+        """Ends a backward pass that has completed the gradients."""
+        if self.replicas is not None:
+            self.replicas.end_pass(() if self.holds_parts else self.named_parameters())
+
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a loop of the user's own, the ledger is told of the phase before and after it."""
+        if self.replicas is not None and torch.is_grad_enabled():
+            self.replicas.see((args, kwargs))
         ledger = self.comm.ledger
         if ledger is None or not ledger.is_own_loop:
             return self.module(*args, **kwargs)
