@@ -97,7 +97,7 @@ def test_a_schedule_by_a_ranks_own_loss_is_told_with_step_rates_and_parameters()
     found = own_loop(work)
     assert len(found) == 1
     assert "in step 4, rank 1 has other values in 4 parameters (0.weight, 0.bias, 2.weight, ...)" in found[0]
-    assert "the learning rates [0.025], and rank 0 [0.1]" in found[0]
+    assert "the learning rates 0.025, and rank 0 0.1" in found[0]
     assert "in step 2 both were alike" in found[0]
 
 
@@ -112,7 +112,7 @@ def test_other_learning_rates_for_the_parts_of_one_model_are_told(strategy: str)
 
     found = own_loop(work)
     assert len(found) == 1
-    assert "in step 2, rank 1 has the learning rates [0.05], and rank 0 [0.1]" in found[0]
+    assert "in step 2, rank 1 has the learning rates 0.05, and rank 0 0.1" in found[0]
 
 
 def test_an_update_after_no_sync_alone_is_told() -> None:

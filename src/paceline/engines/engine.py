@@ -319,7 +319,7 @@ class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
     piece_copies: tuple[int, int] = (0, 1)  # which of how many ranks this is that hold the same pieces
-    replicas: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
+    replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
 
     def __init__(self, module: nn.Module, comm: Communicator, precision: Precision, buffers: BufferPolicy) -> None:
         self.module = module
@@ -351,17 +351,17 @@ class ModuleEngine(Engine):
     def watch_replicas(self) -> None:
         """Lets this rank compare its inputs and its replica with those of the others, now and then."""
         if self.comm.size > 1:
-            self.replicas = ReplicaWatch(self.comm)
+            self.replica_watch = ReplicaWatch(self.comm)
 
     def _end_pass(self) -> None:
         """Ends a backward pass that has completed the gradients."""
-        if self.replicas is not None:
-            self.replicas.end_pass(() if self.holds_parts else self.named_parameters())
+        if self.replica_watch is not None:
+            self.replica_watch.end_pass(() if self.holds_parts else self.named_parameters())
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a loop of the user's own, the ledger is told of the phase before and after it."""
-        if self.replicas is not None and torch.is_grad_enabled():
-            self.replicas.see((args, kwargs))
+        if self.replica_watch is not None and torch.is_grad_enabled():
+            self.replica_watch.see((args, kwargs))
         ledger = self.comm.ledger
         if ledger is None or not ledger.is_own_loop:
             return self.module(*args, **kwargs)

@@ -100,7 +100,8 @@ class ReplicaWatch:
             shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             found.append(f"other values in {len(names)} parameters ({shown})")
         if rates[rank] != rates[0]:
-            found.append(f"the learning rates {list(rates[rank])}, and rank 0 {list(rates[0])}")
+            other, first = (", ".join(f"{rate:.6g}" for rate in each) for each in (rates[rank], rates[0]))
+            found.append(f"the learning rates {other}, and rank 0 {first}")
         warnings.warn(
             f"in step {self._num_passes}, rank {rank} has {'; '.join(found)}; in step {max(self._alike, 1)} both were "
             "alike\n"

@@ -129,8 +129,8 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             f"  give parallelize(..., optimizer=optimizer), or build it afterwards: {kind}(engine.parameters(), ...)"
         )
     behind = _WATCH.engine_behind(optimizer)
-    if isinstance(behind, ModuleEngine) and behind.replicas is not None:
-        behind.replicas.optimizer = weakref.ref(optimizer)
+    if isinstance(behind, ModuleEngine) and behind.replica_watch is not None:
+        behind.replica_watch.optimizer = weakref.ref(optimizer)
     for engine in _WATCH.engines_of(parameters):
         is_checked = engine.checked_optimizer is not None and engine.checked_optimizer() is optimizer
         if not is_checked and engine.comm.device.type != "meta":  # a dry run records what happens in a step
