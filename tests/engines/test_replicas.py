@@ -16,10 +16,12 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline.comm.base import Communicator
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.ledger import Ledger
+from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.own_loader import shard
 from paceline.engines.apply import parallelize
 from paceline.engines.replicas import fingerprint, first_equal, is_due, sum_of_bits
+from paceline.errors import UsageError
 
 DATA = TensorDataset(torch.randn(64, 6, generator=torch.Generator().manual_seed(0)), torch.arange(64) % 3)
 STRATEGIES = ["ddp", "zero1", "zero2", "fsdp"]
@@ -152,16 +154,11 @@ def test_fingerprints_and_sums_tell_other_values_apart() -> None:
         assert sum_of_bits(one) == sum_of_bits(one.t()) != sum_of_bits(other)
 
 
-@pytest.mark.parametrize("wrap", ["DistributedDataParallel", "DataParallel"])
-def test_a_model_that_torch_has_wrapped_already_is_refused_with_the_fix(wrap: str) -> None:
-    kind = getattr(nn.parallel, wrap)
-
-    def work(comm: Communicator) -> None:
-        wrapped = kind.__new__(kind)  # as torch would make it, had its ranks met
-        nn.Module.__init__(wrapped)
-        wrapped.module = make_model()
-        for model in (wrapped, nn.Sequential(wrapped)):
-            with pytest.raises(Exception, match=rf"is wrapped in torch's {wrap} already(.|\n)*model\.module"):
-                parallelize(model, comm)
-
-    run_virtual(work, ranks=2)
+@pytest.mark.parametrize("wrap", [nn.parallel.DistributedDataParallel, nn.DataParallel])
+def test_a_model_that_torch_has_wrapped_already_is_refused_with_the_fix(wrap: Any) -> None:
+    wrapped = wrap.__new__(wrap)  # as torch would make it, had its ranks met
+    nn.Module.__init__(wrapped)
+    wrapped.module = make_model()
+    for model in (wrapped, nn.Sequential(wrapped)):
+        with pytest.raises(UsageError, match=rf"torch's {wrap.__name__} already(.|\n)*is wrapped: model\.module"):
+            parallelize(model, SoloCommunicator(torch.device("cpu")))

@@ -396,11 +396,11 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
     for name, module in model.named_modules():
         wrapper = next((each.__name__ for each in type(module).__mro__ if _is_wrapper(each)), None)
         if wrapper is not None:
+            inside = "fully_shard(...) is called on it" if wrapper == "FSDPModule" else "it is wrapped: model.module"
             raise UsageError(
                 f"{name or 'the model'} is wrapped in torch's {wrapper} already\n"
                 "  parallelize() shares gradients and parameters between the ranks itself: once is enough\n"
-                f"  give the model without it: {'model.module, ' if wrapper != 'FSDPModule' else ''}"
-                "or the model as it was before"
+                f"  give the model as it is before {inside}"
             )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = [name for name, tensor in tensors.items() if tensor.is_meta and not is_unfilled(tensor)]

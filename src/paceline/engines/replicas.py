@@ -44,16 +44,14 @@ class ReplicaWatch:
 
     def see(self, inputs: Any) -> None:
         """Takes note of what the module is given in a forward pass of training."""
-        if self._num_passes < _FIRST and len(self._inputs) < _MAX_INPUTS:
+        if self._num_passes < _FIRST and len(self._inputs) < _MAX_INPUTS and self._may_read():
             self._inputs.append(fingerprint(inputs))
 
     @torch.no_grad()
     def end_pass(self, replicated: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Ends a backward pass that all ranks have made; ``replicated`` is what each of them holds alike."""
         self._num_passes += 1
-        ledger = self._comm.ledger
-        is_own_loop = ledger is None or ledger.is_own_loop  # else a trainer of ours has taken over
-        if not is_own_loop or not is_due(self._num_passes) or self._has_warned:  # alike on all ranks
+        if not is_due(self._num_passes) or self._has_warned or not self._may_read():  # alike on all ranks
             return
         named = {name: each for name, each in replicated if each.requires_grad}
         sums = [sum_of_bits(each).to(control_device(self._comm)) for each in named.values()]
@@ -75,6 +73,12 @@ class ReplicaWatch:
         elif (rank := first_other(all_rates)) is not None:
             self._warn_of_drift(rank, [], gather_objects(self._comm, rates))
         self._alike = self._num_passes
+
+    def _may_read(self) -> bool:
+        """Says whether no trainer of ours has taken the loop over, and no CUDA graph is recorded, which cannot wait."""
+        ledger = self._comm.ledger
+        is_recorded = self._comm.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return (ledger is None or ledger.is_own_loop) and not is_recorded
 
     def _rates(self) -> list[float]:
         optimizer = None if self.optimizer is None else self.optimizer()
