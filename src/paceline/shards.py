@@ -10,14 +10,18 @@ A *region* says which elements of a whole tensor somebody holds: what is left of
 parallelism, by experts), and of that an interval in the order of memory. What two regions have in common comes out as
 *runs*, elements that follow one another in both; there are as many as rows that a cut goes through, and one for
 regions that are cut along the first dim.
+
+``own_states`` tells the state of what a rank holds from a whole one, for the torch objects that can give both.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +31,8 @@ if TYPE_CHECKING:
 
 Places: TypeAlias = NDArray[np.int64]
 Spans: TypeAlias = tuple[tuple[int, int], ...]
+
+_are_states_own = contextvars.ContextVar("_are_states_own", default=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -256,3 +262,33 @@ def _element_runs(region: Region, order: tuple[int, ...] | None) -> Runs:
     place = _ravel(region, found, mine, theirs)
     sequence = np.argsort(place, kind="stable")
     return Runs(sequence.astype(np.int64), place[sequence], np.ones(region.size, dtype=np.int64))
+
+
+# States of what a rank holds. Users of a module or an optimizer get whole ones, or an error (``torch_helpers.py``).
+
+
+@contextlib.contextmanager
+def own_states() -> Iterator[None]:
+    """Lets modules and optimizers give and take the state of what this rank holds, as torch itself does."""
+    token = _are_states_own.set(True)
+    try:
+        yield
+    finally:
+        _are_states_own.reset(token)
+
+
+def are_states_own() -> bool:
+    """Says whether a state is that of what this rank holds: inside ``own_states``."""
+    return _are_states_own.get()
+
+
+def own_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Returns an optimizer's state of what this rank updates, its tensors themselves."""
+    with own_states():
+        return optimizer.state_dict()
+
+
+def load_own_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads a state of what this rank updates."""
+    with own_states():
+        optimizer.load_state_dict(state)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
 
 import paceline
 from paceline.classic.simulated import _LateView
@@ -89,6 +90,62 @@ def test_a_fit_without_gain_ends_early_also_after_a_resume(tmp_path: Path) -> No
     trainer = DistributedTrainer(model(), comm=SoloCommunicator(torch.device("cpu")))
     with pytest.raises(UsageError, match="patience = 0"):
         trainer.fit([], torch.optim.SGD(trainer.parameters()), CRITERION, patience=0)
+
+
+def fit_plain(comm: Communicator, folder: Path, *, epochs: int = 2, resume: bool = False, **options: Any) -> Any:
+    """Fits as a script of one process does: the same DataLoader on all ranks. Returns also what this rank has seen."""
+    seen: list[int] = []
+    inputs = torch.randn(22, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    trainer = DistributedTrainer(model().double(), "ddp", comm=comm, checkpoint_dir=folder)
+    trainer.engine.module.register_forward_pre_hook(lambda _, args: seen.append(len(args[0])))
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=0.05)
+    history = trainer.fit(
+        DataLoader(whole, batch_size=7, **options),
+        optimizer,
+        CRITERION,
+        epochs,
+        resume=resume,
+        eval_loader=DataLoader(whole, 5),
+    )
+    found = trainer.evaluate(DataLoader(whole, 5), CRITERION)
+    return history, trainer.engine.full_state_dict(), sum(seen), found
+
+
+def test_a_plain_dataloader_is_shared_out_and_the_numbers_are_those_of_one_process(tmp_path: Path) -> None:
+    history, state, seen, found = run_virtual(lambda comm: fit_plain(comm, tmp_path / "1"), 1)[0]
+    for ranks in (2, 4):  # the last batch of an epoch has one sample
+        shared = run_virtual(lambda comm, ranks=ranks: fit_plain(comm, tmp_path / str(ranks)), ranks)  # type: ignore[misc]
+        for each in shared:
+            assert [row["loss"] for row in each[0]] == pytest.approx([row["loss"] for row in history], abs=1e-12)
+            assert each[3] == pytest.approx(found, abs=1e-12)
+            for name, value in state.items():
+                torch.testing.assert_close(each[1][name], value, rtol=0, atol=1e-12)
+        assert sum(each[2] for each in shared) == seen  # the same work, in parts
+        assert max(each[2] for each in shared) < 0.7 * seen
+
+
+def test_a_shuffled_dataloader_is_shared_out_in_an_order_that_a_resume_keeps(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"shuffle": True, "drop_last": True}
+    whole = run_virtual(lambda comm: fit_plain(comm, tmp_path / "a", epochs=4, **options), 2)
+    run_virtual(lambda comm: fit_plain(comm, tmp_path / "b", epochs=2, **options), 2)
+    later = run_virtual(lambda comm: fit_plain(comm, tmp_path / "b", epochs=4, resume=True, **options), 2)
+    assert later[0][0] == whole[0][0][2:]
+    assert all(torch.equal(value, whole[0][1][name]) for name, value in later[0][1].items())
+
+
+def test_shares_that_ranks_made_themselves_are_not_shared_out_again(tmp_path: Path) -> None:
+    data = [torch.cat(parts) for parts in zip(*batches(12), strict=True)]
+    whole = TensorDataset(*data)
+
+    def work(comm: Communicator) -> list[int]:
+        trainer = DistributedTrainer(model(), comm=comm, checkpoint_dir=tmp_path)
+        mine = Subset(whole, range(comm.rank, 12, 2))
+        sampled = DataLoader(whole, 3, sampler=DistributedSampler(whole, comm.size, comm.rank))
+        loaders = [DataLoader(mine, 3), sampled, DataLoader(mine, 3) if comm.rank else [tuple(data)]]
+        return [int(trainer.evaluate(loader, CRITERION)["samples"]) for loader in loaders]
+
+    assert run_virtual(work, 2) == [[12, 12, 18]] * 2
 
 
 class TwoParts(nn.Module):

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from itertools import chain
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, WeightedRandomSampler
 
+from paceline.comm.mean import mean
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.data.own_loader import OwnLoader, loader, shard
+from paceline.data.own_loader import OwnLoader, loader, shard, without_rows
+from paceline.engines.apply import parallelize
 from paceline.errors import DataError, UsageError
 
 CPU = torch.device("cpu")
@@ -38,7 +43,7 @@ def read(ranks: int, epochs: int = 2, state: dict[str, int] | None = None, **opt
         if state is not None:
             mine.load_state_dict(state)
         found = [batch for _ in range(mine.epoch, epochs) for batch in mine]
-        return [[] if batch is None else batch.tolist() for batch in found]
+        return [batch.tolist() for batch in found]
 
     return [list(chain(*shares)) for shares in zip(*run_virtual(work, ranks=ranks), strict=True)]
 
@@ -86,10 +91,54 @@ def test_an_epoch_that_was_left_early_is_followed_by_the_next() -> None:
     assert len(mine) == 3
 
 
-def test_ranks_that_will_have_no_sample_are_told_beforehand() -> None:
-    with pytest.warns(UserWarning, match=r"has 1 of 7 samples, for 2 ranks: .* engine\.sit_out"):
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp"])
+def test_a_last_batch_of_fewer_samples_than_ranks_trains_as_in_one_process(strategy: str) -> None:
+    torch.manual_seed(0)
+    dataset = TensorDataset(torch.randn(9, 6, dtype=torch.float64), torch.arange(9) % 3)
+
+    def work(comm: Any) -> tuple[dict[str, torch.Tensor], float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3)).double()
+        engine = parallelize(model, comm, strategy)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.1)
+        total, count = torch.zeros((), dtype=torch.float64), 0
+        batches = loader(dataset, comm, batch_size=7)  # of which the last has two samples
+        for _ in range(2):
+            for x, y in batches:  # the loop of docs/convert.md
+                loss = F.cross_entropy(engine(x), y, reduction="sum")
+                (loss * engine.loss_scale(len(y))).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                total += loss.detach()
+                count += len(y)
+        return engine.full_state_dict(), mean(total, count, comm)
+
+    alone, alone_loss = run_virtual(work, ranks=1)[0]
+    with pytest.warns(UserWarning, match="has 2 of 7 samples, for 4 ranks"):
+        found = run_virtual(work, ranks=4)
+    for state, loss in found:
+        assert loss == pytest.approx(alone_loss, abs=1e-12)
+        for name, value in alone.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+
+
+def test_ranks_that_will_have_no_sample_get_no_rows_and_are_told_beforehand() -> None:
+    with pytest.warns(UserWarning, match=r"has 1 of 7 samples, for 2 ranks: .* or give drop_last=True"):
         made = run_virtual(lambda comm: list(loader(Numbers(), comm, batch_size=7)), ranks=2)
-    assert [each[-1] is None for each in made] == [True, False]
+    assert [len(each[-1]) for each in made] == [0, 1]
+    with pytest.warns(UserWarning, match="has 1 of 4 samples, for 2 ranks"):  # fewer samples than ranks in all
+        made = run_virtual(lambda comm: list(loader(Numbers(1), comm, batch_size=4)), ranks=2)
+    assert [batch.tolist() for each in made for batch in each] == [[], [0]]
+
+
+def test_a_batch_without_samples_has_the_form_of_the_others() -> None:
+    batch = {"x": torch.ones(1, 3), "pair": (torch.ones(1, dtype=torch.int64), ["a name"]), "scale": 2.0}
+    found = without_rows(batch)
+    assert found["x"].shape == (0, 3)
+    assert found["pair"][0].dtype == torch.int64
+    assert found["pair"][1] == []
+    assert found["scale"] == 2.0
+    assert without_rows(UserDict(x=torch.ones(1, 2)))["x"].shape == (0, 2)
 
 
 def test_a_dataloader_is_shared_out_with_its_own_settings() -> None:

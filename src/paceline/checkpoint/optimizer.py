@@ -23,7 +23,7 @@ from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import encode
 from paceline.checkpoint.values import GROUP, REST
 from paceline.errors import MisfitError, UsageError
-from paceline.shards import Shard, whole_region
+from paceline.shards import Shard, load_own_optimizer_state, own_optimizer_state, whole_region
 
 _MEMBERS = ("params", "param_names")
 _WHOLE = "step"  # one value for the parameter, also where that has one element itself
@@ -35,7 +35,7 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
 
     Raises UsageError for state that is neither of a parameter's shape nor a value for all of it.
     """
-    packed = optimizer.state_dict()
+    packed = own_optimizer_state(optimizer)
     by_id = _by_id(shards)
     tensors: list[Shard] = []
     found: dict[str, Any] = {}
@@ -82,7 +82,8 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
             number += 1
     try:
         rest = checkpoint.found.get(REST, {"state": {}, "beside": {}})
-        optimizer.load_state_dict({**rest["beside"], "state": {**rest["state"], **state}, "param_groups": rows})
+        whole = {**rest["beside"], "state": {**rest["state"], **state}, "param_groups": rows}
+        load_own_optimizer_state(optimizer, whole)
     except (RuntimeError, ValueError, KeyError) as error:
         raise MisfitError(str(error)) from error
 

@@ -4,8 +4,10 @@
     result = trainer.evaluate(held_out, criterion, metrics={"accuracy": accuracy})     # the same on every rank
     outputs = trainer.predict(loader)                                                  # of this rank's samples
 
-Each rank passes its own share of the data. Shares may differ in length: a rank that has no batch left takes part
-without samples, so that nobody waits for it. That costs one small all-reduce a batch where there are several ranks.
+In ``fit`` and ``evaluate`` a plain ``DataLoader`` of all the data, the same on every rank, is shared out as by
+``paceline.shard``: a step has the samples that it has in one process. Any other loader is this rank's own share. Shares
+may differ in length: a rank that has no batch left takes part without samples, so that nobody waits for it. That costs
+one small all-reduce a batch where there are several ranks.
 """
 
 from __future__ import annotations
@@ -15,10 +17,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
 from paceline.clock import on_device
+from paceline.comm.objects import gather_objects
+from paceline.data.own_loader import OwnLoader, shard_weighed
+from paceline.engines.agree import tensors_in
+from paceline.engines.replicas import fingerprint
 from paceline.errors import UsageError
+from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.step import place
 
 if TYPE_CHECKING:
@@ -67,7 +75,8 @@ class Fitting:
 
         The best by loss, that of ``eval_loader`` if there is one, is kept as ``best``. After ``patience`` epochs in a
         row without a better one the training ends. ``resume`` goes on from the newest checkpoint, with the count of
-        those epochs. A loader whose sampler has ``set_epoch`` is told the epoch. All ranks call it.
+        those epochs. A loader whose sampler has ``set_epoch`` is told the epoch. A plain ``DataLoader`` of all the data
+        is shared out among the ranks. All ranks call it.
         """
         if patience is not None and (type(patience) is not int or patience < 1):
             raise UsageError(
@@ -98,7 +107,7 @@ class Fitting:
     ) -> dict[str, float]:
         """Returns the mean loss over all samples of all ranks, each metric, and ``samples``. Exact for ragged batches.
 
-        All ranks call it. Parameters and modes stay as they are.
+        All ranks call it. Parameters and modes stay as they are. A plain ``DataLoader`` is shared out as in ``fit``.
         """
         names, device = list(metrics or {}), self.engine.device
         loss = CriterionLoss(criterion, self.engine.precision)
@@ -117,7 +126,7 @@ class Fitting:
                 row += _sum_and_count(name, (metrics or {})[name](known[0], batch[1]), count_samples(batch))
             return row
 
-        for row in self._forward(loader, score):
+        for row in self._forward(self._shared(loader), score):
             sums += torch.stack([on_device(number, device).double() for number in row])
         self.engine.comm.all_reduce(sums).wait()
         total, samples, *rest = sums.tolist()  # sync point
@@ -145,7 +154,7 @@ class Fitting:
         if hasattr(sampler, "set_epoch"):
             sampler.set_epoch(epoch)
         sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
-        for step, batch in enumerate(self._together(loader)):
+        for step, batch in enumerate(self._together(self._shared(loader, epoch))):
             metrics = self.train_step(batch, optimizer, criterion, step)
             if samples := metrics["samples"]:
                 sums += torch.tensor([metrics["loss"] * samples, samples], dtype=torch.float64).to(sums.device)
@@ -171,17 +180,59 @@ class Fitting:
             for module, was_training in modes:
                 module.training = was_training
 
+    def _shared(self, loader: Iterable[Any], epoch: int = 0) -> Iterable[Any]:
+        """Returns what shares a plain ``DataLoader`` out, if all ranks have the same; else the loader itself."""
+        comm = self.engine.comm
+        if comm.size == 1:
+            return loader
+        everyone = gather_objects(comm, _describe(loader, comm.device))
+        first = everyone[0]
+        if (
+            first is None
+            or not isinstance(loader, DataLoader)
+            or any(each is None or each[1:] != first[1:] for each in everyone)
+        ):
+            return loader
+        shared = shard_weighed(loader, comm, seed=first[0])
+        shared.load_state_dict({**shared.state_dict(), "position": epoch * shared.order.samples_per_epoch})
+        return shared
+
     def _together(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yields this rank's batches, and None while others still have some."""
         comm, batches = self.engine.comm, iter(loader)
         while True:
             batch = next(batches, None)
+            if isinstance(loader, OwnLoader) and any(not each.numel() for each in tensors_in(batch)):
+                batch = None  # others have samples
             left = torch.tensor([float(batch is not None)], device=comm.device)
             if comm.size > 1:
                 comm.all_reduce(left).wait()
             if not left.item():  # sync point
                 return
             yield batch
+
+
+def _describe(loader: Iterable[Any], device: torch.device) -> tuple[int, ...] | None:
+    """Returns the seed and the settings of a plain ``DataLoader``, with a fingerprint of some samples; None for others.
+
+    The samples are read from one random state on all ranks, as a data set may change them by chance.
+    """
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return None
+    dataset: Any = loader.dataset
+    if not (is_shuffled or isinstance(sampler, SequentialSampler)) or not len(dataset):
+        return None
+    before = capture_random_states(device)
+    seed_everything(0)
+    try:
+        length = len(dataset)
+        samples = loader.collate_fn([dataset[place] for place in sorted({0, length // 2, length - 1})])
+    finally:
+        restore_random_states(before, device)
+    seed = torch.initial_seed() if loader.generator is None else loader.generator.initial_seed()
+    return seed % 2**63, length, loader.batch_size, is_shuffled, loader.drop_last, fingerprint(samples)
 
 
 def _sum_and_count(name: str, value: Any, samples: int) -> list[Any]:

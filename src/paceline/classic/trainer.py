@@ -50,6 +50,7 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.apply import parallelize
+from paceline.engines.engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
@@ -174,6 +175,8 @@ class DistributedTrainer(Fitting):
             offload=_offload(strategy) if more.cpu_offload else Offload(),
             shard_ranks=more.shard_ranks,
         )
+        if isinstance(self.engine, ModuleEngine) and ranks.takes_real_time:  # calls of train_step are an own loop
+            self.engine.watch_replicas()
         self.fit_state = {}
         self.num_updates = 0
         self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)

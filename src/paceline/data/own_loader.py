@@ -13,11 +13,13 @@ import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
 
 from paceline.data.datasets import Batch, MapDataset, check_map_style
-from paceline.data.fetch import LoaderOptions
+from paceline.data.fetch import LoaderOptions, fetch_batch
 from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.errors import DataError, UsageError
@@ -35,24 +37,18 @@ class OwnLoader:
     """Iterates over one epoch at a time; every rank gets its share of each batch, in the order of one process.
 
     A step's share differs by one sample between ranks where the batch does not divide, and the last batch of an epoch
-    may be short. A rank without a sample in it gets None. ``state_dict()`` is where the loop stands: it loads at any
-    number of ranks, and with another batch size.
+    may be short. A rank without a sample in it gets a batch of the same form whose tensors have no rows.
+    ``state_dict()`` is where the loop stands: it loads at any number of ranks, and with another batch size.
     """
 
-    def __init__(self, loader: TrainLoader, ranks: Ranks) -> None:
+    def __init__(self, dataset: MapDataset, loader: TrainLoader, device: torch.device) -> None:
+        self._dataset, self._device = dataset, device
         self._loader, self.order = loader, loader.order
         self._position = 0  # samples consumed by all ranks
         self._next = 0  # where the next epoch begins, or the rest of one that was loaded
         self._stream: Generator[StepBatch, None, None] | None = None
         self._stream_at = 0
-        short = self.order.samples_per_epoch % self.order.global_batch
-        if 0 < short < ranks.size:
-            warnings.warn(
-                f"the last batch of an epoch has {short} of {self.order.global_batch} samples, for {ranks.size} ranks: "
-                "ranks without one get None, for which they call engine.loss_scale(0) and engine.sit_out() "
-                "(docs/convert.md); or give drop_last=True",
-                stacklevel=3,
-            )
+        self._empty: Batch = None  # of no samples, once it was needed
 
     def __len__(self) -> int:
         """Returns the number of batches of an epoch, the same on every rank."""
@@ -63,7 +59,7 @@ class OwnLoader:
         """The number of the epoch that the next iteration reads: the one that was loaded in its middle, too."""
         return self._next // self.order.samples_per_epoch
 
-    def __iter__(self) -> Iterator[Batch | None]:
+    def __iter__(self) -> Iterator[Batch]:
         """Yields this rank's batches of the next epoch, or of the rest of the one that was loaded."""
         size = self.order.samples_per_epoch
         position = self._next
@@ -74,7 +70,15 @@ class OwnLoader:
                 self.close()
                 break
             self._position = self._stream_at = position = step.next_position
-            yield step.microbatches[0]
+            batch = step.microbatches[0]
+            yield self._no_samples(step) if batch is None else batch
+
+    def _no_samples(self, step: StepBatch) -> Batch:
+        """Returns a batch as a step's, without its rows: made of one sample, when it is first needed."""
+        if self._empty is None:
+            assert step.indices is not None
+            self._empty = without_rows(fetch_batch(self._dataset, step.indices[:1], step.epoch))
+        return tree_map(lambda leaf: leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf, self._empty)
 
     def _read(self, position: int) -> StepBatch:
         """Returns the step at a position; workers live on from epoch to epoch."""
@@ -132,10 +136,8 @@ def loader(
     Raises DataError for a data set without a length, or without samples.
     """
     length = check_map_style(dataset, "the data set")
-    data: Any = dataset if collate is None else _Collated(dataset, collate)
     order = DataOrder(length=length, global_batch=batch_size, seed=seed, shuffle=shuffle, drop_last=drop_last)
-    options = LoaderOptions(workers=workers, device=comm.device if comm.device.type == "cuda" else None)
-    return OwnLoader(TrainLoader(data, order, rank=comm.rank, ranks=comm.size, options=options), comm)
+    return _warned(_share_out(dataset, order, comm, workers, collate), comm)
 
 
 def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
@@ -146,6 +148,11 @@ def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
 
     Raises UsageError for a stream, and for a sampler of one's own, whose order nobody could resume.
     """
+    return _warned(shard_weighed(batches, comm, seed=seed), comm)
+
+
+def shard_weighed(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
+    """Does what ``shard`` does, for a loop that weighs samples and minds no batch without rows: it is not warned."""
     if not isinstance(batches, DataLoader):
         raise UsageError(
             f"shard() of a {type(batches).__name__}\n  it takes a torch DataLoader\n"
@@ -169,16 +176,52 @@ def shard(batches: DataLoader[Any], comm: Ranks, *, seed: int = 0) -> OwnLoader:
             f"  the order is that of shuffle=True or False, which can be resumed\n  {fix}"
         )
     dataset: Any = batches.dataset
-    return loader(
-        dataset,
-        comm,
-        batch_size=batches.batch_size,
-        shuffle=is_plain_shuffle,
+    order = DataOrder(
+        length=check_map_style(dataset, "the data set"),
+        global_batch=batches.batch_size,
         seed=seed,
+        shuffle=is_plain_shuffle,
         drop_last=batches.drop_last,
-        workers=batches.num_workers,
-        collate=batches.collate_fn,
     )
+    return _share_out(dataset, order, comm, batches.num_workers, batches.collate_fn)
+
+
+def without_rows(batch: Batch) -> Batch:
+    """Returns a batch of the same form without samples: tensors and arrays with no rows, lists of strings empty."""
+
+    def is_strings(tree: Any) -> bool:
+        return isinstance(tree, list | tuple) and bool(tree) and all(isinstance(each, str | bytes) for each in tree)
+
+    def cut(leaf: Any) -> Any:
+        if is_strings(leaf) or (isinstance(leaf, torch.Tensor | np.ndarray) and leaf.ndim):
+            return leaf[:0]
+        kind: Any = type(leaf)  # a mapping that is no dict, as tokenizers return it
+        return kind({key: without_rows(leaf[key]) for key in leaf}) if isinstance(leaf, Mapping) else leaf
+
+    return tree_map(cut, batch, is_leaf=is_strings)
+
+
+def _share_out(
+    dataset: MapDataset, order: DataOrder, comm: Ranks, workers: int, collate: Callable[[list[Any]], Batch] | None
+) -> OwnLoader:
+    data: Any = dataset if collate is None else _Collated(dataset, collate)
+    is_moved = comm.device.type == "cuda"
+    options = LoaderOptions(workers=workers, device=comm.device if is_moved else None)
+    reader = TrainLoader(data, order, rank=comm.rank, ranks=comm.size, options=options)
+    return OwnLoader(data, reader, comm.device if is_moved else torch.device("cpu"))
+
+
+def _warned(made: OwnLoader, comm: Ranks) -> OwnLoader:
+    """Warns where ranks will have batches without samples, for which the loop of one process is not made."""
+    short = made.order.samples_per_epoch % made.order.global_batch
+    if 0 < short < comm.size:
+        warnings.warn(
+            f"the last batch of an epoch has {short} of {made.order.global_batch} samples, for {comm.size} ranks: "
+            "ranks without one get tensors with no rows, whose mean loss is nan: take the sum times "
+            "engine.loss_scale(len(targets)) (docs/convert.md), or give drop_last=True",
+            stacklevel=3,
+        )
+    return made
 
 
 class _Collated:

@@ -52,6 +52,7 @@ from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
 _MARK = "_paceline_engine"
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")  # torch's own
 _FOR_ACTIVATIONS = 0.5  # of a rank's memory, where a strategy is chosen
 _LARGE_UNIT_MB = 64.0  # of a model without blocks: below that, one unit is as good as several
 
@@ -301,6 +302,8 @@ def _share(
     float8 = _prepare_blocks(model, comm, layout, precision)
     engine = _engine(model, groups, layout, precision, compressor)
     engine.float8 = float8
+    if comm.ledger is not None and comm.ledger.is_own_loop:
+        engine.watch_replicas()
     return engine
 
 
@@ -394,6 +397,15 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
             "this module is parallelized already\n  each rank needs a module of its own, wrapped once\n"
             "  build the model inside the function that each rank runs"
         )
+    for name, module in model.named_modules():
+        wrapper = next((each.__name__ for each in type(module).__mro__ if _is_wrapper(each)), None)
+        if wrapper is not None:
+            inside = "fully_shard(...) is called on it" if wrapper == "FSDPModule" else "it is wrapped: model.module"
+            raise UsageError(
+                f"{name or 'the model'} is wrapped in torch's {wrapper} already\n"
+                "  parallelize() shares gradients and parameters between the ranks itself: once is enough\n"
+                f"  give the model as it is before {inside}"
+            )
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     meta = [name for name, tensor in tensors.items() if tensor.is_meta and not is_unfilled(tensor)]
     if meta and not may_be_meta:
@@ -410,3 +422,7 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
             )
     if not any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model requires a gradient\n  there is nothing to train")
+
+
+def _is_wrapper(kind: type) -> bool:
+    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")

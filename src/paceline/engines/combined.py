@@ -291,7 +291,7 @@ class CombinedParallel(Engine):
         mine = named_states(optimizer, packed, self._by_id()) if packed else {}
         whole = {name: self._whole_values(name, values) for name, values in mine.items()}
         found = self._merged(whole, rank0_only=rank0_only)
-        return numbered_states(groups, found) if found else {}
+        return {} if rank0_only and self.world.rank else numbered_states(groups, found)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         groups = global_groups(self.groups.pipeline, optimizer, self._by_id(), self._names)

@@ -46,6 +46,7 @@ from paceline.engines.masters import Masters, hand_over, norm_of
 from paceline.engines.module_guard import load_own
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Layout
+from paceline.shards import own_optimizer_state
 
 
 class DataParallel(ModuleEngine):
@@ -202,7 +203,7 @@ class DataParallel(ModuleEngine):
             self._masters.load_state_dict(state)
 
     def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
-        return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(optimizer.state_dict())
+        return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
     def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
         self._settle_lent()
@@ -312,6 +313,7 @@ class DataParallel(ModuleEngine):
             self._compression.end_pass()
         self._learn()
         self._reset()
+        self._end_pass()
 
     def _send_one_by_one(self, tuner: BucketTuner) -> None:
         """Sends each bucket when the one before it is there, for the tuner to take the time."""

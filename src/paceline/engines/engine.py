@@ -29,6 +29,7 @@ from paceline.engines.float8 import Float8Layers
 from paceline.engines.groups import Groups
 from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
+from paceline.engines.replicas import ReplicaWatch
 from paceline.errors import UsageError
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.schedule.grid import Action
@@ -343,6 +344,8 @@ class Engine(ModuleFace, ABC):
 class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
+    replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
+
     def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
         self.module = module
         self.groups = groups
@@ -371,8 +374,21 @@ class ModuleEngine(Engine):
         with self.precision.context(self.device):
             return self._run_module(*args, **kwargs)
 
+    def watch_replicas(self) -> None:
+        """Lets this rank compare its inputs and its replica with those of the others, now and then."""
+        if self.gradient_comm.size > 1:
+            self.replica_watch = ReplicaWatch(self.gradient_comm)
+
+    def _end_pass(self) -> None:
+        """Ends a backward pass that has completed the gradients."""
+        if self.replica_watch is not None:
+            alike = (pair for pair in self.named_parameters() if pair[0] not in self.experts)
+            self.replica_watch.end_pass(() if self.holds_parts else alike)
+
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; in a loop of the user's own, the ledger is told of the phase before and after it."""
+        if self.replica_watch is not None and torch.is_grad_enabled():
+            self.replica_watch.see((args, kwargs))
         ledger = self.gradient_comm.ledger
         if ledger is None or not ledger.is_own_loop:
             return self.module(*args, **kwargs)

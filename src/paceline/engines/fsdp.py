@@ -378,6 +378,7 @@ class FullySharded(ShardedEngine):
             for group in self.flat_groups:
                 group.finish_gradient()
             self._settle()
+            self._end_pass()
 
     def _settle(self) -> None:
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""

@@ -11,7 +11,6 @@ Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,8 +18,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-
-_is_engines_own = contextvars.ContextVar("_is_engines_own", default=False)
+from paceline.shards import are_states_own, own_states
 
 
 def guard_states(module: nn.Module) -> None:
@@ -33,11 +31,8 @@ def guard_states(module: nn.Module) -> None:
 
 def load_own(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
     """Loads a state into the module's own tensors, also where the module is guarded."""
-    token = _is_engines_own.set(True)
-    try:
+    with own_states():
         module.load_state_dict(state)
-    finally:
-        _is_engines_own.reset(token)
 
 
 def forget_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
@@ -62,7 +57,7 @@ def _refuse_state(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def _refuse_loading(module: nn.Module, *_: Any) -> None:
-    if not _is_engines_own.get():
+    if not are_states_own():
         raise UsageError(
             f"load_state_dict() of a {type(module).__name__} whose parameters an engine updates elsewhere\n"
             "  the engine would not see the new values, or has other shapes\n"

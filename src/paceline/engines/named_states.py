@@ -16,6 +16,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.optimizer_state import load_optimizer_state, numbered_parameters
+from paceline.shards import own_optimizer_state
 
 T = TypeVar("T")
 
@@ -127,7 +128,7 @@ def load_by_name(
         for name, number in zip(members, group["params"], strict=True)
     }
     mine: dict[str, Any] = {"state": {}, "param_groups": []}
-    for numbers, group in zip(optimizer.state_dict()["param_groups"], optimizer.param_groups, strict=True):
+    for numbers, group in zip(own_optimizer_state(optimizer)["param_groups"], optimizer.param_groups, strict=True):
         own = [names[id(parameter)] for parameter in group["params"]]
         settings = saved[by_name[own[0]][1]] if own else group
         mine["param_groups"].append({**settings, "params": numbers["params"]})

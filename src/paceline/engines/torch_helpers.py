@@ -7,13 +7,14 @@ is right as it is (``clip_grad_value_``). One that looks at all of them is not, 
     GradScaler.unscale_                        right: what is not finite on one rank is so on all, and all skip the step
     parameters_to_vector, AveragedModel        refused
     Optimizer.step                             refused for parameters that an engine has replaced
+    Optimizer.state_dict, load_state_dict      right: whole tensors, as in one process; all ranks call them
     Module.zero_grad                           right: what the engine updates forgets its gradients, too
     Module.state_dict, load_state_dict         refused (``module_guard``)
 
 Optimizers have global hooks. For the other helpers, the function inside torch's wrapper is replaced when the first such
 engine is made, so that it does not matter when a script imported them. A subclass of tensors would need no
 replacement, but would turn off foreach and fused optimizers, and slow every step down. Without an engine that holds
-parts, a call costs a look into an empty dict.
+parts, a call costs a look into a dict.
 """
 
 from __future__ import annotations
@@ -31,29 +32,44 @@ from torch.nn.utils import clip_grad, convert_parameters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.engines.engine import Engine
+from paceline.engines.engine import Engine, ModuleEngine
 from paceline.engines.module_guard import forget_gradients, guard_states
 from paceline.errors import UsageError
+from paceline.shards import are_states_own
 
-_Parts = weakref.WeakKeyDictionary[Engine, frozenset[int]]
+_Engines = weakref.WeakKeyDictionary[Engine, frozenset[int]]
 _Parameter = weakref.ref[nn.Parameter]
 
 
 class _Watch:
-    """The engines of this process that hold parts, what they replaced, and the optimizers that were looked at."""
+    """The engines of this process, what they replaced, and the optimizers that were looked at."""
 
     def __init__(self) -> None:
-        self.parts: _Parts = weakref.WeakKeyDictionary()  # by engine, the ids of what it updates, which it keeps
+        self.engines: _Engines = weakref.WeakKeyDictionary()  # by engine, the ids of what it updates, which it keeps
+        self.elsewhere: weakref.WeakSet[Engine] = weakref.WeakSet()  # that update not the module's parameters
         self.replaced: dict[int, tuple[_Parameter, _Parameter | None]] = {}  # by id: itself, and what is updated now
         self.seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
         self.is_installed = False
 
     def engines_of(self, parameters: Iterable[torch.Tensor]) -> list[Engine]:
-        """Returns the engines that update some of these."""
-        if not self.parts:
-            return []
-        given = {id(parameter) for parameter in parameters}
-        return [engine for engine, ids in list(self.parts.items()) if not ids.isdisjoint(given)]
+        """Returns the engines that update some of these, and hold parts."""
+        engines = self.parts()
+        given = {id(parameter) for parameter in parameters} if engines else set()
+        return [engine for engine in engines if not self.engines[engine].isdisjoint(given)]
+
+    def parts(self) -> list[Engine]:
+        """Returns the engines that hold parts of their parameters."""
+        return [engine for engine in list(self.engines) if engine.holds_parts]
+
+    def engine_behind(self, optimizer: torch.optim.Optimizer) -> Engine | None:
+        """Returns the engine whose parameters an optimizer updates, by the first of them."""
+        first = next((id(p) for group in optimizer.param_groups for p in group["params"]), None)
+        return next((engine for engine, ids in list(self.engines.items()) if first in ids), None)
+
+    def engine_elsewhere(self, optimizer: torch.optim.Optimizer) -> Engine | None:
+        """Returns that engine where users get a whole state of it, and not the optimizer's own."""
+        engine = None if are_states_own() else self.engine_behind(optimizer)
+        return engine if engine is not None and engine in self.elsewhere else None
 
     def num_replaced(self, parameters: Iterable[torch.Tensor]) -> int:
         """Counts those that an engine has put others in the place of."""
@@ -79,9 +95,9 @@ def watch_engine(engine: Engine, before: Mapping[str, nn.Parameter]) -> None:
         number = id(parameter)
         itself = weakref.ref(parameter, functools.partial(_forget, _WATCH.replaced, number))
         _WATCH.replaced[number] = itself, weakref.ref(named[name]) if name in named else None
-    if engine.holds_parts:
-        _WATCH.parts[engine] = frozenset(updated)
+    _WATCH.engines[engine] = frozenset(updated)
     if engine.holds_parts or replaced:
+        _WATCH.elsewhere.add(engine)
         guard_states(engine.module)
     if not _WATCH.is_installed:
         _WATCH.is_installed = True
@@ -112,6 +128,9 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             "  parallelize() gave the engine others in their place, and this step would change nothing\n"
             f"  give parallelize(..., optimizer=optimizer), or build it afterwards: {kind}(engine.parameters(), ...)"
         )
+    behind = _WATCH.engine_behind(optimizer)
+    if isinstance(behind, ModuleEngine) and behind.replica_watch is not None:
+        behind.replica_watch.optimizer = weakref.ref(optimizer)
     for engine in _WATCH.engines_of(parameters):
         is_checked = engine.checked_optimizer is not None and engine.checked_optimizer() is optimizer
         if not is_checked and engine.device.type != "meta":  # a dry run records what happens in a step
@@ -146,11 +165,39 @@ def adopt_optimizer(
         engine.load_full_optimizer_state(optimizer, dict(state))
 
 
+def _whole_state(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+    """Gives the state as one process would have it, and not that of a rank's parts, which no other rank could load."""
+
+    @functools.wraps(function)
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        engine = _WATCH.engine_elsewhere(self)
+        return function(self) if engine is None else engine.full_optimizer_state(self)
+
+    return state_dict
+
+
+def _loading_whole(function: Callable[..., None]) -> Callable[..., None]:
+    """Lets each rank take its part of a whole state."""
+
+    @functools.wraps(function)
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        engine = _WATCH.engine_elsewhere(self)
+        if engine is None:
+            function(self, state_dict)
+        else:
+            engine.load_full_optimizer_state(self, state_dict)
+
+    return load_state_dict
+
+
 # Other helpers.
 
 
 def _install() -> None:
     register_optimizer_step_pre_hook(_check_step)
+    optimizers: Any = torch.optim.Optimizer
+    optimizers.state_dict = _whole_state(optimizers.state_dict)
+    optimizers.load_state_dict = _loading_whole(optimizers.load_state_dict)
     _replace_inside(clip_grad, "_get_total_norm", _total_norm)
     _replace_inside(clip_grad, "clip_grad_norm_", _checked)
     _replace_inside(clip_grad, "clip_grad_value_", _checked)
@@ -203,7 +250,7 @@ def _total_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     @functools.wraps(function)
     def measure(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        for engine in list(_WATCH.parts):
+        for engine in _WATCH.parts():
             ours = {id(gradient): gradient.numel() for gradient in _gradients_of(engine)}
             found = ours.keys() & {id(tensor) for tensor in given}
             if not found:

@@ -282,6 +282,8 @@ class ZeroParallel(ShardedEngine):
         self._learn()
         self._reset()
         self._gathering.may_have_changed |= self._is_syncing
+        if self._is_syncing:
+            self._end_pass()
 
     def _settle(self, missing: list[int]) -> None:
         """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""

@@ -23,6 +23,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.errors import UsageError
+from paceline.shards import load_own_optimizer_state, own_optimizer_state
 
 _States = Mapping[int, Mapping[str, Any]]  # by the parameter's number in the optimizer, then by the state's name
 _WHOLE_BY_NAME = "step"  # torch's own loading keeps this one apart too
@@ -60,7 +61,7 @@ def gather_optimizer_state(
 
     Raises UsageError on all ranks for state that is neither a piece nor whole, or that is missing on some rank.
     """
-    packed = optimizer.state_dict()
+    packed = own_optimizer_state(optimizer)
     states: _States = packed["state"]
     parameters = numbered_parameters(optimizer, packed)
     kinds = _agree(comm, _rows(parameters, groups, states))
@@ -104,7 +105,7 @@ def load_optimizer_state(
             index: _cut(values, sharded[index], scalars) if index in sharded else tree_map(_copied, values)
             for index, values in state["state"].items()
         }
-    optimizer.load_state_dict(mine)
+    load_own_optimizer_state(optimizer, mine)
 
 
 # What there is.
@@ -220,7 +221,11 @@ def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[s
         if not isinstance(value, torch.Tensor) or (key in scalars and value.numel() == 1):
             mine[key] = tree_map(_copied, value)
         elif tuple(value.shape) != shape:
-            raise ValueError(f"{key} of {group.names[place]} is {list(value.shape)}, but the parameter {list(shape)}")
+            raise ValueError(
+                f"{key} of {group.names[place]} is {list(value.shape)}, but the parameter {list(shape)}\n"
+                "  a state that is loaded has whole tensors, as in one process, and each rank takes its part\n"
+                "  load what optimizer.state_dict() gave on all ranks, or use paceline.save and paceline.load"
+            )
         else:
             mine[key] = group.cut_piece(place, value.detach()).to(group.master.device, copy=True)
     return mine
