@@ -21,6 +21,7 @@ from paceline.predict.memory.planned import EngineMemory
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep
 from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
+from paceline.search.expect import check_measured
 
 
 def predict(
@@ -91,6 +92,7 @@ def predict_decided(
         raise UsageError(f"rank = {rank} of {ranks} ranks\n  ranks are 0 to {ranks - 1}\n  try rank = {ranks - 1}")
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.with_values("parallel", device="cpu")
+    check_measured(config.train.precision_on("cpu"), cluster.device)
     if not cluster.device.is_cpu and config.parallel.device != "cpu":
         config = with_precision(config, "cuda", has_bf16="bf16" in cluster.device.peak_flops)
     config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)

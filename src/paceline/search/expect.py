@@ -16,14 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.detect import Machine, alone_device, detect_cluster, gloo_link
-from paceline.cluster.devices import Cluster, Device
+from paceline.cluster.devices import Cluster, Device, load_cluster
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.workload import Workload
 from paceline.predict.memory.memory import framework_bytes
 from paceline.predict.memory.planned import rank_estimates
 from paceline.search.expectation import Expectation
-from paceline.search.from_config import task_of, workload_as_written
+from paceline.search.from_config import COMPUTE, task_of, workload_as_written
 from paceline.search.search import rank_one
 
 
@@ -37,7 +37,7 @@ def expect_run(
     """
     ranks = config.parallel.decided_ranks
     memory = expected_memory(config, hosts)
-    reason, policy = unpriced(config, hosts), config.comm.compression.policy
+    reason, policy = unpriced(config, hosts, entry), config.comm.compression.policy
     if not reason and policy != "none":
         reason = f"comm.compression.policy = {policy} is priced kernel by kernel alone"
     if reason:
@@ -87,8 +87,8 @@ def expected_memory(config: Config, hosts: int = 1) -> float | None:
     return float(max(each.device_bytes for each in stages) - outside)
 
 
-def unpriced(config: Config, hosts: int) -> str:
-    """Returns what no prediction knows of, by formulas or kernel by kernel."""
+def unpriced(config: Config, hosts: int, entry: Path | None = None) -> str:
+    """Returns what no prediction knows of, by formulas or kernel by kernel; ``entry`` as for ``expect_run``."""
     if hosts > 1:
         return f"the network between {hosts} hosts is not known"
     if config.comm.backend == "virtual":
@@ -97,7 +97,33 @@ def unpriced(config: Config, hosts: int) -> str:
         return "comm.compression.policy = threshold: how much it sends follows from values, which no prediction has"
     if config.train.microbatch == "auto":
         return "train.microbatch = auto is decided by the ranks"
+    precision = config.train.precision_on(config.parallel.device)
+    if config.parallel.device == "cpu" and precision != "fp32":
+        return _unmeasured(precision, entry)
     return ""
+
+
+def _unmeasured(precision: str, entry: Path | None) -> str:
+    """Returns why nobody knows how fast this CPU computes in a precision."""
+    if entry is None:
+        return (
+            f"train.precision = {precision} is as fast as fp32 on one processor and 300 times as slow on another, and "
+            "this one was not measured: paceline calibrate --output mine.yaml, then PACELINE_MACHINE=mine.yaml"
+        )
+    try:
+        check_measured(precision, load_cluster(str(entry)).device)
+    except UsageError as error:
+        return error.headline
+    return ""
+
+
+def check_measured(precision: str, device: Device) -> None:
+    """Raises UsageError where a CPU was not measured in what a precision computes in: each emulates that in its way."""
+    if device.is_cpu and COMPUTE[precision] not in device.peak_flops:
+        raise UsageError(
+            f"train.precision = {precision} on {device.name}, which was measured in {' and '.join(device.peak_flops)}\n"
+            "  how fast a CPU computes in another dtype depends on the processor\n  set train.precision = fp32"
+        )
 
 
 def present_cluster(
@@ -125,7 +151,7 @@ def present_cluster(
             node = replace(node, inside=gloo_link(entry))
         if cores < 1:
             assumed += (f"{ranks} ranks take turns on {machine.cores} cores: messages wait for turns, unpriced",)
-    return Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None), assumed
+    return Cluster(name=f"{ranks}x {entry or node.device.name}", node=node, nodes=1, between=None), assumed
 
 
 def _with_cores(device: Device, cores: float) -> Device:
