@@ -55,9 +55,11 @@ class SimulatedTrainer:
                 "  for a file: paceline.config.load_config(path)"
             )
         asked = config.to_config() if isinstance(config, DistributedConfig) else config
-        self.config = prepare(asked, device=device)
+        place = load_cluster(cluster) if isinstance(cluster, str) else cluster
+        self.config = prepare(asked, device=device, cluster=place)
         self.conditions = Conditions(
-            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+            cluster=place,
+            backend=asked.comm.backend,
             compute=compute,
             slow=dict(slow or {}),
             slow_links=dict(slow_links or {}),

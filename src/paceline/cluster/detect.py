@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.devices import Catalog, Cluster, Device, Link, Node, load_cluster
+from paceline.cluster.devices import Catalog, Cluster, Device, Node, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.errors import UsageError
 from paceline.units import MIB, format_bytes
@@ -140,12 +140,6 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
 def _one_node(machine: Machine, node: Node, *assumed: str) -> Detected:
     cluster = Cluster(name=f"{node.devices}x {node.device.name}", node=node, nodes=1, between=None)
     return Detected(machine=machine, cluster=cluster, assumed=assumed)
-
-
-def gloo_link(entry: Path | None = None) -> Link:
-    """Returns what ranks of a CPU host talk through over Gloo: of an entry, or of the catalog's small host."""
-    node = _cpu_host(entry)
-    return (_measured(f"{node.name}-gloo", entry) or node).inside
 
 
 def alone_device(entry: Path | None = None) -> Device | None:

@@ -177,12 +177,13 @@ def _by_count(table: Mapping[int, float], devices: int, otherwise: float) -> flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A host: so many devices of one kind, and the link between them."""
+    """A host: so many devices of one kind, and the link between them; ``gloo`` is that link over Gloo, if measured."""
 
     name: str
     device: Device
     devices: int
     inside: Link
+    gloo: Link | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,7 +315,9 @@ class Catalog:
         )
 
     def _node(self, name: str, entry: NodeEntry) -> Node:
-        return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=self.link(entry.inside))
+        inside, over_gloo = self.link(entry.inside), self.entries.nodes.get(f"{name}-gloo")
+        gloo = self.link(over_gloo.inside) if over_gloo is not None else inside if inside.kind == "loopback" else None
+        return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=inside, gloo=gloo)
 
     def _usual_node(self, device: str) -> tuple[Node, str | None]:
         """Returns the node that a device is usually in, with this very device, and its network's name."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.cluster.wires import wire_cost
+from paceline.cluster.wires import over_backend, wire_cost
 from paceline.config import Config, layout_of, load_config, with_precision
 from paceline.errors import UsageError
 from paceline.predict.memory.memory import is_known
@@ -86,6 +86,7 @@ def predict_decided(
 ) -> tuple[Config, ReplayedStep]:
     """Returns the config with the microbatch that was found for it, and the step; ``keeps_spans`` for a time line."""
     slow_ranks = dict(slow or {})
+    cluster = over_backend(cluster, config.comm.backend) if ranks > 1 else cluster
     wire_cost(cluster, ranks)  # refuses ranks that the cluster has no devices for
     check_slow(slow_ranks, ranks)
     if rank is not None and rank >= ranks:

@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cluster.detect import Machine, alone_device, detect_cluster, gloo_link
+from paceline.cluster.detect import Machine, alone_device, detect_cluster
 from paceline.cluster.devices import Cluster, Device, load_cluster
+from paceline.cluster.wires import over_backend
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.workload import Workload
@@ -97,6 +98,8 @@ def unpriced(config: Config, hosts: int, entry: Path | None = None) -> str:
         return "comm.compression.policy = threshold: how much it sends follows from values, which no prediction has"
     if config.train.microbatch == "auto":
         return "train.microbatch = auto is decided by the ranks"
+    if (config.parallel.device, config.comm.backend) == ("cuda", "gloo") and config.parallel.decided_ranks > 1:
+        return "comm.backend = gloo between GPUs was not measured"
     precision = config.train.precision_on(config.parallel.device)
     if config.parallel.device == "cpu" and precision != "fp32":
         return _unmeasured(precision, entry)
@@ -147,11 +150,10 @@ def present_cluster(
             node = replace(node, device=_with_cores(node.device, cores))
             if cores != 1:
                 assumed += (f"a rank with {cores:g} cores computes {cores:g} times as fast as with one",)
-        if config.comm.backend == "gloo":
-            node = replace(node, inside=gloo_link(entry))
         if cores < 1:
             assumed += (f"{ranks} ranks take turns on {machine.cores} cores: messages wait for turns, unpriced",)
-    return Cluster(name=f"{ranks}x {entry or node.device.name}", node=node, nodes=1, between=None), assumed
+    cluster = Cluster(name=f"{ranks}x {entry or node.device.name}", node=node, nodes=1, between=None)
+    return over_backend(cluster, config.comm.backend) if on_cpu and ranks > 1 else cluster, assumed
 
 
 def _with_cores(device: Device, cores: float) -> Device:
