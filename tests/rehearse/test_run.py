@@ -34,7 +34,7 @@ def make_config(
         "name": "tiny",
         "model": {"kind": "mlp", "hidden_dim": 16, "num_classes": 4, "dropout": 0.2},
         "data": {"kind": "synthetic_classification", "samples": 40, "features": 6, "classes": 4},
-        "train": {"steps": steps, "global_batch": 16 if cluster else 8, "eval_every": 2},
+        "train": {"steps": steps, "global_batch": max(8, ranks) if cluster else 8, "eval_every": 2},
         "parallel": {"device": "cpu", "threads": 1, **parallel},
         "comm": comm or {},
     }
