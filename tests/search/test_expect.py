@@ -136,6 +136,8 @@ def test_bf16_on_a_cpu_that_nobody_measured_has_a_reason_and_no_time(tmp_path: P
     assert measured.step_s is not None
     assert measured.cluster == f"2x {entry}"
     assert load_cluster(measured.cluster).devices == 2  # what a run records, predict --cluster reads
+    alone = [expect_run(_config(f"train.precision={name}", ranks=1), HOST, entry=entry) for name in ("bf16", "fp32")]
+    assert (alone[0].step_s or 0.0) > 50 * (alone[1].step_s or 0.0)  # all cores together were measured in fp32 alone
     in_fp16 = expect_run(_config("train.precision=fp16"), HOST, entry=entry)
     assert "fp16 on cpu-host, which was measured in fp32 and bf16" in in_fp16.reason
 

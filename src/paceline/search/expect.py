@@ -144,7 +144,8 @@ def present_cluster(
     if on_cpu:
         cores = min(config.parallel.threads or threads or max(1, machine.cores // ranks), machine.cores / ranks)
         alone = alone_device(entry) if ranks == 1 and cores > 1 else None
-        if alone is not None and alone.sm_count == cores:
+        is_measured = alone is not None and COMPUTE[config.train.precision_on("cpu")] in alone.peak_flops
+        if alone is not None and is_measured and alone.sm_count == cores:
             node = replace(node, device=replace(alone, memory_bytes=node.device.memory_bytes * machine.cores))
         else:
             node = replace(node, device=_with_cores(node.device, cores))
