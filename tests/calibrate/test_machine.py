@@ -9,7 +9,7 @@ import torch
 from gloo_pool import GlooPool
 
 from paceline.calibrate.collectives import LinkFigures
-from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels
+from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels, shapes_on_cpu
 from paceline.calibrate.machine import (
     RankFigures,
     Wanted,
@@ -104,3 +104,13 @@ def test_a_processor_that_others_use_is_told_without_any_samples() -> None:
 def test_what_cannot_be_measured_is_refused(wanted: Wanted, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         measure_machine(wanted)
+
+
+def test_bf16_is_measured_like_fp32_where_the_processor_has_instructions_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paceline.calibrate.kernels.bf16_instructions", tuple)
+    emulated = shapes_on_cpu().products
+    assert len(emulated["bf16"]) < len(emulated["fp32"])
+    monkeypatch.setattr("paceline.calibrate.kernels.bf16_instructions", lambda: ("amx_bf16",))
+    assert shapes_on_cpu().products["bf16"] == emulated["fp32"]

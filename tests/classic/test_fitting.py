@@ -183,21 +183,21 @@ def test_nothing_to_gain_by_checkpointing_is_told_and_trains() -> None:
     assert trainer.train_step(batches(4)[0], optimizer, CRITERION)["loss"] > 0
 
 
-@pytest.mark.parametrize(("slowdown", "name"), [(40.0, "fp32"), (1.1, "bf16")])
-def test_bf16_that_is_slow_on_a_cpu_is_not_taken_silently(
-    slowdown: float, name: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("instructions", "name"), [((), "fp32"), (("amx_bf16",), "bf16")])
+def test_mixed_precision_on_a_cpu_is_decided_by_what_the_processor_has(
+    instructions: tuple[str, ...], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("paceline.classic.choices.bf16_slowdown", lambda: slowdown)
-    monkeypatch.setattr("paceline.engines.precision.bf16_slowdown", lambda: slowdown)
+    monkeypatch.setattr("paceline.classic.choices.bf16_instructions", lambda: instructions)
+    monkeypatch.setattr("paceline.doctor.machine.bf16_instructions", lambda: instructions)
     import warnings
 
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer = DistributedTrainer(model(), mixed_precision=True, comm=SoloCommunicator(torch.device("cpu")))
     assert trainer.engine.precision.name == name
-    assert [bool(re.search("bf16 takes 40 times", str(each.message))) for each in told] == [True] * (name == "fp32")
+    assert [bool(re.search("no bf16 instructions", str(each.message))) for each in told] == [True] * (name == "fp32")
     (found,) = half_precision(DoctorInputs(environment={}))
-    assert f"{slowdown:.1f} x" in found.found
+    assert found.status == ("ok" if instructions else "note")
 
 
 def test_progress_of_a_simulation_is_shown_when_it_takes_long() -> None:

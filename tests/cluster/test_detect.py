@@ -10,6 +10,7 @@ import pytest
 from paceline.cluster.detect import (
     Machine,
     ask_ahead,
+    bf16_instructions,
     detect_cluster,
     detect_machine,
     host_memory,
@@ -61,6 +62,24 @@ def test_the_limit_of_a_container_counts(
         path.write_text(f"{content}\n")
     found = host_memory(tmp_path / "proc", tmp_path / "cgroup")
     assert found == (wanted or host_memory(tmp_path, tmp_path))  # without a limit: all that there is
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse avx512f avx512_bf16 amx_bf16 amx_tile\n", ("avx512_bf16", "amx_bf16")),
+        ("processor\t: 0\nflags\t\t: fpu sse avx2 avx512f\nmodel name\t: bf16\n", ()),
+        ("processor\t: 0\nFeatures\t: fp asimd sve svebf16 i8mm bf16\n", ("bf16",)),
+        ("processor\t: 0\nFeatures\t: fp asimd asimdhp\n", ()),
+        (None, ()),
+    ],
+)
+def test_the_processor_says_at_each_start_the_same_of_its_bf16_instructions(
+    text: str | None, found: tuple[str, ...], tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert [bf16_instructions(tmp_path) for _ in range(3)] == [found] * 3
 
 
 def test_what_the_driver_prints_is_read_and_what_it_complains_is_not() -> None:

@@ -177,8 +177,10 @@ def test_a_file_of_ones_own_is_a_cluster(tmp_path: Path) -> None:
     found = load_cluster(str(path))
     assert (found.name, found.devices, found.between, found.device.is_cpu) == ("1x mine", 2, None, True)
     assert load_cluster(f"3x {path} over ethernet-1g").devices == 6
+    cores = load_cluster(f"3x {path}")  # without a network, of one host
+    assert (cores.nodes, cores.devices) == (1, 3)
     with pytest.raises(UsageError, match="no network is known between them"):
-        load_cluster(f"3x {path}")
+        load_cluster("3x cpu-host-gloo")
     path.write_text("networks: {}\n")
     with pytest.raises(UsageError, match="has no nodes and no devices"):
         load_cluster(str(path))

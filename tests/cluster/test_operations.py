@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.devices import Catalog, Device, ShapeRate
+from paceline.cluster.devices import Catalog, Device, ShapeRate, load_cluster
 from paceline.cluster.measured import seconds_between
 from paceline.cluster.operations import Operation, host_seconds, memory_rate, work_seconds
 
@@ -113,3 +113,16 @@ def test_a_table_never_jumps(size: float) -> None:
     points = ((1024, 1e-5), (65536, 2e-5), (1 << 20, 3e-4))
     here, more = seconds_between(points, size), seconds_between(points, size * 1.01)
     assert here <= more <= here * 1.02
+
+
+def test_what_a_processor_emulates_takes_its_own_rate_in_small_products_and_in_attention() -> None:
+    """The floor of small products is the library's, and not what the shortest product in bf16 took: 33 ms."""
+    device = load_cluster("cpu-host").device
+    assert device.emulates("bf16")
+    small = Operation(name="mm", family="matmul", dtype="bf16", sizes=(32, 32, 32), layout="nn")
+    assert work_seconds(device, small) == pytest.approx(small.flops / device.ceiling("bf16"), rel=0.3)
+    wide = Operation(name="attention", family="attention", sizes=(8, 4, 128, 32))
+    times = work_seconds(device, replace(wide, dtype="bf16")) / work_seconds(device, wide)
+    assert times == pytest.approx(device.ceiling("fp32") / device.ceiling("bf16"))
+    assert device.peak("bf16") == device.peak("fp32")  # what an MFU is a share of
+    assert load_cluster("1x h200").device.peak("bf16") > load_cluster("1x h200").device.peak("fp32")

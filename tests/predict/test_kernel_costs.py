@@ -13,6 +13,7 @@ from paceline.predict.replay.events import Event, Issue, Run
 from paceline.predict.replay.kernel_costs import KernelCosts, _kept, fuse_blocks
 
 SIZE = 100
+_FAMILIES: tuple[Family, ...] = ("matmul", "attention", "attention_backward")
 
 
 def _run(
@@ -234,3 +235,14 @@ def test_a_transposing_cast_takes_longer_than_a_strided_copy_of_as_many_bytes() 
     costs = KernelCosts(load_cluster("1x h200").device, Constants(), is_compiled=True)
     plain, recast = (_run(name, [0], [1], family="strided") for name in ("fused", "recast"))
     assert costs(recast)[0] > 1.5 * costs(plain)[0]
+
+
+@pytest.mark.parametrize("name", ["1x cpu-host", "1x h200", "1x dgx-a100"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_kernel_is_faster_than_the_peak_that_an_mfu_is_a_share_of(name: str, dtype: str) -> None:
+    device = replace(load_cluster(name).device, factor=0.01)  # an entry that was fitted to a run of another machine
+    price = KernelCosts(device, Constants(), is_compiled=False)
+    sizes = {"matmul": (512, 512, 512), "attention": (8, 4, 128, 32), "attention_backward": (8, 4, 128, 32)}
+    for family in _FAMILIES:
+        kernel = Operation(name=family, family=family, dtype=dtype, sizes=sizes[family])
+        assert kernel.full_flops / price(Run(kernel))[0] <= device.peak(dtype) * (1 + 1e-9)

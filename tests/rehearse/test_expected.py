@@ -48,7 +48,7 @@ def test_any_model_is_priced_kernel_by_kernel_on_an_entry(tmp_path: Path) -> Non
     entry.write_text(ENTRY)
     found = expect_by_dry_run(_config(), HOST, entry=entry)
     assert found.reason == ""
-    assert (found.ranks, found.cluster) == (2, "2x mine")
+    assert (found.ranks, found.cluster) == (2, f"2x {entry}")  # which predict --cluster reads
     assert found.step_s is not None
     assert found.step_s > 0.005  # an all-reduce alone takes that long
     over_gloo = expect_by_dry_run(_config(comm={"backend": "gloo"}), HOST, entry=entry)

@@ -7,7 +7,7 @@ import pytest
 from paceline.cluster.costs import Placement, Wires, all_reduce_seconds, scatter_seconds
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.nccl import Group, collective_seconds
-from paceline.cluster.wires import wire_cost
+from paceline.cluster.wires import over_backend, wire_cost
 from paceline.errors import UsageError
 
 MIB = 2**20
@@ -55,3 +55,29 @@ def test_hosts_cost_the_least_of_the_algorithms() -> None:
 def test_every_rank_needs_a_device() -> None:
     with pytest.raises(UsageError, match=r"9 ranks on 1x dgx-a100, which has 8 devices(.|\n)*2x dgx-a100"):
         wire_cost(load_cluster("1x dgx-a100"), 9)
+
+
+def test_the_backend_that_a_config_asks_for_counts() -> None:
+    host, gpus = load_cluster("2x cpu-host"), load_cluster("1x dgx-a100")
+    costs = [wire_cost(over_backend(host, name), 2)("all_reduce", MIB, (0, 1)) for name in ("shared_memory", "gloo")]
+    assert costs[0] < costs[1]
+    assert over_backend(host, "auto") is over_backend(host, "virtual") is over_backend(host, "shared_memory") is host
+    assert over_backend(gpus, "nccl") is over_backend(gpus, "auto") is gpus
+    loopback = load_cluster("cpu-host-gloo")
+    assert over_backend(loopback, "gloo") == loopback
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "rule"),
+    [
+        ("2x cpu-host", "nccl", "nccl moves bytes between GPUs only"),
+        ("1x dgx-a100", "gloo", "through their hosts, which was not measured"),
+        ("1x dgx-a100", "shared_memory", "shared memory joins CPU ranks of one host"),
+        ("2x cpu-host over ethernet-10g", "shared_memory", "shared memory joins CPU ranks of one host"),
+        ("cpu-host-gloo", "shared_memory", "the ranks of cpu-host-gloo talk over cpu-host-gloo"),
+        ("cpu-host-alone", "gloo", "cpu-host-alone was not measured over Gloo"),
+    ],
+)
+def test_a_backend_that_cannot_be_priced_is_refused(name: str, backend: str, rule: str) -> None:
+    with pytest.raises(UsageError, match=f"comm.backend = {backend} on (.|\n)*{rule}(.|\n)*set comm.backend = auto"):
+        over_backend(load_cluster(name), backend)

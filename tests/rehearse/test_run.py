@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cluster.devices import load_cluster
+from paceline.cluster.devices import Cluster, load_cluster
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
@@ -20,21 +20,25 @@ from paceline.health.straggler import find_straggler
 from paceline.records import meter
 from paceline.records.records import CommRecord, EndRecord, EvalRecord, RunRecord, StepRecord
 from paceline.records.report import summarize
+from paceline.rehearse.prediction import memory_bound
 from paceline.rehearse.simulate.recording import Memory, write_records
 from paceline.rehearse.simulate.run import Conditions, Simulation, prepare, simulate
 from paceline.rehearse.simulate.timeline import draw_step, trace_events, write_trace
 from paceline.train.assemble import build_trainer
 
 
-def make_config(ranks: int = 2, steps: int = 3, **parallel: Any) -> Config:
+def make_config(
+    ranks: int = 2, steps: int = 3, cluster: Cluster | None = None, comm: dict[str, Any] | None = None, **parallel: Any
+) -> Config:
     values = {
         "name": "tiny",
         "model": {"kind": "mlp", "hidden_dim": 16, "num_classes": 4, "dropout": 0.2},
         "data": {"kind": "synthetic_classification", "samples": 40, "features": 6, "classes": 4},
-        "train": {"steps": steps, "global_batch": 8, "eval_every": 2},
+        "train": {"steps": steps, "global_batch": max(8, ranks) if cluster else 8, "eval_every": 2},
         "parallel": {"device": "cpu", "threads": 1, **parallel},
+        "comm": comm or {},
     }
-    return prepare(config_from_dict(values, source="test"), ranks=ranks)
+    return prepare(config_from_dict(values, source="test"), ranks=ranks, cluster=cluster)
 
 
 MODELLED = Conditions(compute="modelled")
@@ -196,3 +200,49 @@ def test_records_of_communication_follow_the_simulated_seconds(monkeypatch: pyte
     short, long = (simulate(make_config(ranks=2), each).records[0] for each in (MODELLED, slow))
     assert not [each for each in short if isinstance(each, CommRecord)]
     assert [each.step for each in long if isinstance(each, CommRecord)]
+
+
+def test_a_simulation_knows_the_hosts_of_its_cluster() -> None:
+    cluster, by_hosts = load_cluster("2x dgx-a100"), {"algorithm": "hierarchical"}
+    config = make_config(16, cluster=cluster, comm=by_hosts)
+    assert config.parallel.node_ranks == 8
+    assert make_config(12, cluster=cluster).parallel.node_ranks is None  # eight on one host, four on the other
+    with pytest.raises(ConfigError, match="every host runs as many ranks"):
+        make_config(12, cluster=cluster, comm=by_hosts)
+    with pytest.raises(ConfigError, match="hierarchical on 8 ranks"):
+        make_config(8, cluster=cluster, comm=by_hosts)
+    with pytest.raises(UsageError, match=r"node_ranks = 4 on 2x dgx-a100\n.*8 share one"):
+        make_config(16, cluster=cluster, node_ranks=4)
+    hosts = dataclasses.replace(cluster, node=dataclasses.replace(cluster.node, devices=2))
+    found = simulate(
+        make_config(4, steps=1, cluster=hosts, comm=by_hosts), Conditions(cluster=hosts, compute="modelled")
+    )
+    assert [each.host for own in found.records for each in own if isinstance(each, RunRecord)] == [
+        *("virtual-0", "virtual-0", "virtual-1", "virtual-1")
+    ]
+
+
+def test_memory_of_a_simulated_gpu_is_what_the_gpu_would_hold() -> None:
+    config, cluster = make_config(steps=1), load_cluster("2x h100-sxm")
+    found = {
+        each.memory_bytes
+        for own in simulate(config, dataclasses.replace(MODELLED, cluster=cluster)).records
+        for each in own
+        if isinstance(each, StepRecord)
+    }
+    assert found == {memory_bound(config, cluster, 2)}
+    on_host = memory_bound(config, load_cluster("cpu-host"), 2)
+    assert on_host is not None
+    assert min(found) > 2 * on_host  # what CUDA itself takes
+
+
+def test_the_backend_of_a_simulated_run_counts_or_is_refused() -> None:
+    config, host = make_config(steps=1), load_cluster("2x cpu-host")
+    gloo, shared = (
+        simulate(config, dataclasses.replace(MODELLED, cluster=host, backend=name)).summary.step_s
+        for name in ("gloo", "shared_memory")
+    )
+    assert shared < gloo
+    for name, named in (("nccl", "2x h100-sxm"), ("shared_memory", "2x cpu-host")):
+        with pytest.raises(UsageError, match=f"comm.backend = {name} without a cluster(.|\n)*{named}"):
+            simulate(config, dataclasses.replace(MODELLED, backend=name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -123,3 +124,25 @@ def test_nothing_is_expected_of_other_models() -> None:
 def test_a_difference_is_told_in_words(measured: float, told: str) -> None:
     expected = Expectation(ranks=1, step_s=0.92, step_s_low=0.68 * 0.92, step_s_high=1.32 * 0.92)
     assert compare(expected, measured, 0).lines() == [f"predicted 920.0 ms a step (band 32 %), {told}"]
+
+
+def test_bf16_on_a_cpu_that_nobody_measured_has_a_reason_and_no_time(tmp_path: Path) -> None:
+    config, entry = _config("train.precision=bf16"), tmp_path / "mine.yaml"
+    found = expect_run(config, HOST)
+    assert (found.step_s, found.memory_bytes is not None) == (None, True)
+    assert "this one was not measured: paceline calibrate" in found.reason
+    entry.write_text((files("paceline.cluster.catalog") / "cpu-host.yaml").read_text())
+    measured = expect_run(config, HOST, entry=entry)
+    assert measured.step_s is not None
+    assert measured.cluster == f"2x {entry}"
+    assert load_cluster(measured.cluster).devices == 2  # what a run records, predict --cluster reads
+    alone = [expect_run(_config(f"train.precision={name}", ranks=1), HOST, entry=entry) for name in ("bf16", "fp32")]
+    assert (alone[0].step_s or 0.0) > 50 * (alone[1].step_s or 0.0)  # all cores together were measured in fp32 alone
+    in_fp16 = expect_run(_config("train.precision=fp16"), HOST, entry=entry)
+    assert "fp16 on cpu-host, which was measured in fp32 and bf16" in in_fp16.reason
+
+
+def test_what_a_run_records_as_its_cluster_is_read_again() -> None:
+    cluster = load_cluster(expect_run(_config(ranks=4), HOST).cluster)
+    assert (cluster.name, cluster.nodes, cluster.devices) == ("4x cpu-host", 1, 4)
+    assert load_cluster("4x cpu-host over ethernet-1g").nodes == 4

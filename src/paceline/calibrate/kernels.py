@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle
 
@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from paceline.calibrate.families import ON_CPU_BYTES, ON_CUDA_BYTES, FamilyFigures, measure_families
 from paceline.calibrate.sampling import Stopwatch
+from paceline.cluster.detect import bf16_instructions
 from paceline.cluster.devices import ShapeRate
 from paceline.units import MIB
 
@@ -51,7 +52,7 @@ _LARGE = (
 ON_CPU = Shapes(
     products={
         "fp32": (*_SMALL, (1024, 1024, 1024)),
-        "bf16": _SMALL[:2],  # many processors emulate it, at a hundredth of the rate or less
+        "bf16": _SMALL[:2],  # of a processor that emulates it, at a hundredth of the rate or less
     },
     attention=(
         *((2, 4, 128, 32), (8, 4, 128, 32), (8, 4, 64, 16), (4, 6, 128, 64), (8, 6, 256, 64)),
@@ -68,6 +69,14 @@ ON_CPU = Shapes(
     ),
     family_bytes=ON_CPU_BYTES,
 )
+
+
+def shapes_on_cpu() -> Shapes:
+    """Returns what is measured on this host's processor: bf16 like fp32 where it has instructions for it."""
+    has_bf16 = bool(bf16_instructions())
+    return replace(ON_CPU, products=dict.fromkeys(ON_CPU.products, ON_CPU.products["fp32"])) if has_bf16 else ON_CPU
+
+
 # Of a rank that has all cores: how threads pay, not every shape again.
 ON_ALL_CORES = Shapes(
     products={"fp32": (*_SMALL, (1024, 1024, 1024))},

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
-from paceline.calibrate.kernels import ON_ALL_CORES, ON_CPU, ON_CUDA, KernelFigures, Shapes, measure_kernels
+from paceline.calibrate.kernels import ON_ALL_CORES, ON_CUDA, KernelFigures, Shapes, measure_kernels, shapes_on_cpu
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.cluster.detect import usable_cores
 from paceline.comm.base import Communicator
@@ -171,7 +171,7 @@ def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
     watch = Stopwatch(samples=wanted.samples, meet=comm.barrier)
     if is_cuda:
         watch = replace(watch, finish=torch.cuda.synchronize, shortest_s=_GPU_SAMPLE_S)
-    shapes = wanted.shapes or (ON_CUDA if is_cuda else ON_CPU)
+    shapes = wanted.shapes or (ON_CUDA if is_cuda else shapes_on_cpu())
     kernels = measure_kernels(device, shapes, watch, with_compiled=wanted.with_compiled and comm.rank == 0)
     comm.barrier()
     links = _links(comm, device, wanted, watch) if comm.size > 1 else {}

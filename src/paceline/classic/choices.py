@@ -6,24 +6,21 @@ import warnings
 
 from torch import nn
 
+from paceline.cluster.detect import bf16_instructions
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
 from paceline.engines.checkpointing import checkpoint_blocks, parts_by_size
-from paceline.engines.precision import Precision, bf16_slowdown, mixed_precision
+from paceline.engines.precision import Precision, mixed_precision
 from paceline.models.registry import model_blocks
-
-_SLOW = 2.0  # times as long as fp32: bf16 does not pay
 
 
 def usual_precision(comm: Communicator) -> Precision | str:
-    """Returns what ``mixed_precision=True`` is: not bf16 on a CPU where that is slower than fp32, which is told."""
-    usual = mixed_precision(comm.device)
-    slowdown = ask_first_rank(comm, bf16_slowdown) if comm.device.type == "cpu" else 0.0
-    if slowdown < _SLOW:
-        return usual
+    """Returns what ``mixed_precision=True`` is: not bf16 on a CPU that has no instructions for it, which is told."""
+    if comm.device.type != "cpu" or ask_first_rank(comm, bf16_instructions):
+        return mixed_precision(comm.device)
     if comm.rank == 0:
         warnings.warn(
-            f"mixed_precision=True computes in fp32 here: on this CPU bf16 takes {slowdown:.0f} times as long\n"
+            "mixed_precision=True computes in fp32 here: this CPU has no bf16 instructions, and emulates it slowly\n"
             "  for bf16 all the same: mixed_precision='bf16'",
             stacklevel=4,
         )

@@ -65,9 +65,11 @@ class SimulatedTrainer:
         self._is_on_gpus = cluster is None and is_for_gpus and compute != "measured"
         if self._is_on_gpus:
             cluster, compute = f"{asked.parallel.decided_ranks}x {_GPU}", compute or "modelled"
-        self.config = prepare(asked, device=device)
+        place = load_cluster(cluster) if isinstance(cluster, str) else cluster
+        self.config = prepare(asked, device=device, cluster=place)
         self.conditions = Conditions(
-            cluster=load_cluster(cluster) if isinstance(cluster, str) else cluster,
+            cluster=place,
+            backend=asked.comm.backend,
             compute=compute or "measured",
             slow=dict(slow or {}),
             slow_links=dict(slow_links or {}),

@@ -62,12 +62,18 @@ def simulate(
     from paceline.rehearse.simulate.run import Conditions, prepare
 
     where = None if cluster is None else load_cluster(cluster)
-    settled = prepare(asked, ranks=ranks, device=device, source=str(config))
+    settled = prepare(asked, ranks=ranks, device=device, source=str(config), cluster=where)
     if not no_memory_check:
         from paceline.run.decide import check_virtual
 
         check_virtual(settled)
-    conditions = Conditions(cluster=where, compute=compute, slow=slow_ranks, slow_links=slow_links)  # type: ignore[arg-type]
+    conditions = Conditions(
+        cluster=where,
+        backend=asked.comm.backend,
+        compute=compute,  # type: ignore[arg-type]
+        slow=slow_ranks,
+        slow_links=slow_links,
+    )
     _run(settled, conditions, trace=trace, force=force, as_json=as_json)
 
 
@@ -124,6 +130,7 @@ def describe(found: Simulation) -> dict[str, Any]:
     where = found.conditions
     return {
         "cluster": None if where.cluster is None else where.cluster.name,
+        "backend": where.backend,
         "compute": where.compute,
         "slow": {str(rank): factor for rank, factor in where.slow.items()},
         "slow_links": {str(rank): factor for rank, factor in where.slow_links.items()},
@@ -152,9 +159,19 @@ def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
         "",
         f"Ranks compute {100 * totals.efficiency:.0f}% of the time; {100 * hidden:.0f}% of communication is hidden.",
         f"Times are simulated: {_where(found.conditions)}.",
+        _memory(found),
         f"The run is in {summary.folder}: records, trace.json for ui.perfetto.dev, config.",
     ]
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+
+
+def _memory(found: Simulation) -> str:
+    """Says how the memory of a rank is known: all virtual ranks share one process."""
+    if not any(getattr(record, "memory_bytes", 0) for record in found.records[0]):
+        return "Memory is not known: the model is of your own code. paceline predict counts it."
+    return (
+        f"Memory is estimated for {found.conditions.gpu or 'this device'}, as the upper bound of paceline predict is."
+    )
 
 
 def _where(conditions: Conditions) -> str:
@@ -164,4 +181,5 @@ def _where(conditions: Conditions) -> str:
     compute = "compute as measured here" if conditions.compute == "measured" else f"compute of {conditions.rates.name}"
     slow = [f"rank {rank} {factor:g} x slower" for rank, factor in conditions.slow.items()]
     slow += [f"the link of rank {rank} {factor:g} x slower" for rank, factor in conditions.slow_links.items()]
+    network += "" if conditions.backend in ("auto", "virtual") else f" over {conditions.backend}"
     return ", ".join([compute, f"network of {network}", *slow])

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.devices import Catalog, Cluster, Device, Link, Node, load_cluster
+from paceline.cluster.devices import Catalog, Cluster, Device, Node, load_cluster
 from paceline.cluster.entries import read_catalog, shipped
 from paceline.errors import UsageError
 from paceline.units import MIB, format_bytes
@@ -27,6 +27,8 @@ _SMI = ("nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,no
 _SMI_TIMEOUT_S = 20.0
 _CPU_HOST = "cpu-host"
 _PROC, _GROUPS = Path("/proc"), Path("/sys/fs/cgroup")
+_FLAGS = ("flags", "Features")  # the line of /proc/cpuinfo that lists instructions: of x86, and of ARM
+BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,20 @@ def usable_cores() -> tuple[int, ...]:
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
+
+
+def bf16_instructions(proc: Path = _PROC) -> tuple[str, ...]:
+    """Returns the bf16 instructions of this host's processor; without any, torch emulates bf16, slower than fp32.
+
+    It is what the processor says of itself, so that every start on a machine finds the same. A system that does not
+    tell has none.
+    """
+    try:
+        lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    told = next((value for key, _, value in (each.partition(":") for each in lines) if key.strip() in _FLAGS), "")
+    return tuple(name for name in BF16_INSTRUCTIONS if name in told.split())
 
 
 def host_memory(proc: Path = _PROC, groups: Path = _GROUPS) -> float:
@@ -124,12 +140,6 @@ def detect_cluster(machine: Machine, entry: Path | None = None) -> Detected:
 def _one_node(machine: Machine, node: Node, *assumed: str) -> Detected:
     cluster = Cluster(name=f"{node.devices}x {node.device.name}", node=node, nodes=1, between=None)
     return Detected(machine=machine, cluster=cluster, assumed=assumed)
-
-
-def gloo_link(entry: Path | None = None) -> Link:
-    """Returns what ranks of a CPU host talk through over Gloo: of an entry, or of the catalog's small host."""
-    node = _cpu_host(entry)
-    return (_measured(f"{node.name}-gloo", entry) or node).inside
 
 
 def alone_device(entry: Path | None = None) -> Device | None:

@@ -4,7 +4,8 @@
     load_cluster("32x h100-sxm")                   32 devices: as few equal nodes of the usual kind as hold them
     load_cluster("p4d.24xlarge x 2")               the same, the count behind
     load_cluster("8x dgx-a100 over roce-4x100g")   on another network than the usual
-    load_cluster("2x ./mine.yaml")                 the node of a file that ``paceline calibrate`` wrote
+    load_cluster("2x ./mine.yaml")                 two cores of the host that ``paceline calibrate`` measured
+    load_cluster("2x cpu-host over ethernet-10g")  two such hosts: without a network it would be two cores of one
 
 All is in seconds, bytes, bytes per second and FLOP per second. Figures are in ``catalog/``, each with its source.
 """
@@ -88,10 +89,14 @@ class Device:
     factor: float = 1.0
 
     def peak(self, dtype: str) -> float:
-        """Returns the dense peak of a dtype. Where the device has no units for it, that of what it is computed in."""
-        for each in (dtype, *_COMPUTED_AS.get(dtype, ())):
-            if each in self.peak_flops:
-                return self.peak_flops[each]
+        """Returns the dense peak of a dtype, or of what it may be computed in where that is faster.
+
+        A device may have no units for a dtype, or emulate it: no share of this peak is then above 100 %.
+        """
+        kinds = (dtype, *_COMPUTED_AS.get(dtype, ()))
+        found = [self.peak_flops[each] for each in kinds if each in self.peak_flops]
+        if found:
+            return max(found)
         known = ", ".join(self.peak_flops)
         raise UsageError(
             f"{self.name} has no figure for {dtype}\n  dtypes are fp32, tf32, fp16, bf16 and fp8\n  take one of {known}"
@@ -109,6 +114,10 @@ class Device:
     @property
     def is_cpu(self) -> bool:
         return self.generation == "cpu"
+
+    def emulates(self, dtype: str) -> bool:
+        """Says whether products of a dtype are slower than in fp32: they were measured on a device without units."""
+        return self.ceiling(dtype) < self.ceiling("fp32")
 
 
 # What a dtype is computed in where there are no units for it, in order.
@@ -168,12 +177,13 @@ def _by_count(table: Mapping[int, float], devices: int, otherwise: float) -> flo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A host: so many devices of one kind, and the link between them."""
+    """A host: so many devices of one kind, and the link between them; ``gloo`` is that link over Gloo, if measured."""
 
     name: str
     device: Device
     devices: int
     inside: Link
+    gloo: Link | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,6 +252,8 @@ class Catalog:
                 raise _unknown(name, "cluster", [*self.entries.nodes, *self.entries.devices])
             return self.of_devices(name, count, network=network)
         entry = self.entries.nodes[found]
+        if count > 1 and network is None and entry.network is None and found in self.entries.devices:
+            return self.of_devices(found, count, node_devices=count)  # cores of one host, whose device has its name
         between = self._between(network or entry.network, count)
         return Cluster(name=f"{count}x {found}", node=self._node(found, entry), nodes=count, between=between)
 
@@ -303,7 +315,9 @@ class Catalog:
         )
 
     def _node(self, name: str, entry: NodeEntry) -> Node:
-        return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=self.link(entry.inside))
+        inside, over_gloo = self.link(entry.inside), self.entries.nodes.get(f"{name}-gloo")
+        gloo = self.link(over_gloo.inside) if over_gloo is not None else inside if inside.kind == "loopback" else None
+        return Node(name=name, device=self.device(entry.device), devices=entry.devices, inside=inside, gloo=gloo)
 
     def _usual_node(self, device: str) -> tuple[Node, str | None]:
         """Returns the node that a device is usually in, with this very device, and its network's name."""

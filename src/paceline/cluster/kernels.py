@@ -45,6 +45,8 @@ def matmul_seconds(
     filled = waves / math.ceil(waves) if waves < 16 else 1.0
     k_half = rates.k_half * (1.0 if device.is_cpu else ceiling(device, dtype) / device.memory_bandwidth / _BALANCE)
     reached = ceiling(device, dtype) * rates.matmul * k / (k + k_half) * filled
+    if device.is_cpu and device.emulates(dtype):  # by arithmetic alone, which no shape makes slower
+        reached = ceiling(device, dtype)
     width = _BYTES[dtype]
     moved = batch * width * (m * k + k * n + m * n)
     return max(batch * 2.0 * m * n * k / reached, memory_seconds(device, rates, moved))
@@ -52,6 +54,8 @@ def matmul_seconds(
 
 def attention_seconds(device: Device, rates: KernelRates, flops: float, seq_len: float, dtype: str) -> float:
     """Returns how long fused attention takes for so many FLOPs; short sequences fill its tiles less."""
+    if device.is_cpu and device.emulates(dtype):  # which has no tiles, and computes what is masked as well
+        return 2 * flops / (ceiling(device, dtype) * rates.attention)
     return flops / (ceiling(device, dtype) * rates.attention * seq_len / (seq_len + rates.attention_half))
 
 

@@ -12,7 +12,8 @@ sizes' logarithms: at a measured shape it is what was measured, and far from all
 A processor's small products take a time that hardly depends on their sizes: the library makes a plan for each call, and
 that more for some layouts than for others. So on a CPU
 
-    seconds = floor + FLOPs / rate        floor: most of what the shortest measured product of the layout took
+    seconds = floor + FLOPs / rate        floor: most of what the shortest measured product of the layout took,
+                                          in whatever dtype
 
 and it is this rate that lies between those of the measured shapes.
 """
@@ -94,6 +95,11 @@ class Operation:
         return 0.0
 
     @property
+    def full_flops(self) -> float:
+        """The same with causal attention in full, as an MFU counts it."""
+        return self.flops * (2.0 if self.family.startswith("attention") and self.is_causal else 1.0)
+
+    @property
     def is_convolution(self) -> bool:
         return "convolution" in self.name
 
@@ -120,7 +126,7 @@ def work_seconds(device: Device, operation: Operation) -> float:
             rate = _FEW_CHANNELS * device.ceiling(operation.dtype)
         return max(operation.flops / rate, operation.num_bytes / (device.memory_bandwidth * device.memory_share))
     if operation.family in ("attention", "attention_backward"):
-        found = attention_rate(device, operation.sizes, operation.family)
+        found = attention_rate(device, operation.sizes, operation.family, operation.dtype)
         return operation.flops / (found or 0.4 * device.ceiling(operation.dtype))
     share = _POOLING_BACKWARD if operation.name == "max_pool2d_with_indices_backward" and not device.is_cpu else 1.0
     return operation.num_bytes / (share * memory_rate(device, operation.family, operation.num_bytes))
@@ -150,22 +156,28 @@ def matmul_rate(device: Device, sizes: tuple[int, ...], dtype: str, layout: str 
     found = same or known
     if not device.is_cpu or any(each.sizes == sizes for each in found) or not found:
         return _between(found, sizes)
-    floor = _FLOOR * min(_flops(each.sizes) / each.flops for each in found)
+    others = [each for each in device.shapes if each.kind == "matmul" and each.layout == found[0].layout]
+    floor = _FLOOR * min(_flops(each.sizes) / each.flops for each in others)
     above = [replace(each, flops=_flops(each.sizes) / (_flops(each.sizes) / each.flops - floor)) for each in found]
     rate = _between(above, sizes)
     assert rate is not None
     return _flops(sizes) / (floor + _flops(sizes) / rate)
 
 
-def attention_rate(device: Device, sizes: tuple[int, ...], kind: str = "attention") -> float | None:
+def attention_rate(
+    device: Device, sizes: tuple[int, ...], kind: str = "attention", dtype: str = "fp32"
+) -> float | None:
     """Returns FLOP per second of causal attention (batch, heads, sequence, head size), counted as half of the square.
 
     Batch and heads are one size here: both are so many of the same. ``attention_backward`` is counted as 2.5 times the
-    forward. None where neither was measured.
+    forward. None where neither was measured. In a dtype that a CPU emulates it is slower by as much as products are.
     """
     known = [each for each in device.shapes if each.kind == kind]
     known = known or [each for each in device.shapes if each.kind == "attention"]
-    return _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
+    rate = _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
+    if rate is None or not (device.is_cpu and device.emulates(dtype)):
+        return rate
+    return rate * device.ceiling(dtype) / device.ceiling("fp32")
 
 
 def _flops(sizes: Sequence[int]) -> float:

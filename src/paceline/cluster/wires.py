@@ -53,6 +53,32 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
     return partial(_cost, partial(_measured_cost, formula, measured) if measured and cluster.nodes == 1 else formula)
 
 
+def over_backend(cluster: Cluster, backend: str) -> Cluster:
+    """Returns a cluster as ranks see it that talk through ``comm.backend``.
+
+    Raises UsageError for a backend that does not work there, or whose speed there nobody measured.
+    """
+    problem = _backend_problem(cluster, backend)
+    if problem:
+        raise UsageError(f"comm.backend = {backend} on {cluster.name}\n  {problem}\n  set comm.backend = auto")
+    if backend == "gloo" and cluster.node.gloo is not None:
+        return replace(cluster, node=replace(cluster.node, inside=cluster.node.gloo))
+    return cluster
+
+
+def _backend_problem(cluster: Cluster, backend: str) -> str:
+    node, is_cpu = cluster.node, cluster.device.is_cpu
+    problems = {
+        "nccl moves bytes between GPUs only": backend == "nccl" and is_cpu,
+        "Gloo takes what GPUs send through their hosts, which was not measured": backend == "gloo" and not is_cpu,
+        f"{node.name} was not measured over Gloo": backend == "gloo" and is_cpu and node.gloo is None,
+        "shared memory joins CPU ranks of one host": backend == "shared_memory" and not (is_cpu and cluster.nodes == 1),
+        f"the ranks of {node.name} talk over {node.inside.name}": backend == "shared_memory"
+        and node.inside.kind != "shared_memory",
+    }
+    return next((problem for problem, is_there in problems.items() if is_there), "")
+
+
 def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
     """Returns the seconds of a collective that is made of messages. Raises UsageError for an unknown algorithm.
 

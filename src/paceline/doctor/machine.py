@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from paceline.cluster.detect import host_memory, usable_cores
+from paceline.cluster.detect import BF16_INSTRUCTIONS, bf16_instructions, host_memory, usable_cores
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.units import GIB, MIB, format_bytes, format_seconds
 
@@ -58,18 +58,15 @@ def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def half_precision(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Measures what bf16 costs on this CPU."""
-    from paceline.engines.precision import bf16_slowdown
-
-    times = bf16_slowdown()
-    is_slow = times > 2
+    """Reports whether this CPU has instructions for bf16."""
+    found = bf16_instructions()
     yield finding(
         "bf16 on the CPU",
-        f"a product of matrices takes {times:.1f} x the time of fp32",
-        "mixed_precision=True and train.precision=auto compute in fp32 on CPU ranks"
-        if is_slow
-        else "fast enough to use",
-        note="leave train.precision at auto on CPU ranks" if is_slow else "",
+        f"the processor has {' and '.join(found)}" if found else f"no instructions ({', '.join(BF16_INSTRUCTIONS)})",
+        "mixed_precision=True computes in bf16 on CPU ranks"
+        if found
+        else "bf16 is emulated, slower than fp32: mixed_precision=True and train.precision=auto compute in fp32",
+        note="" if found else "leave train.precision at auto on CPU ranks",
     )
 
 

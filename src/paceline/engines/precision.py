@@ -14,8 +14,6 @@ to gather. The loss of an fp16 run is scaled, because small gradients would vani
 from __future__ import annotations
 
 import contextlib
-import functools
-import time
 import warnings
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -97,21 +95,6 @@ def precision_named(precision: str | Precision, device: torch.device | None = No
 def mixed_precision(device: torch.device) -> Precision:
     """Returns what "mixed precision" means on a device: bf16, which needs no loss scale, or fp16 on older GPUs."""
     return PRECISIONS["bf16" if has_bf16(device) else "fp16"]
-
-
-@functools.cache
-def bf16_slowdown() -> float:
-    """Returns how many times as long as in fp32 a product of matrices takes in bf16 on this CPU; some milliseconds."""
-
-    def seconds(dtype: torch.dtype) -> float:
-        matrix, taken = torch.ones(128, 128, dtype=dtype), []
-        for _ in range(5):
-            start = time.perf_counter()
-            matrix @ matrix
-            taken.append(time.perf_counter() - start)
-        return min(taken)
-
-    return seconds(torch.bfloat16) / max(seconds(torch.float32), 1e-9)
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.cluster.wires import wire_cost
+from paceline.cluster.wires import over_backend, wire_cost
 from paceline.config import Config, layout_of, load_config, with_precision
 from paceline.errors import UsageError
 from paceline.predict.memory.memory import is_known
@@ -21,6 +21,7 @@ from paceline.predict.memory.planned import EngineMemory
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep
 from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
+from paceline.search.expect import check_measured
 
 
 def predict(
@@ -85,12 +86,14 @@ def predict_decided(
 ) -> tuple[Config, ReplayedStep]:
     """Returns the config with the microbatch that was found for it, and the step; ``keeps_spans`` for a time line."""
     slow_ranks = dict(slow or {})
+    cluster = over_backend(cluster, config.comm.backend) if ranks > 1 else cluster
     wire_cost(cluster, ranks)  # refuses ranks that the cluster has no devices for
     check_slow(slow_ranks, ranks)
     if rank is not None and rank >= ranks:
         raise UsageError(f"rank = {rank} of {ranks} ranks\n  ranks are 0 to {ranks - 1}\n  try rank = {ranks - 1}")
     if cluster.device.is_cpu and config.parallel.device == "auto":  # engines do some things otherwise there
         config = config.with_values("parallel", device="cpu")
+    check_measured(config.train.precision_on("cpu"), cluster.device)
     if not cluster.device.is_cpu and config.parallel.device != "cpu":
         config = with_precision(config, "cuda", has_bf16="bf16" in cluster.device.peak_flops)
     config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)

@@ -112,7 +112,7 @@ class BackgroundPrediction:
             self._background.stop()
 
     def _start(self) -> None:
-        if not is_worth_dry_run(self.config) or unpriced(self.config, 1):
+        if not is_worth_dry_run(self.config) or unpriced(self.config, 1, machine_entry()):
             return
         from paceline.rehearse.dryrun.expected import Background, plain_start
 
@@ -147,7 +147,7 @@ class BackgroundPrediction:
         found = None if self._background is None else self._background.result(self.patience_s)
         best = better_of(formula, found)
         if (best is None or best.step_s is None) and is_worth_dry_run(self.config):
-            ranks, known = self.config.parallel.decided_ranks, unpriced(self.config, 1)
+            ranks, known = self.config.parallel.decided_ranks, unpriced(self.config, 1, machine_entry())
             reasons = dict.fromkeys(filter(None, ("" if best is None else best.reason, known)))
             best = replace(best or Expectation(), ranks=ranks, reason="; ".join(reasons))
         if best is not None and best.memory_bytes is None:

@@ -15,15 +15,16 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.cluster.detect import Machine, alone_device, detect_cluster, gloo_link
-from paceline.cluster.devices import Cluster, Device
+from paceline.cluster.detect import Machine, alone_device, detect_cluster
+from paceline.cluster.devices import Cluster, Device, load_cluster
+from paceline.cluster.wires import over_backend
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.workload import Workload
 from paceline.predict.memory.memory import framework_bytes
 from paceline.predict.memory.planned import rank_estimates
 from paceline.search.expectation import Expectation
-from paceline.search.from_config import task_of, workload_as_written
+from paceline.search.from_config import COMPUTE, task_of, workload_as_written
 from paceline.search.search import rank_one
 
 
@@ -37,7 +38,7 @@ def expect_run(
     """
     ranks = config.parallel.decided_ranks
     memory = expected_memory(config, hosts)
-    reason, policy = unpriced(config, hosts), config.comm.compression.policy
+    reason, policy = unpriced(config, hosts, entry), config.comm.compression.policy
     if not reason and policy != "none":
         reason = f"comm.compression.policy = {policy} is priced kernel by kernel alone"
     if reason:
@@ -87,8 +88,8 @@ def expected_memory(config: Config, hosts: int = 1) -> float | None:
     return float(max(each.device_bytes for each in stages) - outside)
 
 
-def unpriced(config: Config, hosts: int) -> str:
-    """Returns what no prediction knows of, by formulas or kernel by kernel."""
+def unpriced(config: Config, hosts: int, entry: Path | None = None) -> str:
+    """Returns what no prediction knows of, by formulas or kernel by kernel; ``entry`` as for ``expect_run``."""
     if hosts > 1:
         return f"the network between {hosts} hosts is not known"
     if config.comm.backend == "virtual":
@@ -97,7 +98,35 @@ def unpriced(config: Config, hosts: int) -> str:
         return "comm.compression.policy = threshold: how much it sends follows from values, which no prediction has"
     if config.train.microbatch == "auto":
         return "train.microbatch = auto is decided by the ranks"
+    if (config.parallel.device, config.comm.backend) == ("cuda", "gloo") and config.parallel.decided_ranks > 1:
+        return "comm.backend = gloo between GPUs was not measured"
+    precision = config.train.precision_on(config.parallel.device)
+    if config.parallel.device == "cpu" and precision != "fp32":
+        return _unmeasured(precision, entry)
     return ""
+
+
+def _unmeasured(precision: str, entry: Path | None) -> str:
+    """Returns why nobody knows how fast this CPU computes in a precision."""
+    if entry is None:
+        return (
+            f"train.precision = {precision} is as fast as fp32 on one processor and 300 times as slow on another, and "
+            "this one was not measured: paceline calibrate --output mine.yaml, then PACELINE_MACHINE=mine.yaml"
+        )
+    try:
+        check_measured(precision, load_cluster(str(entry)).device)
+    except UsageError as error:
+        return error.headline
+    return ""
+
+
+def check_measured(precision: str, device: Device) -> None:
+    """Raises UsageError where a CPU was not measured in what a precision computes in: each emulates that in its way."""
+    if device.is_cpu and COMPUTE[precision] not in device.peak_flops:
+        raise UsageError(
+            f"train.precision = {precision} on {device.name}, which was measured in {' and '.join(device.peak_flops)}\n"
+            "  how fast a CPU computes in another dtype depends on the processor\n  set train.precision = fp32"
+        )
 
 
 def present_cluster(
@@ -115,17 +144,17 @@ def present_cluster(
     if on_cpu:
         cores = min(config.parallel.threads or threads or max(1, machine.cores // ranks), machine.cores / ranks)
         alone = alone_device(entry) if ranks == 1 and cores > 1 else None
-        if alone is not None and alone.sm_count == cores:
+        is_measured = alone is not None and COMPUTE[config.train.precision_on("cpu")] in alone.peak_flops
+        if alone is not None and is_measured and alone.sm_count == cores:
             node = replace(node, device=replace(alone, memory_bytes=node.device.memory_bytes * machine.cores))
         else:
             node = replace(node, device=_with_cores(node.device, cores))
             if cores != 1:
                 assumed += (f"a rank with {cores:g} cores computes {cores:g} times as fast as with one",)
-        if config.comm.backend == "gloo":
-            node = replace(node, inside=gloo_link(entry))
         if cores < 1:
             assumed += (f"{ranks} ranks take turns on {machine.cores} cores: messages wait for turns, unpriced",)
-    return Cluster(name=f"{ranks}x {node.device.name}", node=node, nodes=1, between=None), assumed
+    cluster = Cluster(name=f"{ranks}x {entry or node.device.name}", node=node, nodes=1, between=None)
+    return over_backend(cluster, config.comm.backend) if on_cpu and ranks > 1 else cluster, assumed
 
 
 def _with_cores(device: Device, cores: float) -> Device:

@@ -21,8 +21,8 @@ from paceline.search.candidates import CHECKPOINTS, TrainingTask
 from paceline.search.search import Ranked
 from paceline.units import format_bytes, format_seconds
 
-_COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}
-_COMPUTE |= {"fp8": "fp8", "fp8_row": "fp8"}
+COMPUTE: dict[str, Compute] = {"fp32": "fp32", "bf16": "bf16", "bf16_master": "bf16", "fp16": "fp16"}
+COMPUTE |= {"fp8": "fp8", "fp8_row": "fp8"}
 # What a plan decides, and what belongs to another machine.
 _DECIDED = (
     *("ranks", "strategy", "sharding_strategy", "data", "pipeline", "tensor", "shard_ranks", "schedule", "chunks"),
@@ -30,7 +30,7 @@ _DECIDED = (
     "reshard_after_forward",
 )
 _OF_FULL_SHARDING = ("units", "unit_mb", "prefetch")
-PRECISIONS = tuple(_COMPUTE)
+PRECISIONS = tuple(COMPUTE)
 
 
 def task_of(
@@ -50,7 +50,7 @@ def task_of(
     return TrainingTask(
         model=shape or own,
         global_batch=train.global_batch or config_batch(config, devices).global_batch,
-        compute=_COMPUTE[precision],
+        compute=COMPUTE[precision],
         framework="eager" if compiles == "none" else "compiled",
         base=Layout(precision=precision, prefetch=config.parallel.prefetch, compile=compiles),
         **details,

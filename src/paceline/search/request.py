@@ -9,6 +9,7 @@ from typing import Any
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.entries import near_names
+from paceline.cluster.wires import over_backend
 from paceline.config import Config, config_from_dict, with_precision
 from paceline.errors import UsageError
 from paceline.plan.workload import ModelShape
@@ -53,6 +54,7 @@ def request_for(
     ``precision``: another one than the config's, or ``auto`` for any. Raises UsageError for what cannot be planned.
     """
     device = cluster.device
+    cluster = over_backend(cluster, config.comm.backend) if cluster.devices > 1 else cluster
     config = with_precision(config, "cpu" if device.is_cpu else "cuda", has_bf16="bf16" in device.peak_flops)
     return PlanRequest(
         config=config,

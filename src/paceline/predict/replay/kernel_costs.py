@@ -58,7 +58,9 @@ class KernelCosts:
         key = (kernel.name, kernel.dtype, in_block, *shape)
         found = self._known.get(key)
         if found is None:
-            work = self._work(kernel) * self._device.factor
+            # No figure of an entry makes a kernel faster than the peak, so that no MFU is above 100 %.
+            fastest = kernel.full_flops / self._device.peak(kernel.dtype) if kernel.full_flops else 0.0
+            work = max(self._work(kernel) * self._device.factor, fastest)
             launch = 0.0 if self._is_graphed else host_seconds(self._device, kernel, is_compiled=in_block)
             found = self._known[key] = (work + _GRAPHED_S if self._is_graphed else work, launch)
         return found

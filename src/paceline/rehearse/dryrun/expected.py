@@ -45,7 +45,7 @@ def expect_by_dry_run(
     from paceline.rehearse.dryrun.record import record_stages
 
     ranks = config.parallel.decided_ranks
-    reason = unpriced(config, 1)
+    reason = unpriced(config, 1, entry)
     if reason:
         return Expectation(ranks=ranks, reason=reason)
     try:

@@ -311,8 +311,7 @@ def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
     found = 0.0
     for event, times in events:
         if isinstance(event, Run) and event.operation.phase == "forward":
-            kernel = event.operation
-            found += times * kernel.flops * (2.0 if kernel.family == "attention" and kernel.is_causal else 1.0)
+            found += times * event.operation.full_flops
     return 3.0 * found
 
 

@@ -1,7 +1,7 @@
 """Records of a simulated rank: those of a real one, with the times of its clock.
 
-A record's ``time`` counts seconds since the ranks began; ``memory_bytes`` is what the plan expects of a rank, since the
-process holds all of them, and 0 where nobody has described the model.
+A record's ``time`` counts seconds since the ranks began; ``memory_bytes`` is what a rank is estimated to hold, on the
+GPU of the cluster where there is one, since the process holds all of them; 0 where nobody has described the model.
 """
 
 from __future__ import annotations

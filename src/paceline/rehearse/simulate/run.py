@@ -40,14 +40,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.operations import Operation
-from paceline.cluster.wires import wire_cost
+from paceline.cluster.wires import WireCost, over_backend, wire_cost
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.models.measured import operator_flops
 from paceline.notebook import Shown, curve
+from paceline.plan.plan import MemoryEstimate, Plan
 from paceline.predict.formulas.constants import constants_for, fitted_constants
+from paceline.predict.memory.memory import is_known
+from paceline.predict.memory.planned import EngineMemory
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
 from paceline.records.records import EndRecord, EvalRecord, HostRecord, Record, StepRecord
@@ -246,10 +249,12 @@ class Conditions:
 
     ``cluster`` is whose wires the ranks talk over; None: processes of one host. ``compute`` is measured here, or
     modelled for the cluster's device (without a cluster: for one core), which gives the same times on every machine.
-    ``slow`` multiplies the compute of ranks, ``slow_links`` the cost of operations that ranks take part in.
+    ``slow`` multiplies the compute of ranks, ``slow_links`` the cost of operations that ranks take part in. ``backend``
+    is what the ranks would talk through there: a config's ``comm.backend``, before ``prepare`` makes it virtual.
     """
 
     cluster: Cluster | None = None
+    backend: str = "auto"
     compute: ComputeKind = "measured"
     slow: Mapping[int, float] = field(default_factory=dict)
     slow_links: Mapping[int, float] = field(default_factory=dict)
@@ -258,6 +263,24 @@ class Conditions:
     def rates(self) -> Rates | KernelPrices:
         """The rates that modelled compute is priced by."""
         return Rates() if self.cluster is None else KernelPrices(self.cluster.device)
+
+    @property
+    def gpu(self) -> str:
+        """The GPU that ranks are taken to have; empty where they have none."""
+        return "" if self.cluster is None or self.cluster.device.is_cpu else self.cluster.device.name
+
+    def wire_cost(self, ranks: int, node_ranks: int | None) -> WireCost:
+        """Returns what operations between ranks cost. Raises UsageError for a backend that cannot be priced."""
+        if self.cluster is not None:
+            cluster = over_backend(self.cluster, self.backend) if ranks > 1 else self.cluster
+            return wire_cost(cluster, ranks)
+        if self.backend in ("nccl", "shared_memory"):
+            usual = f"{ranks}x {'h100-sxm' if self.backend == 'nccl' else 'cpu-host'}"
+            raise UsageError(
+                f"comm.backend = {self.backend} without a cluster\n  ranks are then processes that talk over Gloo\n"
+                f'  name one: --cluster "{usual}", or set comm.backend = auto'
+            )
+        return wire_cost(None, ranks, node_ranks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -291,10 +314,17 @@ class Simulation(Shown):
         return [curve("training loss", [each.loss for each in self.records[0] if isinstance(each, StepRecord)])]
 
 
-def prepare(config: Config, *, ranks: int | None = None, device: str | None = None, source: str = "config") -> Config:
+def prepare(
+    config: Config,
+    *,
+    ranks: int | None = None,
+    device: str | None = None,
+    source: str = "config",
+    cluster: Cluster | None = None,
+) -> Config:
     """Returns the config of a run on virtual ranks. Raises ConfigError with all that this number of ranks breaks.
 
-    ``source`` is what messages call the config: the name of its file.
+    ``source`` is what messages call the config: the name of its file. On a ``cluster`` the ranks share its hosts out.
     """
     asked = config.parallel
     count = ranks if ranks is not None else (asked.ranks if isinstance(asked.ranks, int) else 4)
@@ -305,11 +335,26 @@ def prepare(config: Config, *, ranks: int | None = None, device: str | None = No
         raise UsageError(f"device = {where}\n  virtual ranks share a CPU, or one GPU\n  take cpu or cuda")
     if where == "cuda" and not torch.cuda.is_available():
         raise UsageError("device = cuda, and there is no CUDA device here\n  virtual ranks share one\n  take cpu")
-    settled = config.with_values("parallel", ranks=count, device=where).with_values("comm", backend="virtual")
-    problems = check_ranks(settled, count, asked.node_ranks)
+    node_ranks = asked.node_ranks if cluster is None else _node_ranks(config, count, cluster)
+    changes = {"ranks": count, "device": where, "node_ranks": node_ranks}
+    settled = config.with_values("parallel", **changes).with_values("comm", backend="virtual")
+    problems = check_ranks(settled, count, node_ranks)
     if problems:
         raise ConfigError(problems, source=source)
     return settled
+
+
+def _node_ranks(config: Config, ranks: int, cluster: Cluster) -> int | None:
+    """Returns how many ranks a host of the cluster has: they fill one before the next, and then may differ (None)."""
+    each, asked = min(ranks, cluster.node.devices), config.parallel.node_ranks
+    if asked is not None and asked != each:
+        raise UsageError(
+            f"parallel.node_ranks = {asked} on {cluster.name}\n"
+            f"  {ranks} ranks fill hosts of {cluster.node.devices} devices, so that {each} share one\n"
+            "  leave parallel.node_ranks out, or name another cluster"
+        )
+    needs_hosts = config.comm.algorithm == "hierarchical" or config.parallel.strategy == "hybrid"
+    return each if ranks % each == 0 or needs_hosts else None
 
 
 def simulate(
@@ -371,7 +416,7 @@ def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
     """Returns the number of ranks, and what they are told about time."""
     ranks = config.parallel.decided_ranks
     return ranks, VirtualTime(
-        cost=wire_cost(conditions.cluster, ranks, config.parallel.node_ranks),
+        cost=conditions.wire_cost(ranks, config.parallel.node_ranks),
         measures=conditions.compute == "measured",
         slow=conditions.slow,
         slow_links=conditions.slow_links,
@@ -417,10 +462,17 @@ class _SimulatedRank:
     def _put_on_clock(self, trainer: Trainer, comm: VirtualCommunicator, clock: VirtualClock) -> ClockMeter:
         trace = trainer.parts.engine.world.trace
         assert trace is not None
-        memory = trainer.parts.plan.memory
+        memory = self._memory(trainer.parts.plan)
         meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else memory.device_bytes)
         trainer.parts = replace(trainer.parts, meter=meter)
         return meter
+
+    def _memory(self, plan: Plan) -> MemoryEstimate | None:
+        """Returns the estimate of a rank: on the GPU that it is taken to have, where that is another device."""
+        if not self._conditions.gpu:
+            return plan.memory
+        need = EngineMemory.of(self._config, "cuda")
+        return need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None
 
     def _pricing(self, clock: VirtualClock, meter: ClockMeter) -> contextlib.AbstractContextManager[object]:
         if self._conditions.compute == "measured":
