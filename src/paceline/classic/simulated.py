@@ -113,7 +113,7 @@ class SimulatedTrainer:
     def _train_alone(self, run: RunRecord) -> TrainingMetrics:
         """Trains one rank for some steps with the batch of a rank, for the analyzer to compare with."""
         batch = run.global_batch // run.world_size
-        one = self.config.with_values("parallel", ranks=1)
+        one = self.config.with_values("parallel", ranks=1, node_ranks=None)
         one = one.with_values("train", steps=_STEPS_ALONE, epochs=None, global_batch=batch, eval_every=None)
         conditions = replace(self.conditions, slow={}, slow_links={})
         return TrainingMetrics.from_records(simulate(one, conditions).records)
