@@ -168,7 +168,6 @@ OWN_READERS = {
     "comm/ledger/file.py": "the ledger of a rank on this host",
     "health/ledger_text.py": "control data",
     "run/self_watch.py": "control data",
-    "run/warm_server.py": "control data",
     "run/worker.py": "its own command line",
 }
 

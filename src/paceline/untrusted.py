@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import math
 import os
 import stat
 from pathlib import Path
@@ -88,6 +89,11 @@ def kind_of(value: Any) -> str:
 def is_count(value: Any, most: int = 2**60) -> TypeGuard[int]:
     """Says whether a value is a whole number from 0 to ``most``."""
     return type(value) is int and 0 <= value <= most
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Says whether a value is a number that is finite."""
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def plain_name(name: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import paceline.cli
 
 LINE = "paceline: ended by SIGINT (Ctrl-C)"
 
@@ -74,6 +77,31 @@ def test_ctrl_c_while_python_loads_or_ends_is_one_line(moment: str) -> None:
     assert press_at(moment) == (130, LINE)
 
 
+def start_command(folder: Path, before: str) -> subprocess.CompletedProcess[str]:
+    """Runs ``paceline --version`` by the script that is installed, with shell commands before Python starts."""
+    script, python = folder / "bin" / "paceline", folder / "bin" / "python"
+    script.parent.mkdir()
+    shutil.copy(Path(paceline.cli.__file__).with_name("paceline.sh"), script)
+    python.write_text(f'#!/bin/sh\n{before}\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    (folder / "link").symlink_to(script)
+    command = [str(folder / "link"), "--version"]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def test_the_installed_command_runs_the_python_beside_it(tmp_path: Path) -> None:
+    assert start_command(tmp_path, ":").stdout == f"paceline {paceline.__version__}\n"
+
+
+@pytest.mark.skipif(
+    subprocess.run(["env", "--block-signal=INT", "true"], capture_output=True, check=False).returncode != 0,
+    reason="this env cannot hold signals back",
+)
+def test_ctrl_c_before_python_has_started_is_one_line(tmp_path: Path) -> None:
+    shown = start_command(tmp_path, "kill -INT $$")
+    assert (shown.returncode, shown.stderr.strip(), shown.stdout) == (130, LINE, "")
+
+
 @pytest.mark.exhaustive
 def test_ctrl_c_at_the_import_of_any_module_is_one_line() -> None:
     loaded = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=False).stderr.split()
@@ -85,15 +113,19 @@ def test_ctrl_c_at_the_import_of_any_module_is_one_line() -> None:
 
 
 def test_an_import_is_not_unwound(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """torch aborts where its import is interrupted; nothing is there yet to clear up."""
+    """torch aborts where its import is interrupted. The temporary folder of a run is removed all the same."""
     (tmp_path / "slow.py").write_text(
         "import os, signal\ntry:\n    os.kill(os.getpid(), signal.SIGINT)\nfinally:\n    print('unwound')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    code = "import sys, paceline.cli.app, paceline.cli.main as m\ndef run():\n    import slow\n"
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    code = "import sys, paceline.cli.app, paceline.cli.main as m\nfrom paceline.run.scratch import scratch_folder\n"
+    code += "def run():\n    with scratch_folder():\n        import slow\n"
     code += "paceline.cli.app.run_command = run\nm.main()\n"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert (shown.returncode, shown.stderr.strip(), shown.stdout) == (130, LINE, "")
+    assert not list((tmp_path / "temporary").iterdir())
 
 
 @pytest.mark.parametrize("patience", ["60", "0.05"])

@@ -7,7 +7,9 @@ A target makes one input from a random number generator, in an empty folder, and
 from __future__ import annotations
 
 import functools
+import gzip
 import json
+import math
 import os
 import pickle
 import random
@@ -23,7 +25,7 @@ from urllib.parse import parse_qsl
 import torch
 import yaml
 from fuzz_mutate import broken, changed, parser_inputs
-from made_records import RUN, STEP
+from made_records import END, RUN, STEP
 from trained_gpt import CLASSIC, VOCABULARY, change_manifest, make_model, rehash, save_trained
 
 from paceline.checkpoint.find import find_checkpoint
@@ -43,10 +45,14 @@ from paceline.errors import CheckpointError
 from paceline.learn.play import PlayInputs, answer_for
 from paceline.learn.progress import parse_progress
 from paceline.predict.replay.program import Program
-from paceline.records.records import to_line
+from paceline.profile.merge import beside
+from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_line
+from paceline.run.warm_server import parse_request
 from paceline.schedule.text import parse_csv
 from paceline.search.expectation import Expectation
 from paceline.search.hugging_face import read_hugging_face
+from paceline.view.document import Window, describe, heat, timeline
+from paceline.view.follow import Follower
 
 Run = Callable[[], object]
 Inputs = Callable[[random.Random], bytes]
@@ -264,9 +270,14 @@ def plant_pickle(path: Path, folder: Path) -> None:
 def pickle_case(draw: random.Random, folder: Path) -> Run:
     """Pickles with the flag that allows them: values alone are read. Without it nothing is."""
     flag = ["--allow-pickle"] if draw.random() < 0.8 else []
-    kind = draw.choice(["weights.pt", "dcp", "evil.pt", "evil"])
+    kind = draw.choice(["weights.pt", "disks.pt", "dcp", "evil.pt", "evil"])
     path = folder / kind
-    if kind == "weights.pt":
+    if kind == "disks.pt":  # the end of the archive, where its parts are listed
+        torch.save({"a": torch.ones(2)}, path)
+        content = path.read_bytes()
+        end = content.rfind(b"PK\6\7")
+        path.write_bytes(content[:end] + b"PK\6\7" + broken(content[end + 4 :], draw))
+    elif kind == "weights.pt":
         put(copy_of(kind, folder), broken((template() / kind).read_bytes(), draw))
     elif kind == "dcp":
         copy_of(kind, folder)
@@ -283,15 +294,73 @@ def pickle_case(draw: random.Random, folder: Path) -> Run:
 # Texts
 
 
+_PARTS = {"seconds": 2.5, "processes": 1.5, "step": 1.0}
+_EVENTS = [
+    EventRecord(name="first_step", step=1, detail=_PARTS, time=RUN.time + 2),
+    EventRecord(name="compiled", step=1, detail={"what": "the model", "seconds": 0.5}, time=RUN.time + 2),
+    EventRecord(name="clock", step=1, detail={"ahead_s": 0.1, "ranks": [0]}, time=RUN.time + 2),
+    EventRecord(name="scalars", step=1, detail={"mine": 1.0}, time=RUN.time + 2),
+    EventRecord(name="microbatch", step=1, detail={"microbatch": 8, "reason": "memory"}, time=RUN.time + 2),
+    CommRecord(step=1, kind="all_reduce", group="world", ranks=2, calls=1, bytes=8, seconds=0.1, time=RUN.time + 2),
+    EvalRecord(step=1, loss=1.0, accuracy=0.5, samples=8, seconds=0.1, time=RUN.time + 2),
+]
+_OPERATION = {"time": RUN.time + 1, "start_s": 0.0, "end_s": 0.1, "kind": "all_reduce", "num_bytes": 8}
+
+
 def records_case(draw: random.Random, folder: Path) -> Run:
-    lines = [to_line(RUN), *(to_line(STEP) for _ in range(3))]
+    """A run among others that are no runs, read by each of those who read one."""
+    home = folder / "runs" / "a"
+    (home / "records").mkdir(parents=True)
+    place = home / "records" / "rank-0.jsonl"
+    lines = [to_line(each) for each in (RUN, *[STEP] * 3, *_EVENTS, END)]
     at = draw.randrange(len(lines))
-    if draw.random() < 0.7:
+    if draw.random() < 0.8:
         lines[at] = json.dumps(changed(json.loads(lines[at]), draw)) + "\n"
     content = "".join(lines).encode()
-    (folder / "records").mkdir()
-    (folder / "records" / "rank-0.jsonl").write_bytes(content if draw.random() < 0.7 else broken(content, draw))
-    return command("report", folder, *(["--json"] if draw.random() < 0.3 else []))
+    place.write_bytes(content if draw.random() < 0.8 else broken(content, draw))
+    if draw.random() < 0.3:
+        plant_odd_file(draw, draw.choice([place, home / "records", folder / "runs" / "b", home / "trace"]))
+    elif draw.random() < 0.3:
+        (home / "trace").mkdir()
+        (home / "trace" / "rank-0.jsonl").write_text(json.dumps(changed(_OPERATION, draw)) + "\n")
+    flags = draw.choice([[], [], ["--json"], ["--html", folder / "a.html"], ["--csv", folder / "a.csv"]])
+    return draw.choice([command("report", home, *flags), lambda: watch_runs(folder / "runs")])
+
+
+def plant_odd_file(draw: random.Random, path: Path) -> None:
+    """Puts something in the place of a file or a folder that no run writes there."""
+    shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+    kind = draw.choice(["device", "loop", "pipe", "folder", "elsewhere", "nowhere"])
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to({"device": "/dev/zero", "loop": path.name, "elsewhere": "/etc"}.get(kind, "gone"))
+
+
+def watch_runs(folder: Path) -> None:
+    """Does what the live page does with the runs in a folder, without a server."""
+    follower = Follower([folder])
+    follower.states()
+    for run in follower.runs:
+        follower.want(run)
+        describe(run)
+        heat(run, "step_s", Window())
+        timeline(run, -math.inf, math.inf)
+    follower.states()
+
+
+_TRACE = {"traceEvents": [{"ph": "X", "pid": 0, "name": "process_name", "args": {"name": "a"}, "ts": 1, "dur": 2}]}
+
+
+def trace_case(draw: random.Random, folder: Path) -> Run:
+    path = folder / draw.choice(["a.json", "a.json.gz"])
+    content = _as_bytes(changed(_TRACE, draw))
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    if draw.random() < 0.4:
+        path.write_bytes(broken(path.read_bytes(), draw))
+    return lambda: beside([], path)
 
 
 _CONFIG = {
@@ -320,6 +389,7 @@ _HF = json.dumps({"model_type": "gpt2", **_SIZES}).encode()
 _PREDICTED = b'{"step_s": 0.5, "step_s_low": 0.4, "step_s_high": 0.6, "memory_bytes": 1e9, "assumed": ["a"]}'
 _PREDICTIONS = parser_inputs([_PREDICTED], lambda value: json.dumps(value).encode())
 _PROGRAM = b'{"events": [["Run", {"name": "mm"}, 0]], "order": [[0, 1, 2]], "ranks": 2}'
+_REQUEST = b'{"command": ["paceline.run.worker", "a"], "folder": "/a", "environment": {"RANK": "0"}}'
 
 
 def _as_bytes(value: Any) -> bytes:
@@ -358,6 +428,7 @@ TARGETS: tuple[Target, ...] = (
     Target(name="Hugging Face folders", case=hugging_face_case, weight=3),
     Target(name="pickles", case=pickle_case, weight=2),
     Target(name="records", case=records_case, weight=3),
+    Target(name="traces", case=trace_case),
     Target(name="configs", case=config_case, weight=3),
     Target(name="configs of models", case=model_case),
     parser("catalogs", lambda text: parse_catalog(_text(text), "a"), parser_inputs([_CATALOG], _as_bytes)),
@@ -373,6 +444,7 @@ TARGETS: tuple[Target, ...] = (
     parser(
         "classes of models", parse_class_names, parser_inputs([b'{"id2label": {"0": "cat", "1": "dog"}}']), ValueError
     ),
+    parser("requests for ranks", parse_request, parser_inputs([_REQUEST], _as_bytes), ValueError),
     parser("manifests of tokens", parse_manifest, parser_inputs([_TOKENS]), ValueError),
     parser(
         "progress in the course",

@@ -129,10 +129,12 @@ def test_another_time_line_is_laid_beside(tmp_path: Path) -> None:
     both = beside([span(0, "steps", "step 1", 0.0, 1.0)], path)
     assert [event["pid"] for event in both] == [0, 1, 1, 1]
     assert both[1]["args"]["name"] == "simulated.json.gz: rank 0 (cpu)"
-    for content in (b"", b"[1]", b'{"events": 1}'):
-        (tmp_path / "bad.json").write_bytes(content)
+    no_zip = gzip.compress(b"[]")[:10] + b"\xff" * 20
+    for content in (b"", b"[1]", b'{"events": 1}', b'[{"pid": []}]', b'[{"args": 1}]', no_zip):
+        bad = tmp_path / ("bad.json.gz" if content is no_zip else "bad.json")
+        bad.write_bytes(content)
         with pytest.raises(UsageError, match="it is a trace of"):
-            beside([], tmp_path / "bad.json")
+            beside([], bad)
 
 
 def test_a_trace_without_the_anchor_and_virtual_ranks_are_refused(tmp_path: Path) -> None:

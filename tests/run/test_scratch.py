@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.run import scratch
 from paceline.run.scratch import scratch_folder
 
 HOLD = """
@@ -45,6 +46,17 @@ def test_the_folder_of_a_killed_process_is_removed_by_the_next_start(temporary: 
         process.kill()
     with scratch_folder() as own:
         assert list(temporary.iterdir()) == [own]
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_process_that_leaves_at_once_removes_its_folders_and_no_others(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with scratch_folder() as own, scratch_folder() as other:
+        monkeypatch.setitem(scratch._HELD, other, os.getppid())  # as after a fork
+        (own / "ranks").touch()
+        scratch.remove_held()
+        assert list(temporary.iterdir()) == [other]
     assert list(temporary.iterdir()) == []
 
 

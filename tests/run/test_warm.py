@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -94,6 +95,28 @@ def test_a_rank_has_its_own_environment_output_folder_and_code(client: Client, t
     assert process.returncode == 3
     returned = client("return")
     assert returned.wait(240) == 0
+
+
+def test_what_no_client_sends_is_dropped_without_a_word(
+    capfd: pytest.CaptureFixture[str], warm: WarmRanks, client: Client
+) -> None:
+    request = b'{"command": ["deeds", "return"], "folder": "/", "environment": {}}'
+    length = warm_client.LENGTH.pack
+    for content in (
+        b"",
+        b"GET",
+        b"\xff" * 64,
+        length(2) + b"{}",
+        length(3) + b"\xff{}",
+        length(len(request)) + request,
+    ):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+            link.connect(str(warm.address))
+            link.sendall(content)
+            link.shutdown(socket.SHUT_WR)
+            assert link.recv(1) == b""
+    assert client("leave", "3").wait(240) == 3
+    assert capfd.readouterr().err == ""
 
 
 def test_collections_in_a_rank_leave_out_what_the_server_has_loaded(client: Client) -> None:

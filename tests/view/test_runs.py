@@ -208,6 +208,18 @@ def test_runs_are_found_named_apart_and_never_outside_of_the_folder(tmp_path: Pa
     assert read(one).columns.ranks == [0]
 
 
+def test_a_link_to_itself_beside_a_run_does_not_end_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", steps=2)
+    for loop in (tmp_path / "loop", run / "trace", run / "records" / "rank-1.jsonl"):
+        loop.unlink(missing_ok=True)
+        loop.symlink_to(loop.name)
+    assert find_runs([tmp_path]) == ([run], [])
+    assert find_runs([tmp_path / "loop"])[0] == []
+    found = read(run)
+    assert describe(found)["state"]["step"] == 2
+    assert timeline(found, 0, 2)["steps"] == [1, 2]
+
+
 def test_configs_are_compared_by_setting(tmp_path: Path) -> None:
     one, other = write_run(tmp_path / "one", steps=2), write_run(tmp_path / "other", steps=3)
     configs = [config_of(ShownRun(one)), config_of(ShownRun(other)), {}]

@@ -34,8 +34,8 @@ from paceline.records.comparison import scaling_between
 from paceline.records.facts import RunFacts
 from paceline.records.goodput import find_goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
-from paceline.records.records import EvalRecord, HostRecord, Record, RunRecord, StepRecord, read_records, strict_json
-from paceline.records.summary import PHASES, StepTable, add_up, read_run, split_attempts
+from paceline.records.records import EvalRecord, HostRecord, Record, RunRecord, StepRecord, strict_json
+from paceline.records.summary import PHASES, StepTable, add_up, read_file, read_run, split_attempts
 from paceline.terminal import echo
 from paceline.units import format_bytes, format_seconds
 
@@ -380,7 +380,7 @@ def _read_folder(folder: Path) -> TrainingMetrics:
     hosts = [
         record
         for path in sorted((folder / "records").glob("host-*.jsonl"))
-        for record in read_records(path)
+        for record in read_file(path, HostRecord)
         if isinstance(record, HostRecord)
     ]
     ranks = [[record for each in own for record in (each.run, *each.records)] for own in attempts.values()]

@@ -4,8 +4,8 @@
 it does while a module is imported. Else the first Ctrl-C unwinds the verb, so that ranks end and files are cleared; a
 thread ends this process if that takes longer than ``_PATIENCE_S``, and at the second Ctrl-C. The thread hears of
 signals by a pipe that the interpreter writes to, whoever handles them (torch's agent has handlers of its own), also
-while the main thread is in a library. What is left then ends by itself: ranks look for their launcher, and the next
-start removes temporary folders.
+while the main thread is in a library. What is left then ends by itself: ranks look for their launcher. Whoever leaves
+removes the temporary folders of this process first, and those of a process that was killed go with the next start.
 
 Of the standard library only what is there in a moment is loaded before Ctrl-C is taken care of.
 """
@@ -19,7 +19,7 @@ import time
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from types import FrameType
+    from types import FrameType, ModuleType
     from typing import NoReturn
 
     Writer = Callable[[int, bytes], int]
@@ -37,14 +37,19 @@ class Interrupted(SystemExit):
     """Unwinds a command that Ctrl-C ends."""
 
 
-def main() -> None:
-    """Runs the command line in this process, which ends with it."""
+def main(*, holds_interrupts: bool = False) -> None:
+    """Runs the command line in this process, which ends with it.
+
+    ``holds_interrupts``: whoever started Python has blocked SIGINT until now, so that Python did not answer it.
+    """
     try:
         import signal
 
         is_heard = signal.getsignal(signal.SIGINT) is not signal.SIG_IGN  # as with nohup
         if is_heard:
             signal.signal(signal.SIGINT, _leave)
+        if holds_interrupts:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
     except KeyboardInterrupt:
         _leave()
     if sys.argv[1:2] == ["train"]:
@@ -68,6 +73,7 @@ def main() -> None:
         _leave()
     except SystemExit as end:
         if presses.count and isinstance(end.code, int):
+            _remove_folders()
             os._exit(end.code)  # a library that was interrupted may not survive its own end
         raise
 
@@ -110,6 +116,16 @@ def _unwind(number: int, frame: FrameType | None) -> NoReturn:
     raise Interrupted(INTERRUPTED)
 
 
+def _remove_folders(modules: dict[str, ModuleType] = sys.modules) -> None:
+    """Removes the temporary folders that a verb holds, where it is left before it could do so."""
+    scratch = modules.get("paceline.run.scratch")
+    if scratch is not None and hasattr(scratch, "remove_held"):  # else it is not loaded, or being loaded
+        try:
+            scratch.remove_held()
+        except Exception:  # modules are being cleared: the next start removes them
+            return
+
+
 def _leave(
     number: int = 0,
     frame: FrameType | None = None,
@@ -117,6 +133,7 @@ def _leave(
     write: Writer = os.write,
     leave: Leaver = os._exit,
     lines: Iterator[bytes] = _LINES,
+    remove_folders: Callable[[], None] = _remove_folders,
     pause: Callable[[float], None] = time.sleep,
 ) -> NoReturn:
     """Leaves at once. All that it needs is bound here: it may be called when modules are being cleared.
@@ -126,6 +143,7 @@ def _leave(
     del number, frame
     for line in lines:
         write(2, line)
+        remove_folders()
         leave(INTERRUPTED)
     pause(0.1)
     leave(INTERRUPTED)

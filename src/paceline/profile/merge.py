@@ -7,11 +7,13 @@ time of an event of torch  the same, by the anchor: an event of torch whose read
 from __future__ import annotations
 
 import gzip
+import io
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from paceline.chrome_trace import TRACKS, Event, counter, name_process, name_track, name_tracks, span
 from paceline.errors import UsageError
@@ -136,11 +138,13 @@ def beside(events: Sequence[Event], path: Path) -> list[Event]:
     """
     try:
         data = read_regular(path, _MOST_BYTES)
-        values = parse_json(gzip.decompress(data) if path.suffix == ".gz" else data, _MOST_BYTES)
+        if path.suffix == ".gz":  # no more than is read below: a small file may hold a large one
+            data = gzip.GzipFile(fileobj=io.BytesIO(data)).read(_MOST_BYTES + 1)
+        values = parse_json(data, _MOST_BYTES)
         others = values["traceEvents"] if isinstance(values, dict) else values
-        if not isinstance(others, list) or not all(isinstance(each, dict) for each in others):
+        if not isinstance(others, list) or not all(_is_event(each) for each in others):
             raise ValueError("it has no list of events")
-    except (OSError, ValueError, KeyError, EOFError) as error:
+    except (OSError, ValueError, KeyError, EOFError, zlib.error) as error:
         raise UsageError(
             f"--beside {path}: {error}\n  it is a trace of paceline profile, simulate or predict\n"
             "  write one with: paceline simulate CONFIG --trace simulated.json"
@@ -149,6 +153,13 @@ def beside(events: Sequence[Event], path: Path) -> list[Event]:
     known = sorted({each.get("pid", 0) for each in others}, key=str)
     moved = [each | {"pid": first + known.index(each.get("pid", 0))} for each in others]
     return [*events, *(_named(each, path.name) for each in moved)]
+
+
+def _is_event(value: Any) -> TypeGuard[Event]:
+    """Says whether a value of JSON is an event whose process and arguments can be told."""
+    if not isinstance(value, dict) or not isinstance(value.get("args", {}), dict):
+        return False
+    return isinstance(value.get("pid", 0), int | float | str)
 
 
 def _named(event: Event, name: str) -> Event:

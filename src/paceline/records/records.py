@@ -22,7 +22,7 @@ import time as clock
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic_core import to_json
 
@@ -314,7 +314,13 @@ class _Form:
         return self.record_class(**values)
 
 
+def _one_of(*allowed: str) -> Callable[[Any], str]:
+    """Returns a reader of one of some words, which raises ValueError for any other value."""
+    return lambda value: allowed[allowed.index(value)]
+
+
 _READERS: dict[str, Callable[[Any], Any]] = {
+    "EndStatus": _one_of(*get_args(EndStatus)),
     "int": operator.index,
     "int | None": lambda value: None if value is None else operator.index(value),
     "float": float,

@@ -46,6 +46,7 @@ from paceline.records.tables import draw_tables, plain_tables
 from paceline.records.traffic import TrafficRow, find_traffic
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
+from paceline.untrusted import is_number
 
 # Of the event ``first_step``, as a reader calls them.
 _PARTS = {
@@ -183,9 +184,10 @@ def _start(attempts: Sequence[RankAttempt]) -> dict[str, float]:
     for attempt in reversed(attempts):
         found = {event.name: event for event in reversed(attempt.events)}  # the first of each name
         first, compiled = found.get("first_step"), found.get("compiled")
-        if first is not None:
-            took = compiled.detail["seconds"] if compiled is not None and compiled.step == first.step else None
-            return {**first.detail, **({} if took is None else {"compiling": took})}
+        if first is not None and is_number(first.detail.get("seconds")):
+            took = compiled.detail.get("seconds") if compiled is not None and compiled.step == first.step else None
+            parts = {name: first.detail.get(name) for name in ("seconds", *_PARTS)} | {"compiling": took}
+            return {name: seconds for name, seconds in parts.items() if is_number(seconds)}
     return {}
 
 

@@ -89,20 +89,31 @@ def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     """Reads the attempts of each rank that has any, by rank in order. Raises RunFolderError for a damaged record."""
     found = {}
     for path in (run_folder / "records").glob("rank-*.jsonl"):
-        number = re.fullmatch(r"rank-(\d+)\.jsonl", path.name)
-        try:
-            records = list(read_records(path))
-            if records and not isinstance(records[0], RunRecord):
-                raise ValueError(f"{path}, line 1: the first record of a file is that of the run")
-        except ValueError as error:
-            raise RunFolderError(
-                f"a record cannot be read: {error}\n"
-                "  every line is one record, written whole\n"
-                "  remove the line if the file was edited or the disk failed; the rest can be reported on"
-            ) from error
+        number = re.fullmatch(r"rank-([0-9]{1,9})\.jsonl", path.name)
+        records = read_file(path, RunRecord) if number else []
         if number and records:
             found[int(number[1])] = split_attempts(records)
     return dict(sorted(found.items()))
+
+
+def read_file(path: Path, first: type[Record]) -> list[Record]:
+    """Reads one file of records, which begins with one of the type ``first``. Raises RunFolderError if it cannot."""
+    try:
+        records = list(read_records(path))
+        if records and not isinstance(records[0], first):
+            raise ValueError(f"{path}, line 1: the first record is no {first.__name__}")
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be read: {error.strerror or error}\n  records are plain files that a run wrote\n"
+            "  remove it, or copy the run's folder again; the other ranks can be reported on"
+        ) from error
+    except ValueError as error:
+        raise RunFolderError(
+            f"a record cannot be read: {error}\n"
+            "  every line is one record, written whole\n"
+            "  remove the line if the file was edited or the disk failed; the rest can be reported on"
+        ) from error
+    return records
 
 
 def final_steps(attempts: Sequence[RankAttempt]) -> dict[int, StepRecord]:

@@ -71,7 +71,7 @@ class RunResult(Shown):
     def charts(self) -> list[str]:
         try:
             records = list(read_records(self.folder / "records" / "rank-0.jsonl"))
-        except (OSError, PacelineError):  # the folder was removed since
+        except (OSError, ValueError):  # the folder was removed since, or somebody changed it
             return []
         return [curve("training loss", [each.loss for each in records if isinstance(each, StepRecord)])]
 
@@ -98,6 +98,23 @@ def explain_end(claimed: RunFolder) -> Iterator[None]:
         raise
     if claimed.is_gone():
         raise _gone(claimed.path)
+
+
+@contextlib.contextmanager
+def clearing_saves(folder: Path) -> Iterator[None]:
+    """Removes what ranks have left of a save where a run fails or is ended; they are ranks of this host alone."""
+    try:
+        yield
+    except LaunchError:
+        from paceline.checkpoint.find import places_of
+        from paceline.checkpoint.retention import clear_leftovers
+        from paceline.checkpoint.storage import is_remote
+
+        for place in places_of(folder):
+            if not is_remote(place):
+                with contextlib.suppress(OSError):  # the next start removes it
+                    clear_leftovers(place)
+        raise
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
 import tempfile
 import time
@@ -18,22 +19,42 @@ from pathlib import Path
 
 _PREFIX, _LOCK = "paceline-run-", ".lock"
 _MAKING_S = 60.0  # between a folder and its lock, at most
+_HELD: dict[Path, int] = {}  # with the process that made it: for one that leaves without unwinding its blocks
 
 
 @contextlib.contextmanager
 def scratch_folder() -> Iterator[Path]:
     """Makes a temporary folder for as long as the block runs."""
     remove_leftovers()
-    path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-    lock = os.open(path / f"{_LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
+    path = Path(tempfile.gettempdir(), f"{_PREFIX}{secrets.token_hex(8)}")
+    _HELD[path] = os.getpid()  # before it is there: an interrupt may come at any moment
+    lock = -1
     try:
+        path.mkdir(mode=0o700)
+        lock = os.open(path / f"{_LOCK}.new", os.O_RDWR | os.O_CREAT, 0o600)
         with contextlib.suppress(OSError):  # a file system without locks: then nobody finds it unlocked either
             fcntl.flock(lock, fcntl.LOCK_EX)
         (path / f"{_LOCK}.new").rename(path / _LOCK)  # locked when others can see it
         yield path
     finally:
-        os.close(lock)
+        if lock >= 0:
+            os.close(lock)
+        _remove(path)
+
+
+def remove_held() -> None:
+    """Removes the folders of this process, which leaves at once: without unwinding the blocks that hold them."""
+    for path, process in list(_HELD.items()):
+        if process == os.getpid():
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    for _ in range(3):  # another thread may still write there
         shutil.rmtree(path, ignore_errors=True)
+        if not path.exists():
+            break
+    _HELD.pop(path, None)
 
 
 def remove_leftovers() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -40,6 +41,9 @@ def leave_early() -> None:
 
 def _leave_early(*_: object) -> NoReturn:
     os.write(2, b"paceline: preempted: no step was trained yet\n")
+    scratch = sys.modules.get("paceline.run.scratch")  # not imported here: an import may be what is interrupted
+    if scratch is not None and hasattr(scratch, "remove_held"):
+        scratch.remove_held()
     os._exit(PREEMPTED)
 
 

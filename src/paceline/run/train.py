@@ -19,7 +19,7 @@ from paceline.config import Config, load_config_with_sources
 from paceline.errors import UsageError
 from paceline.run.console import say
 from paceline.run.location import RunLocation, claim_run, locate_run
-from paceline.run.result import RunOptions, RunResult, explain_end, read_result
+from paceline.run.result import RunOptions, RunResult, clearing_saves, explain_end, read_result
 from paceline.run.warm import WarmRanks, warm_ranks_of
 from paceline.run.whereami import Surroundings, recognise
 
@@ -122,6 +122,6 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         if expected is not None:
             claimed.write_prediction(expected.to_text())
         prediction = BackgroundPrediction(config, folder, expected, warm)
-        with explain_end(claimed), observing(folder, config, options), prediction:
+        with explain_end(claimed), observing(folder, config, options), prediction, clearing_saves(folder):
             supervise(lambda command: launch_local(command, folder, asked), config, location)
         return read_result(folder, config, decision.choice)

@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import gc
 import importlib
-import json
 import os
 import select
 import selectors
@@ -32,10 +31,24 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from paceline.run.warm_client import FORKED, LENGTH, STATUS, receive
+from paceline.untrusted import parse_json_object
 
 PARENT = "PACELINE_PARENT"
 _EXITING = 0x4  # of the flags that Linux keeps of a process
 _PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+_MOST_BYTES = 2**26  # of a request: an environment has a few MiB at most
+_REQUEST_S = 10.0  # a client sends its request as soon as it is connected
+
+
+def parse_request(content: bytes) -> dict[str, Any]:
+    """Reads what a client asks for. Raises ValueError for anything but a command with its folder and environment."""
+    request = parse_json_object(content, _MOST_BYTES)
+    match request:
+        case {"command": [_, *_] as command, "folder": folder, "environment": dict(environment)}:
+            texts = [*command, folder, *environment.values()]
+            if all(isinstance(each, str) for each in texts):
+                return request
+    raise ValueError("a request has a command, a folder and an environment, all of them text")
 
 
 class WarmServer:
@@ -77,19 +90,23 @@ class WarmServer:
 
     def _accept(self) -> dict[str, Any] | None:
         client, _ = self._listener.accept()
+        output: list[int] = []
         try:
+            client.settimeout(_REQUEST_S)
             head, output, _, _ = socket.recv_fds(client, LENGTH.size, 2)
-            content = receive(client, LENGTH.unpack(head)[0])
-        except (OSError, EOFError, struct.error):
-            client.close()  # ended before it had said what it wants
-            return None
-        pid = os.fork()
+            request = parse_request(receive(client, min(LENGTH.unpack(head)[0], _MOST_BYTES)))
+            client.settimeout(None)
+            pid = os.fork() if len(output) == 2 else -1
+        except (OSError, EOFError, struct.error, ValueError):
+            pid = -1  # ended before it had said what it wants, or it is no client of ours
         if pid == 0:
             self._become_rank(client, output)
-            request: dict[str, Any] = json.loads(content)
             return request
         for descriptor in output:
             os.close(descriptor)
+        if pid < 0:
+            client.close()
+            return None
         with contextlib.suppress(OSError):  # it is gone: then its end is read next
             client.sendall(FORKED)
         self._clients[pid] = client
@@ -126,7 +143,7 @@ class WarmServer:
             if pid in self._clients and not _is_ending(pid):  # whoever is dead by now was not ended by this
                 self._ended.add(pid)
         for number in numbers or bytes([signal.SIGKILL]):
-            with contextlib.suppress(ProcessLookupError, PermissionError):
+            with contextlib.suppress(OSError):  # it is gone, or that is no signal
                 (os.killpg if number == signal.SIGKILL else os.kill)(pid, number)
 
     def _reap(self) -> None:

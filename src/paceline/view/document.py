@@ -28,7 +28,7 @@ from paceline.records.records import EvalRecord, EventRecord
 from paceline.records.summary import PHASES
 from paceline.search.expectation import read_expectation
 from paceline.units import format_seconds
-from paceline.untrusted import read_regular
+from paceline.untrusted import is_number, read_regular
 from paceline.view.columns import HEAT, Array, bucket_starts, extremes, means
 from paceline.view.runs import QUIET_EVENTS, ShownRun
 from paceline.view.traces import operations_between
@@ -228,7 +228,7 @@ def _own_scalars(run: ShownRun) -> dict[str, list[list[float]]]:
     found: dict[str, list[list[float]]] = {}
     for each in run.scalars:
         for name, value in each.detail.items():
-            if isinstance(value, int | float) and math.isfinite(value):
+            if is_number(value):
                 place = found.setdefault(str(name), [])
                 place.append([each.step, round(each.time - run.first_time, 3), value])
     return found

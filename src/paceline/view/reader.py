@@ -143,13 +143,20 @@ def _row(step: StepRecord) -> tuple[Any, ...]:
 
 
 def record_files(folder: Path) -> list[RecordFile]:
-    """Returns the files of records in a run's folder, those of low ranks first; none that lies outside of it."""
+    """Returns the files of records in a run's folder, those of low ranks first; none that lies outside of it.
+
+    Nor any of a folder that may not be read: it may be another user's.
+    """
     records = folder / "records"
     home = Path(os.path.realpath(folder))
-    if not records.is_dir() or not Path(os.path.realpath(records)).is_relative_to(home):
+    if not Path(os.path.realpath(records)).is_relative_to(home):
+        return []
+    try:
+        entries = list(os.scandir(records))
+    except OSError:
         return []
     found = []
-    for entry in os.scandir(records):
+    for entry in entries:
         name = _NAME.fullmatch(entry.name)
         if name is None or (name[1] == "rank" and not re.fullmatch(r"[0-9]{1,9}", name[2])):
             continue

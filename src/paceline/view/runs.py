@@ -8,8 +8,8 @@ Only files inside the folders that were given are read: a link that leads out of
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import math
 import os
 import socket
 import time
@@ -22,7 +22,7 @@ import psutil
 
 from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRecord, HostRecord, Record, RunRecord
 from paceline.units import format_seconds
-from paceline.untrusted import parse_json_object, read_regular
+from paceline.untrusted import is_number, parse_json_object, read_regular
 from paceline.view.columns import Columns
 from paceline.view.reader import Batch, RecordFile, RewrittenError, record_files
 
@@ -279,11 +279,13 @@ def _runs_in(path: Path) -> Iterator[Path]:
     """Yields the runs that lie directly in a folder; a link that leads out of it is none of them."""
     if not path.is_dir():
         return
-    home = path.resolve()
+    home = Path(os.path.realpath(path))
     for entry in os.scandir(path):
         inner = path / entry.name
-        if entry.is_dir() and not entry.name.startswith(".") and is_run(inner) and inner.resolve().is_relative_to(home):
-            yield inner
+        is_inside = Path(os.path.realpath(inner)).is_relative_to(home)
+        with contextlib.suppress(PermissionError):
+            if not entry.name.startswith(".") and is_inside and inner.is_dir() and is_run(inner):
+                yield inner
 
 
 def _started(folder: Path) -> float:
@@ -298,7 +300,7 @@ def _started(folder: Path) -> float:
 def _clocks(event: EventRecord) -> dict[int, float]:
     """Returns by how much the clocks of ranks are ahead; nothing of an event that says something else."""
     ahead_s, ranks = event.detail.get("ahead_s"), event.detail.get("ranks")
-    if not isinstance(ahead_s, int | float) or not math.isfinite(ahead_s) or not isinstance(ranks, list):
+    if not is_number(ahead_s) or not isinstance(ranks, list):
         return {}
     return {rank: float(ahead_s) for rank in ranks if isinstance(rank, int)}
 

@@ -253,6 +253,17 @@ def test_files_that_are_cut_short_are_named(saved: Save, tmp_path: Path) -> None
             take_in(tmp_path / name, format_of(tmp_path / name))
 
 
+def test_a_torch_file_that_says_it_has_several_disks_is_refused_in_words(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"a": torch.ones(2)}, path)
+    content = bytearray(path.read_bytes())
+    disks = content.rfind(b"PK\6\7") + 16  # in the last bytes of the archive
+    content[disks : disks + 4] = (2).to_bytes(4, "little")
+    path.write_bytes(content[: disks - 12] + b"\1" + content[disks - 11 :])
+    with pytest.raises(CheckpointError, match="cannot be read as a torch file"):
+        take_in(path, "torch")
+
+
 @pytest.mark.parametrize(
     ("damage", "told"),
     [("gone", "__0_0.distcp is missing"), ("cut", "has 20 bytes, and more are needed"), ("metadata", "truncated")],

@@ -252,11 +252,14 @@ def _reason(path: Path, error: Exception) -> str:
     """Returns why torch cannot read a file: its own words speak of memory maps for anything that is no zip file."""
     if isinstance(error, OSError):
         return error.strerror or str(error)
-    if path.is_file() and not zipfile.is_zipfile(path):
-        with path.open("rb") as file:
-            is_begun = file.read(4) == _ZIP
-        return "it is cut short" if is_begun else "it is no zip archive, as torch has written since version 1.6"
-    return str(error).splitlines()[0]
+    try:
+        if path.is_file() and not zipfile.is_zipfile(path):
+            with path.open("rb") as file:
+                is_begun = file.read(4) == _ZIP
+            return "it is cut short" if is_begun else "it is no zip archive, as torch has written since version 1.6"
+    except zipfile.BadZipFile as damage:  # before Python 3.13 it raises where it should say no
+        return f"its zip archive is damaged: {damage}"
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _open_torch(path: Path) -> Incoming:
