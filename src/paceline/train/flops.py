@@ -84,7 +84,8 @@ def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
         if not isinstance(value, torch.Tensor):
             return value
         placed = value.to("meta")
-        values.tell(placed, lambda: value)
+        if not value.is_floating_point():  # token ids, which a model may look for padding in
+            values.tell(placed, lambda: value)
         return placed
 
     with FlopCounterMode(display=False) as counter, answering(values):
