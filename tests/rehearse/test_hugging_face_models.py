@@ -20,13 +20,17 @@ from paceline.train.flops import sample_flops
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers"), 2),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"), 64),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_key_value_heads"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "rotary_dim"), 4),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_inner"), 64),
+    **dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions", "n_ctx"), 64),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
-    **{"vocab_size": 64, "num_key_value_heads": 2, "head_dim": 8, "rotary_dim": 4, "moe_intermediate_size": 16},
-    **{"num_experts_per_tok": 2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    **dict.fromkeys(("head_dim", "d_head"), 8),
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
 }
 TRACED = (
     *("llama", "gpt2", "mixtral", "gpt_neox", "opt", "biogpt", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi"),

@@ -131,7 +131,7 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
         ("max_position_embeddings", shape.context, "tokens of a sample"),
     ):
         has = getattr(text, name, None)
-        if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has:
+        if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has >= 0:
             yield Problem(
                 what=f"{name} = {has} in config.json, but the data has {needed} {unit}",
                 rule="the model needs room for all that the data has",

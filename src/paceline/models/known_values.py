@@ -10,7 +10,7 @@ an answer. It is worked out when somebody asks, and not before:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class KnownValues:
     """Remembers how tensors were made whose values follow from shapes alone, and answers for them."""
 
     def __init__(self) -> None:
-        self._made = WeakTensorKeyDictionary()  # type: ignore[no-untyped-call]
+        self._made: MutableMapping[torch.Tensor, _Made] = WeakTensorKeyDictionary()
 
     def tell(self, tensor: torch.Tensor, make: Callable[[], torch.Tensor]) -> None:
         """Says how to get the values of a tensor."""
@@ -86,7 +86,7 @@ class KnownValues:
         if not tensor.is_meta:  # an index, say, which has values
             with _disable_current_modes():
                 return _Made(tensor.clone, tensor._version, tensor.detach().clone())
-        found: _Made | None = self._made.get(tensor)
+        found = self._made.get(tensor)
         return found if found is not None and found.version == tensor._version else None
 
 

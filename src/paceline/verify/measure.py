@@ -9,7 +9,7 @@ nearly cancels is nothing but rounding, so no norm counts for less than a share,
 Parameters are measured by how far the step moved them: against their size, a missing update would go unnoticed.
 
 A model that computes parts in float32, whatever its own dtype is, has a *noise* of its own: how far two runs of one
-process are apart that round other numbers there. It is measured so, and takes the place of what rounding is known to be.
+process are apart that round other numbers there. It is measured, and the bound is set by it.
 """
 
 from __future__ import annotations

@@ -29,14 +29,7 @@ from paceline.train.step import place
 from paceline.verify.case import Case, cut, num_samples
 from paceline.verify.runs import casts_cached, prepare
 from paceline.verify.settings import Settings
-from paceline.verify.values import (
-    ActivationRecorder,
-    CoarseParts,
-    Gradients,
-    StepValues,
-    parameter_names,
-    split_state,
-)
+from paceline.verify.values import ActivationRecorder, CoarseParts, Gradients, StepValues, parameter_names, split_state
 
 _CPU = torch.device("cpu")
 

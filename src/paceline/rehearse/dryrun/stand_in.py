@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from paceline.config import Config
-from paceline.errors import PacelineError, UntraceableError, UsageError
+from paceline.config.sections import GPTModelConfig, HFModelConfig
+from paceline.errors import UntraceableError, UsageError
 from paceline.models.hugging_face import text_settings
 from paceline.rehearse.dryrun.parts import empty_model, few_data
 
@@ -27,45 +28,50 @@ _Found = TypeVar("_Found")
 def with_stand_in(config: Config, work: Callable[[Config], _Found]) -> tuple[_Found, str]:
     """Returns ``work(config)`` and nothing more to say; or that of the stand-in, and in words what it stands for.
 
-    Raises UntraceableError for a model that cannot be run without values and has no stand-in.
+    Raises UntraceableError for a model of the user's own code that cannot be run without values, UsageError for one of
+    transformers that has no stand-in.
     """
     try:
         return work(config), ""
     except UntraceableError as error:
-        if config.model.kind != "hf":
+        if not isinstance(config.model, HFModelConfig):
             raise
-        other = _stand_in(config, error)
+        other = _stand_in(config, config.model, error)
         return work(other), _in_words(other, error)
 
 
-def _stand_in(config: Config, error: UntraceableError) -> Config:
+def _stand_in(config: Config, model: HFModelConfig, error: UntraceableError) -> Config:
     data = few_data(config)
-    settings: Any = text_settings(config.model) if data.shape.kind == "tokens" else None
-    sizes = [getattr(settings, name, None) for name in _SIZES]
+    settings: Any = text_settings(model) if data.shape.kind == "tokens" else None
+    sizes: list[Any] = [getattr(settings, name, None) for name in _SIZES]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise _no_way(error)
     width, layers, heads, vocabulary = sizes
     parameters = sum(each.numel() for each in empty_model(config, data).parameters())
     tied = bool(getattr(settings, "tie_word_embeddings", False))
     ends = vocabulary * width * (1 if tied else 2)
-    mlp_width = max(1, round((parameters - ends - 4 * layers * width**2) / (2 * layers * width)))
-    gpt = {
-        "kind": "gpt",
-        **{"layers": layers, "width": width, "heads": math.gcd(heads, width), "mlp_width": mlp_width},
-        **{"vocab_size": vocabulary, "context": data.shape.context, "tied": tied},
-        **{"mlp": "gelu", "positions": "learned", "compile": config.model.compile},
-    }
-    try:
-        return Config.model_validate({**config.model_dump(exclude_unset=True), "model": gpt})
-    except (PacelineError, ValueError) as problem:
-        raise _no_way(error) from problem
+    gpt = GPTModelConfig(
+        kind="gpt",
+        layers=layers,
+        width=width,
+        heads=math.gcd(heads, width),
+        mlp_width=max(1, round((parameters - ends - 4 * layers * width**2) / (2 * layers * width))),
+        vocab_size=vocabulary,
+        context=data.shape.context,
+        tied=tied,
+        mlp="gelu",
+        positions="learned",
+        compile=model.compile,
+    )
+    return config.model_copy(update={"model": gpt})
 
 
 def _in_words(other: Config, error: UntraceableError) -> str:
     model: Any = other.model
+    sizes = f"{model.layers} layers of width {model.width}"
     return (
-        f"a rough figure, of a GPT with {model.layers} layers of width {model.width} and as many parameters as the model "
-        f"(with all experts of a mixture at work), since {error.headline}"
+        f"a rough figure, of a GPT with {sizes} and as many parameters as the model (with all experts of a mixture at "
+        f"work), since {error.headline}"
     )
 
 
