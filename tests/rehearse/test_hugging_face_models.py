@@ -10,13 +10,16 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.cluster.detect import Machine
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.models.known_values import KnownValues, answering
+from paceline.rehearse.dryrun.expected import expect_by_dry_run
 from paceline.rehearse.dryrun.stand_in import with_stand_in
 from paceline.rehearse.prediction import predict
 from paceline.train.assemble import build_workload
 from paceline.train.flops import sample_flops
+from paceline.units import GIB
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
@@ -109,6 +112,13 @@ def test_one_without_a_stand_in_is_refused_without_advice_to_edit_the_library(ma
 
     with pytest.raises(UsageError, match=r"it reads a value, at vit.py:1\n.*transformers.*\n  paceline simulate"):
         with_stand_in(config, refuse)
+
+
+def test_a_run_has_a_prediction(made: Folder) -> None:
+    host = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
+    found = expect_by_dry_run(made("llama").with_values("parallel", device="cpu"), host)
+    assert (found.reason, found.fitted) == ("", True)
+    assert found.step_s is not None
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
