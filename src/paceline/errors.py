@@ -3,6 +3,7 @@
     PacelineError                    everything we raise on purpose; the command line prints it without a traceback
     ├── ConfigError                  one or more problems of a config, each with values, rule and fix
     ├── UsageError                   a call that breaks the contract of an API, with the fix in the message
+    │   └── UntraceableError         a model that asks for values where it is run without any
     ├── DataError                    a data set that cannot be read, is too small, or cannot be sent to workers
     │   └── BadSampleError           what a source holds is wrong, however often it is read
     ├── CheckpointError              a checkpoint that is missing or damaged
@@ -73,6 +74,10 @@ def _rebuild_config_error(problems: list[Problem], source: str) -> ConfigError:
 
 class UsageError(PacelineError):
     """A call that breaks the contract of an API."""
+
+
+class UntraceableError(UsageError):
+    """A model that asks for values, or for an operator without a meta kernel, where it is run without values."""
 
 
 class DataError(PacelineError):

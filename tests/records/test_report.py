@@ -18,7 +18,7 @@ from paceline.errors import RunFolderError
 from paceline.records.facts import MemoryUse
 from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
 from paceline.records.report import RankSummary, RunSummary, render, summarize, to_json
-from paceline.search.expectation import Expectation
+from paceline.search.expectation import Expectation, read_expectation
 
 START = 1000.0
 
@@ -296,6 +296,21 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
     assert (found["predicted"]["step_s"], found["measured_step_s"], found["memory_ratio"]) == (2.0, 2.0, 1.5)
 
 
+def test_a_prediction_made_while_the_run_went_on_stands_beside_the_earlier_one(tmp_path: Path) -> None:
+    _ragged_run(tmp_path)
+    kept = EXPECTED.with_later(replace(EXPECTED, step_s=1.0, step_s_low=0.9, step_s_high=1.1))
+    (tmp_path / "prediction.json").write_text(kept.to_text())
+    summary = summarize(tmp_path)
+    assert [line.rstrip() for line in _draw(summary, 100).splitlines()][-3:] == [
+        "predicted 2.00 s a step (band 25 %), measured 2.00 s: as predicted",
+        "predicted 200 B of memory a rank, measured 300 B: 50 % more",
+        "predicted 1.00 s a step while it ran (band 10 %), measured 2.00 s: 100 % more, outside the band",
+    ]
+    predicted = to_json(summary)["prediction"]["predicted"]
+    assert (predicted["step_s"], predicted["later"]["step_s"], predicted["later"]["is_later"]) == (2.0, 1.0, True)
+    assert read_expectation(tmp_path) == kept
+
+
 def test_a_prediction_is_compared_with_the_last_attempt_that_made_a_step(tmp_path: Path) -> None:
     again = _run(0, world_size=1, time=START + 9)
     steps = [_step(1, step_s=9.0), _step(2, step_s=9.0)]
@@ -309,7 +324,7 @@ def test_a_prediction_is_compared_with_the_last_attempt_that_made_a_step(tmp_pat
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", '{"pace": 1}', '{"step_s": "fast"}', '{"step_s": -1}', '{"step_s": NaN}']
+    "content", ["", "[]", '{"pace": 1}', '{"step_s": "fast"}', '{"step_s": -1}', '{"step_s": NaN}', '{"later": 1}']
 )
 def test_a_damaged_prediction_is_left_out_with_its_reason(tmp_path: Path, content: str) -> None:
     _ragged_run(tmp_path)

@@ -91,8 +91,30 @@ def test_the_microbatch_is_that_of_this_attempts_first_record(tmp_path: Path, is
         now = replace(before, microbatch=2, time=time.time())
         lines = [before, now] if is_known else [before]
         (tmp_path / "records" / "rank-0.jsonl").write_text("".join(to_line(each) for each in lines))
-    wanted = predict_run(_config("train.steps=10", "train.microbatch=2")) if is_known else None
-    assert read_expectation(tmp_path) == wanted
+    wanted = predict_run(_config("train.steps=10", "train.microbatch=2"))
+    assert wanted is not None
+    assert read_expectation(tmp_path) == (replace(wanted, is_later=True) if is_known else None)
+
+
+@pytest.mark.parametrize("model", [GPT, MLP])
+def test_what_was_predicted_before_the_start_is_still_there_after_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: tuple[str, ...]
+) -> None:
+    config = load_config(None, [*model])
+    formula, beside = predict_run(config), Expectation(ranks=2, step_s=0.274, plan="kernel by kernel")
+    monkeypatch.setattr(Background, "__init__", lambda *_, **__: None)
+    monkeypatch.setattr(Background, "result", lambda *_: beside)
+    if formula is not None:
+        (tmp_path / "prediction.json").write_text(formula.to_text())
+    with BackgroundPrediction(config, tmp_path, formula):
+        pass
+    found = read_expectation(tmp_path)
+    assert found is not None
+    later = found if formula is None else found.later
+    assert later is not None
+    assert (later.step_s, later.is_later) == (0.274, True)
+    if formula is not None:
+        assert replace(found, later=None) == formula
 
 
 def test_nothing_is_written_of_a_run_that_failed(tmp_path: Path) -> None:
@@ -126,7 +148,9 @@ def test_runs_of_real_ranks_are_predicted_kernel_by_kernel(
     assert (called.code, called.err) == (0, "")
     found = json.loads(called.out)["prediction"]
     assert found["predicted"] == json.loads((project / "runs" / "tiny" / "prediction.json").read_text())
-    assert found["predicted"]["plan"].endswith("kernel by kernel")
+    later = found["predicted"]["later"] or found["predicted"]
+    assert later["plan"].endswith("kernel by kernel")
+    assert later["is_later"]
     assert found["step_ratio"] == found["measured_step_s"] / found["predicted"]["step_s"]
     assert found["memory_ratio"] == found["measured_memory_bytes"] / found["predicted"]["memory_bytes"]
     assert 0.4 < found["memory_ratio"] < 2.5  # most of it is the process

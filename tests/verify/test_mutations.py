@@ -8,6 +8,7 @@ the certificate runs (the loader's shares, the learning-rate schedule), ``train/
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -29,9 +30,11 @@ from planted_bugs import (
     accumulation_lost,
     also,
     case,
+    certify_clean,
     check_found,
     current_rank,
     gradients_kept,
+    keep_references,
     known,
     make_batch,
     make_even_batch,
@@ -546,6 +549,47 @@ BUGS: dict[str, Bug] = {
 @pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
 def test_a_planted_bug_is_found(bug: Bug, monkeypatch: pytest.MonkeyPatch) -> None:
     check_found(bug, monkeypatch)
+
+
+@functools.cache
+def rounding(made: FunctionCase) -> FunctionCase:
+    """The same case with linear layers that round their outputs to float32, as norms of Hugging Face models do."""
+
+    def make() -> nn.Module:
+        model = made.model()
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(lambda _, __, output: (output.float() * 1.1).to(output.dtype))
+        return model
+
+    return dataclasses.replace(made, model=make)
+
+
+@pytest.mark.some(4)
+@pytest.mark.parametrize("bug", BUGS.values(), ids=BUGS.keys())
+def test_a_planted_bug_is_found_in_a_model_that_computes_parts_in_float32(
+    bug: Bug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = certify_clean(rounding(bug.case), bug.settings)
+    assert clean.passed, clean.divergence
+    keep_references(monkeypatch)
+    bug.plant(monkeypatch)
+    if bug.verdict is not None:
+        with pytest.raises(bug.verdict):
+            certify(rounding(bug.case), bug.settings)
+        return
+    assert not certify(rounding(bug.case), bug.settings).passed
+
+
+def test_gradients_in_single_precision_are_found_in_a_model_that_computes_parts_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bug = BUGS["gradients travel in single precision"]
+    clean = certify_clean(rounding(bug.case), bug.settings)
+    assert clean.bound.startswith("parts of the model compute in float32 (Linear): one process differs from itself by")
+    assert clean.measure == "relative"
+    assert clean.errors.largest <= clean.tolerance < 1e-6
+    test_a_planted_bug_is_found_in_a_model_that_computes_parts_in_float32(bug, monkeypatch)
 
 
 # What the cases and the replaced loop do by themselves.

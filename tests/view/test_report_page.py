@@ -15,6 +15,7 @@ from command_runs import call as call
 from made_records import RUN, write_records
 from view_runs import steps_of, write_run
 
+from paceline.search.expectation import Expectation
 from paceline.view.export import write_figure
 from paceline.view.html import as_json, live_page, report_page
 from paceline.view.runs import read_runs
@@ -69,6 +70,20 @@ def test_the_page_has_the_tables_of_the_report(tmp_path: Path) -> None:
     assert tables["goodput and lost work"]["rows"][1][2] == "8 steps"
     page = data_of(report_page([folder]))["runs"][0]["words"]["tables"]
     assert [table["title"] for table in page] == list(tables)
+
+
+def test_a_page_keeps_the_prediction_from_before_the_start_and_labels_a_later_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    before = Expectation(ranks=2, step_s=0.555, memory_bytes=2.0**30)
+    (folder / "prediction.json").write_text(before.with_later(Expectation(ranks=2, step_s=0.274)).to_text())
+    shown = data_of(report_page([folder]))["runs"][0]
+    assert (shown["predicted"]["step_s"], shown["predicted"]["is_later"]) == (0.555, False)
+    assert (shown["predicted"]["later"]["step_s"], shown["predicted"]["later"]["is_later"]) == (0.274, True)
+    rows = {table["title"]: table["rows"] for table in shown["words"]["tables"]}["Predicted and measured"]
+    assert [row[:2] for row in rows if row[0].startswith("step")] == [
+        ["step", "555.0 ms"],
+        ["step, predicted while it ran", "274.0 ms"],
+    ]
 
 
 def test_words_of_a_run_whose_records_cannot_be_summed_up(tmp_path: Path) -> None:

@@ -72,6 +72,15 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
     return model
 
 
+def text_settings(config: HFModelConfig) -> Any:
+    """Returns the library's config of a folder's transformer; models of text and images keep it in a part."""
+    return _text_part(_settings(load_transformers(), config))
+
+
+def _text_part(settings: Any) -> Any:
+    return settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+
+
 def _settings(library: Any, config: HFModelConfig) -> Any:
     try:
         found = library.AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
@@ -119,14 +128,13 @@ def _problems(settings: Any, shape: DataShape, config: HFModelConfig) -> Iterato
                 rule="its head is that of the folder",
                 fix="name the head in model.fresh, such as [classifier], and it begins anew with the data's classes",
             )
-    # Models of text and images keep the transformer in a part.
-    text = settings.get_text_config() if hasattr(settings, "get_text_config") else settings
+    text = _text_part(settings)
     for name, needed, unit in (
         ("vocab_size", shape.vocab_size, "tokens of the vocabulary"),
         ("max_position_embeddings", shape.context, "tokens of a sample"),
     ):
         has = getattr(text, name, None)
-        if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has:
+        if shape.kind == "tokens" and isinstance(has, int) and needed is not None and needed > has >= 0:
             yield Problem(
                 what=f"{name} = {has} in config.json, but the data has {needed} {unit}",
                 rule="the model needs room for all that the data has",

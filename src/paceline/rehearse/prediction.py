@@ -18,9 +18,11 @@ from paceline.config import Config, layout_of, load_config, with_precision
 from paceline.errors import UsageError
 from paceline.predict.memory.memory import is_known
 from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep
 from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
+from paceline.rehearse.dryrun.stand_in import with_stand_in
 from paceline.search.expect import check_measured
 
 
@@ -96,7 +98,12 @@ def predict_decided(
     check_measured(config.train.precision_on("cpu"), cluster.device)
     if not cluster.device.is_cpu and config.parallel.device != "cpu":
         config = with_precision(config, "cuda", has_bf16="bf16" in cluster.device.peak_flops)
-    config = with_fitting_microbatch(config, cluster, ranks=ranks, rank=rank or 0)
-    programs = record_stages(config, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
+
+    def record(asked: Config) -> tuple[Config, tuple[Program, ...]]:
+        asked = with_fitting_microbatch(asked, cluster, ranks=ranks, rank=rank or 0)
+        return asked, record_stages(asked, ranks=ranks, rank=rank or 0, node_ranks=min(ranks, cluster.node.devices))
+
+    (recorded, programs), rough = with_stand_in(config, record)
     found = replay(programs, cluster, slow=slow_ranks, keeps_spans=keeps_spans, with_loop=True)
-    return config, replace(found, shown=rank)
+    config = config.with_values("train", microbatch=recorded.train.microbatch)
+    return config, replace(found, shown=rank, rough=rough)

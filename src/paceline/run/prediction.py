@@ -75,7 +75,7 @@ def is_worth_dry_run(config: Config) -> bool:
 
 @dataclass(slots=True)
 class BackgroundPrediction:
-    """A dry run in another process while the run goes on; a run that succeeds keeps the better prediction.
+    """A dry run in another process while the run goes on; a run that succeeds keeps it beside the earlier prediction.
 
     With ``warm`` the dry run is forked from the process that ranks are, which has torch loaded. ``threads`` of a CPU
     rank are the launcher's, where the config does not say; None: the cores are shared out. ``cores`` are those that the
@@ -132,13 +132,14 @@ class BackgroundPrediction:
                     return
 
     def _write(self) -> None:
-        """Writes the best prediction, if it differs from the one in the run's folder."""
+        """Adds what was predicted since the start to what the run's folder has of before."""
         formula = self.formula
         if self._search is not None:
             formula = predict_run(self.config, threads=self.threads, cores=self.cores)
         best = self._best(formula)
         if best is not None and best != self.formula:
-            (self.folder / FILE).write_text(best.to_text(), encoding="utf-8")
+            kept = (self.formula or Expectation()).with_later(best)
+            (self.folder / FILE).write_text(kept.to_text(), encoding="utf-8")
 
     def _best(self, formula: Expectation | None) -> Expectation | None:
         """Returns the dry run's figures, or the formulas' and why there are no others; None where neither exists."""

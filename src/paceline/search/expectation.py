@@ -1,13 +1,14 @@
 """What a run was expected to take, kept beside its records, and how that compares with what it took.
 
 prediction.json   written before the ranks start:  seconds a step, their range, bytes a rank, and what was assumed
+  later           added when the run is done:       what was predicted while it ran; the earlier one stays as it was
 Compared          that, and what was measured:      ratio = measured / predicted
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -22,6 +23,7 @@ class Expectation:
     """A prediction of a run. ``reason`` says why there is none of its time, which is None then.
 
     ``fitted``: whether the run is like those that constants were fitted on; ``assumed`` says in what it is not.
+    ``is_later``: made while the run went on, and not before its start. ``later`` is such a one beside an earlier one.
     """
 
     ranks: int = 0
@@ -34,6 +36,16 @@ class Expectation:
     fitted: bool = False
     assumed: tuple[str, ...] = ()
     reason: str = ""
+    is_later: bool = False
+    later: Expectation | None = None
+
+    def with_later(self, found: Expectation) -> Expectation:
+        """Returns what to keep once a later prediction is known: what was said before the start is not replaced."""
+        late = replace(found, is_later=True)
+        if self.step_s is None or late.step_s is None:
+            return late if self.step_s is None else self
+        is_same = late.memory_bytes == self.memory_bytes
+        return replace(self, later=replace(late, memory_bytes=None if is_same else late.memory_bytes))
 
     def to_text(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
@@ -41,7 +53,10 @@ class Expectation:
     @classmethod
     def of_text(cls, text: str) -> Self:
         """Reads the content of the file. Raises ValueError where it is not such a one."""
-        values: Any = parse_json(text)
+        return cls._of_values(parse_json(text))
+
+    @classmethod
+    def _of_values(cls, values: Any) -> Self:
         known = {field.name for field in fields(cls)}
         if not isinstance(values, dict) or not set(values) <= known:
             raise ValueError(f"it is not an object with the keys {', '.join(sorted(known))}")
@@ -50,11 +65,14 @@ class Expectation:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (is_number and 0 < value < float("inf")):
                 raise ValueError(f"{name} is {value!r}, and not a number above 0")
-        assumed, fitted, reason = values.get("assumed", []), values.get("fitted", False), values.get("reason", "")
+        assumed, reason = values.get("assumed", []), values.get("reason", "")
         is_text = isinstance(assumed, list) and all(isinstance(each, str) for each in (*assumed, reason))
-        if not is_text or not isinstance(fitted, bool):
-            raise ValueError("assumed is a list of texts, fitted is true or false, and reason is text")
-        return cls(**{**values, "assumed": tuple(assumed)})
+        if not is_text or not all(isinstance(values.get(name, False), bool) for name in ("fitted", "is_later")):
+            raise ValueError("assumed is a list of texts, fitted and is_later are true or false, and reason is text")
+        later = values.get("later")
+        if isinstance(later, dict) and later.get("later") is not None:
+            raise ValueError("later has a later one of its own")
+        return cls(**{**values, "assumed": tuple(assumed), "later": None if later is None else cls._of_values(later)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,17 +88,23 @@ class Compared:
     def lines(self) -> list[str]:
         """Returns what there is to say: a line for time, and one for memory."""
         told, found = [], self.predicted
+        when = " while it ran" if found.is_later else ""
         if self.step_ratio is not None and found.step_s is not None and self.measured_step_s is not None:
             told.append(
-                f"predicted {_seconds(found.step_s)} a step{_band(found)}, "
+                f"predicted {_seconds(found.step_s)} a step{when}{_band(found)}, "
                 f"measured {_seconds(self.measured_step_s)}: {_difference(self.step_ratio)}{_outside(self)}"
             )
         if self.memory_ratio is not None and found.memory_bytes and self.measured_memory_bytes:
             told.append(
-                f"predicted {format_bytes(found.memory_bytes)} of memory a rank, "
+                f"predicted {format_bytes(found.memory_bytes)} of memory a rank{when}, "
                 f"measured {format_bytes(self.measured_memory_bytes)}: {_difference(self.memory_ratio)}"
             )
-        return told
+        return told + [line for each in self.later() for line in each.lines()]
+
+    def later(self) -> list[Compared]:
+        """Returns the same for what was predicted while the run went on, where there is such a one."""
+        found = self.predicted.later
+        return [] if found is None else [compare(found, self.measured_step_s, self.measured_memory_bytes)]
 
 
 def compare(predicted: Expectation, step_s: float | None, memory_bytes: int | None) -> Compared:

@@ -26,6 +26,7 @@ from paceline.config.data_sections import may_ignore
 from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits
 from paceline.models.gpt import GPT
+from paceline.models.known_values import KnownValues, answering
 from paceline.predict.formulas.predict import transformer_flops
 from paceline.predict.memory.activations import describe_model
 from paceline.search.from_config import model_shape
@@ -77,12 +78,17 @@ def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | 
 
 def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
     """Counts the FLOPs of forward and backward over a batch, without values. Raises what the model's code raises."""
-    shadow = on_meta(model)
+    shadow, values = on_meta(model), KnownValues()
 
     def place(value: Any) -> Any:
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            return value
+        placed = value.to("meta")
+        if not value.is_floating_point():  # token ids, which a model may look for padding in
+            values.tell(placed, lambda: value)
+        return placed
 
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, answering(values):
         total = loss(shadow, tree_map(place, batch)).total
         if total.requires_grad:
             total.backward()  # type: ignore[no-untyped-call]

@@ -7,6 +7,9 @@ In mixed precision it is *relative*: the norm of the difference of two tensors o
 a single element may sit on the edge between two half-precision numbers and take the other one. A tensor whose gradient
 nearly cancels is nothing but rounding, so no norm counts for less than a share, the *floor*, of that of all tensors.
 Parameters are measured by how far the step moved them: against their size, a missing update would go unnoticed.
+
+A model that computes parts in float32, whatever its own dtype is, has a *noise* of its own: how far two runs of one
+process are apart that round other numbers there. It is measured, and the bound is set by it.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.verify.reference import Reference
 from paceline.verify.settings import Settings
 from paceline.verify.values import StepValues
 
@@ -92,6 +96,32 @@ def bound_for(settings: Settings, pieces: int, tolerance: float | None = None) -
     reason = f"gradients of other pieces of the batch, rounded to {name} on both sides"
     share = 4 if settings.policy.float8 is None else 1
     return Bound(tolerance=tolerance or unit * share, reason=reason, floor=1.0)
+
+
+def noise_bound(settings: Settings, whole: Reference, pieces: Reference) -> Bound | None:
+    """Returns the bound for a model that computes parts more coarsely than float64; None where it has no such parts.
+
+    ``whole`` are batches as one process takes them, ``pieces`` those of the ranks, with the ranks' factor: where the
+    model is exact they agree. What is compared then is the ranks and ``pieces``, which round the same numbers; as in
+    mixed precision, one element in 256 may be on the other side of an edge. Gradients that travel in float32 are off by
+    more. A difference of more than 2^10 roundings is none: results depend on how the batch is cut.
+    """
+    unit = whole.coarse.unit
+    if not unit:
+        return None
+    floor = 0.01 if pieces.pieces == settings.accumulate * settings.data_ranks else 1.0
+
+    def measure(ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
+        return relative(ours, expected, scale, floor)
+
+    found = compare(whole.steps[0], pieces.steps[0], measure)
+    noise = max(found.loss, found.gradients, found.norm)
+    if noise > 2**10 * unit:
+        return None
+    tolerance = max(noise, unit) * (1 / 16 if floor < 1 else 4)
+    parts = f"parts of the model compute in {whole.coarse.dtype} ({', '.join(whole.coarse.names)})"
+    reason = f"{parts}: one process differs from itself by {noise:.2g} where its batch is cut otherwise"
+    return Bound(tolerance=tolerance, reason=reason, floor=floor)
 
 
 def compare(ours: StepValues, expected: StepValues, measure: Measure | None = None) -> Errors:

@@ -6,11 +6,13 @@ statistics over one, and moves them with each) is given microbatches, those of a
 In mixed precision: the same policy, written out once more. Half precision rounds wherever a batch is cut, so the batch
 is cut as the ranks cut it, and what is left to differ is the reduction. Roundings multiply from step to step, so this
 run *follows* the ranks: it starts each step from their parameters and updates with their gradients. What it says about
-a step is about that step alone, and a mistake shows where it was made.
+a step is about that step alone, and a mistake shows where it was made. A model of float64 that computes parts in
+float32 all the same is followed in the same way.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,18 +29,19 @@ from paceline.train.step import place
 from paceline.verify.case import Case, cut, num_samples
 from paceline.verify.runs import casts_cached, prepare
 from paceline.verify.settings import Settings
-from paceline.verify.values import ActivationRecorder, Gradients, StepValues, parameter_names, split_state
+from paceline.verify.values import ActivationRecorder, CoarseParts, Gradients, StepValues, parameter_names, split_state
 
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reference:
-    """What one process computed, with batches of ``samples`` cut into ``pieces``."""
+    """What one process computed, with batches of ``samples`` cut into ``pieces``; ``coarse`` is below float64."""
 
     steps: list[StepValues]
     samples: int
     pieces: int
+    coarse: CoarseParts
 
 
 def run_reference(case: Case, settings: Settings, ranks: Sequence[StepValues] | None = None) -> Reference:
@@ -51,7 +54,7 @@ def _train(case: Case, settings: Settings, ranks: Sequence[StepValues] | None) -
     run = _OneProcess(case, settings)
     optimizer = case.make_optimizer(run.updated.items())
     batches = [place(case.make_batch(step), _CPU, settings.dtype) for step in range(settings.steps)]
-    pieces = run.num_pieces(batches[0], settings)
+    pieces, coarse = run.num_pieces(batches[0], settings, follows=ranks is not None)
     history: list[StepValues] = []
     for step, batch in enumerate(batches):
         if ranks is not None and step:
@@ -78,7 +81,7 @@ def _train(case: Case, settings: Settings, ranks: Sequence[StepValues] | None) -
                 activations={} if recorder is None else recorder.stop(_present(batch, pieces)),
             )
         )
-    return Reference(steps=history, samples=num_samples(batches[0]), pieces=pieces)
+    return Reference(steps=history, samples=num_samples(batches[0]), pieces=pieces, coarse=coarse)
 
 
 class _OneProcess:
@@ -102,16 +105,16 @@ class _OneProcess:
                     self.updated[name] = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
                     parameter.data = parameter.data.to(self._policy.param_dtype)
 
-    def num_pieces(self, batch: Any, settings: Settings) -> int:
-        """Returns into how many pieces batches are cut here.
+    def num_pieces(self, batch: Any, settings: Settings, *, follows: bool) -> tuple[int, CoarseParts]:
+        """Returns into how many pieces batches are cut here, and what of the model is coarser than float64.
 
         Raises UsageError for a model that draws random numbers: what is random cannot be compared.
         """
-        moves = self._check_repeatable(batch)
+        moves, coarse = self._check_repeatable(batch)
         norms = [module for module in self.model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
         if moves or norms:
-            return settings.accumulate
-        return 1 if settings.is_exact else settings.accumulate * settings.data_ranks
+            return settings.accumulate, coarse
+        return settings.accumulate * settings.data_ranks if follows else 1, coarse
 
     def start_from(self, values: StepValues) -> None:
         """Takes over parameters and buffers of the ranks, unless these are past following."""
@@ -187,13 +190,18 @@ class _OneProcess:
                 master.grad = gradient if master.grad is None else master.grad + gradient
                 parameter.grad = None
 
-    def _check_repeatable(self, batch: Any) -> bool:
-        """Makes two passes over a batch, which must give the same; returns whether a pass moves buffers."""
+    def _check_repeatable(self, batch: Any) -> tuple[bool, CoarseParts]:
+        """Makes two passes over a batch, which must give the same.
+
+        Returns whether a pass moves buffers, and what is coarser than float64 in it.
+        """
+        coarse = CoarseParts(self.model)
         buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         totals, has_moved = [], False
         with torch.no_grad():
-            for _ in range(2):
-                totals.append(self._forward(batch).total)
+            for watch in (coarse, contextlib.nullcontext()):
+                with watch:
+                    totals.append(self._forward(batch).total)
                 for name, buffer in self.model.named_buffers():
                     has_moved |= not torch.equal(buffer, buffers[name])
                     buffer.copy_(buffers[name])  # running statistics must not move before the first step
@@ -204,7 +212,7 @@ class _OneProcess:
                 "random numbers\n  what is random cannot be compared\n  switch dropout and noise off for the "
                 "verification"
             )
-        return has_moved
+        return has_moved, coarse
 
 
 def _present(batch: Any, pieces: int) -> list[int]:

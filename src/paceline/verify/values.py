@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 Calls = list[tuple[str, torch.Tensor]]
 """What modules returned, by name, in the order of the calls."""
@@ -81,3 +83,47 @@ class ActivationRecorder:
                 self._passes[-1].append((name, output.detach().clone()))
 
         return hook
+
+
+class CoarseParts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds what computes more coarsely than float64 although the model is of float64, such as a norm in float32.
+
+    ``names`` are the types of the modules that do, in the order in which they come; ``dtype`` is the coarsest, and
+    ``unit`` half the distance of two of its numbers, of their size: 0 where nothing is coarse.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names: dict[str, None] = {}
+        self.unit, self.dtype = 0.0, "float64"
+        self._inside: list[str] = []
+        self._handles: list[Any] = []
+        for module in model.modules():
+            self._handles += [
+                module.register_forward_pre_hook(lambda module, _: self._inside.append(type(module).__name__)),
+                module.register_forward_hook(lambda *_: self._leave(), always_call=True),
+            ]
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Says that what is run is not compiled: torch need not ask its compiler at each operator."""
+        return False
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for handle in self._handles:
+            handle.remove()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        for each in tree_leaves(result):
+            if isinstance(each, torch.Tensor) and each.is_floating_point() and each.dtype != torch.float64:
+                self.names[self._inside[-1] if self._inside else "the loss"] = None
+                unit = torch.finfo(each.dtype).eps / 2
+                if unit > self.unit:
+                    self.unit, self.dtype = unit, str(each.dtype).removeprefix("torch.")
+        return result
+
+    def _leave(self) -> None:
+        self._inside.pop()

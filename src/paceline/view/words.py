@@ -20,6 +20,7 @@ from paceline.records.records import strict_json
 from paceline.records.report import RunSummary, summarize, to_json
 from paceline.records.summary import PHASES
 from paceline.records.tables import plain_tables
+from paceline.search.expectation import Compared
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
 
 _MOST_RANKS = 256  # of a table
@@ -96,23 +97,21 @@ def _tables(summary: RunSummary) -> Iterable[dict[str, Any]]:
     # The page has a table of communication of its own, which follows the run.
     for table in plain_tables(summary.ranks, (), summary.goodput, summary.memory):
         yield {"title": table.title, "columns": table.columns, "rows": table.rows, "note": ""}
-    if summary.prediction is not None and (rows := _predicted(summary)):
+    if summary.prediction is not None and (rows := _predicted(summary.prediction)):
         columns = ["", "predicted", "measured", "measured / predicted"]
         yield {"title": "Predicted and measured", "columns": columns, "rows": rows, "note": ""}
 
 
-def _predicted(summary: RunSummary) -> list[list[str]]:
-    found = summary.prediction
-    assert found is not None
-    rows = []
+def _predicted(found: Compared) -> list[list[str]]:
+    rows, when = [], ", predicted while it ran" if found.predicted.is_later else ""
     if found.predicted.step_s is not None and found.measured_step_s is not None and found.step_ratio is not None:
         times = (format_seconds(found.predicted.step_s), format_seconds(found.measured_step_s))
-        rows.append(["step", *times, f"{found.step_ratio:.2f}"])
+        rows.append([f"step{when}", *times, f"{found.step_ratio:.2f}"])
     memory = found.predicted.memory_bytes
     if memory is not None and found.measured_memory_bytes is not None and found.memory_ratio is not None:
         sizes = (format_bytes(memory), format_bytes(found.measured_memory_bytes))
-        rows.append(["memory a rank", *sizes, f"{found.memory_ratio:.2f}"])
-    return rows
+        rows.append([f"memory a rank{when}", *sizes, f"{found.memory_ratio:.2f}"])
+    return rows + [row for each in found.later() for row in _predicted(each)]
 
 
 if __name__ == "__main__":

@@ -76,6 +76,7 @@ class ReplayedStep(Shown):
     is_fitted: bool
     slow: Mapping[int, float]
     shown: int | None = None  # the rank that the report describes
+    rough: str = ""  # in words, where another model stood in for this one
 
     @property
     def program(self) -> Program:
@@ -168,7 +169,7 @@ class ReplayedStep(Shown):
     @property
     def outside(self) -> tuple[str, ...]:
         """Says where the replay goes beyond what was calibrated."""
-        found = []
+        found = [self.rough] if self.rough else []
         if not self.is_fitted:
             generation = self.cluster.device.generation
             found.append(f"no published run fitted {self.framework} code on {generation}: rates are composed of others")

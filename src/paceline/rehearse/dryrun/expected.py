@@ -43,6 +43,7 @@ def expect_by_dry_run(
     """Records and replays a step of a config whose device and ranks are settled; a reason where that cannot be."""
     from paceline.predict.replay.replay import replay
     from paceline.rehearse.dryrun.record import record_stages
+    from paceline.rehearse.dryrun.stand_in import with_stand_in
 
     ranks = config.parallel.decided_ranks
     reason = unpriced(config, 1, entry)
@@ -52,7 +53,7 @@ def expect_by_dry_run(
         cluster, assumed = present_cluster(config, machine, ranks, threads, entry)
         if not cluster.device.memory_rates:
             return Expectation(ranks=ranks, reason=f"{cluster.device.name} has no measured kernels")
-        programs = record_stages(config, ranks=ranks)
+        programs, rough = with_stand_in(config, lambda asked: record_stages(asked, ranks=ranks))
         found = replay(programs, cluster, with_loop=True)
     except PacelineError as error:
         return Expectation(ranks=ranks, reason=str(error))
@@ -64,8 +65,8 @@ def expect_by_dry_run(
         step_s_low=found.seconds * (1 - _BAND),
         step_s_high=found.seconds * (1 + _BAND),
         memory_bytes=_allocated(found, cluster),
-        fitted=True,
-        assumed=assumed,
+        fitted=not rough,
+        assumed=(*assumed, rough) if rough else assumed,
     )
 
 

@@ -19,6 +19,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_map
 
+from paceline.models.known_values import indexed
+
 # Is told of an attention kernel: ``(tensors, *, is_causal, is_back)``. These are query, key, value and all else that it
 # reads; the last tensor is what it writes.
 SeesAttention: TypeAlias = Callable[..., None]
@@ -97,6 +99,8 @@ class MetaFunctions(TorchFunctionMode):
                 args, kwargs = tree_map(self._halve, (args, kwargs))
             elif func in _IN_FULL:
                 args, kwargs = tree_map(_widen, (args, kwargs))
+        if func is torch.Tensor.__getitem__:
+            return func(*indexed(args))
         if func is F.scaled_dot_product_attention:
             return self._attend(func, *args, **kwargs)
         if func is F.rms_norm and self._fuses_norms:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from paceline.cluster.measured import read_table
@@ -23,6 +24,7 @@ from paceline.data.registry import DataSplits, SyntheticConfig, data_of
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.engines.precision import precision_named
+from paceline.models.known_values import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.functions import NoValues
@@ -56,6 +58,14 @@ def few_data(config: Config) -> DataSplits:
     if isinstance(config.data, SyntheticConfig):
         config = config.with_values("data", samples=min(config.data.samples, _FEW), eval_fraction=0.0)
     return data_of(config)
+
+
+def tell_inputs(values: KnownValues, parts: StepPieces, data: DataSplits) -> None:
+    """Says which whole numbers a microbatch has, such as token ids: those of the first sample, again and again."""
+    first = tree_leaves(default_collate([data.train[0]]))
+    for leaf, real in zip(tree_leaves(parts.batch.microbatches[0]), first, strict=True):
+        if isinstance(real, torch.Tensor) and real.ndim and not real.is_floating_point():
+            values.tell(leaf, functools.partial(real.expand, leaf.shape))
 
 
 def empty_model(config: Config, data: DataSplits) -> nn.Module:

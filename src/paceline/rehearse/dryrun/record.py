@@ -40,7 +40,7 @@ from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
 from paceline.rehearse.dryrun.hosted import told_apart
 from paceline.rehearse.dryrun.operators import dtype_name
-from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data
+from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data, tell_inputs
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
@@ -174,6 +174,7 @@ class _Recording:
             parts = build_parts(config, layout, model, self._data, comm, recorder.memory)
             if layout.is_compiled and isinstance(parts.loss, CrossEntropy):
                 parts.loss.sum = recorder.watched(LOSS, parts.loss.sum, functions)
+            tell_inputs(recorder.values, parts, self._data)
             claim_states(recorder.memory, parts)
             watch_update(recorder.memory, parts)
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
@@ -194,7 +195,7 @@ class _Recording:
             place = raised_at(error, model) if is_users(self._config) else None
             if place is None:
                 raise
-            if needs_values(error):
+            if needs_values(error) or self._config.model.kind == "hf":  # whose code the user does not mend
                 raise no_answer(f"{type(error).__name__}: {first_line(error)}", place) from error
             made = made_at(self._config)
             raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error

@@ -21,7 +21,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.operations import Operation
-from paceline.errors import UsageError
+from paceline.errors import UntraceableError
+from paceline.models.known_values import KnownValues
 from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
@@ -62,6 +63,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Takes what is known of operators: ranks that run the same model may share it."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = HeldMemory()
+        self.values = KnownValues()
         self._calls = calls
         self._places: dict[tuple[int, int], int] = {}
         self._events: list[_Kernel | Issue | Wait | OnHost] = []
@@ -87,12 +89,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind == "view":
-            return func(*args, **kwargs)
+            view = func(*args, **kwargs)
+            self.values.note(func, args, kwargs, view)
+            return view
         if kind == "reads":
             value = self._read(func, args, kwargs)
             if value is not None:
                 return value
         call = updates(args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
+        self.values.note(func, args, kwargs, call.result)
         if call.known is not None or any(tensor.is_meta for tensor in call.tensors):
             if not self._rests:
                 self._note(self._calls.kernels(func, args, kwargs, call), call.tensors)
@@ -234,7 +239,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             ) from error
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Answers who asks for a value: an engine gets 0; a model is refused."""
+        """Answers who asks for a value: what is known of it, and an engine gets 0; else a model is refused."""
         name = func._overloadpacket.__name__
         if name == "_local_scalar_dense":
             is_read = args[0].is_meta
@@ -243,6 +248,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             is_read = device is not None and args[0].is_meta and torch.device(device).type != "meta"
         if not is_read:
             return None
+        known = self.values.value(args[0])
+        if known is not None:
+            return known.to(kwargs.get("dtype") or known.dtype) if name == "_to_copy" else known.item()
         file, place = _asker()
         if not file.startswith(_ROOMS):  # an engine asks for flags of what this rank did not use, nor did any alike
             raise no_answer(f"it reads a value of a tensor ({func})", f"at {place}")
@@ -284,9 +292,9 @@ def _asker() -> tuple[str, str]:
     return "", "code that cannot be told"
 
 
-def no_answer(what: str, place: str) -> UsageError:
+def no_answer(what: str, place: str) -> UntraceableError:
     """Returns what to say of a model that asks for what a dry run does not have; ``place`` is where it does."""
-    return UsageError(
+    return UntraceableError(
         f"the model cannot be traced: {what}, {place}\n"
         "  a dry run has shapes and no values: .item(), .tolist(), if tensor.sum() > 0, tensor[mask] and operators\n"
         "  without a meta kernel have no answer there\n"

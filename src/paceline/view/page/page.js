@@ -200,17 +200,18 @@ class Page {
     const level = (value, label, x) => value && x.length && { label, color: css("--faint"), x: [x[0], x[x.length - 1]], y: [value, value], dash: [6, 4] };
     const plots = [];
     const add = (spec, make) => { const lines = chosen.flatMap(([run, place]) => make(run, place)).filter(Boolean); if (lines.length) plots.push([spec, lines]); };
-    const predicted = (run, name, label) => (run === focus && run.predicted ? level(run.predicted[name], label, run.x[axis]) : null);
+    const predicted = (run, name) => (run !== focus ? [] : [run.predicted, (run.predicted || {}).later].filter(Boolean).map((found) =>
+      level(found[name], found.is_later ? "predicted while it ran" : "predicted", run.x[axis])));
     add({ key: "loss", title: "Loss", format: short }, (run, place) => [line(run, place, "loss", "training"), spots(run, place, run.evaluations.loss, "evaluation", true)]);
     const unit = (run) => `${run.facts.unit || "samples"}/s`, isMixed = chosen.some(([run]) => unit(run) !== unit(focus));
     add({ key: "units_per_s", title: "Throughput", unit: isMixed ? "" : unit(focus), format: count },
       (run, place) => { const found = line(run, place, "units_per_s", "all ranks"); return [found && isMixed ? { ...found, label: `${found.label}, ${unit(run)}` } : found]; });
-    add({ key: "step_s", title: "Step time", unit: "slowest rank", format: seconds, isTime: true }, (run, place) => [line(run, place, "step_s", "measured"), predicted(run, "step_s", "predicted")]);
+    add({ key: "step_s", title: "Step time", unit: "slowest rank", format: seconds, isTime: true }, (run, place) => [line(run, place, "step_s", "measured"), ...predicted(run, "step_s")]);
     Object.keys(focus.evaluations).filter((name) => name !== "loss").forEach((name) =>
       add({ key: `eval-${name}`, title: `Evaluation: ${name}`, format: name === "accuracy" ? percent : short }, (run, place) => [spots(run, place, run.evaluations[name], name)]));
     add({ key: "mfu", title: "MFU", unit: "of the device's peak", format: percent }, (run, place) => [line(run, place, "mfu", "mean of the ranks")]);
     if (!focus.curves.mfu) add({ key: "flops_per_s", title: "Model FLOP/s", format: flops, axis: (value) => flops(value, "") }, (run, place) => [line(run, place, "flops_per_s", "all ranks")]);
-    add({ key: "memory_bytes", title: "Memory", unit: "largest rank", format: bytes, fromZero: true, noLog: true }, (run, place) => [line(run, place, "memory_bytes", "measured"), predicted(run, "memory_bytes", "predicted")]);
+    add({ key: "memory_bytes", title: "Memory", unit: "largest rank", format: bytes, fromZero: true, noLog: true }, (run, place) => [line(run, place, "memory_bytes", "measured"), ...predicted(run, "memory_bytes")]);
     add({ key: "lr", title: "Learning rate", format: short }, (run, place) => [line(run, place, "lr", "rate")]);
     add({ key: "grad_norm", title: "Gradient norm", format: short }, (run, place) => [line(run, place, "grad_norm", "before clipping")]);
     Object.keys(focus.own).forEach((name) => add({ key: `own-${name}`, title: name, format: short }, (run, place) => [{ ...spots(run, place, run.own[name] || [], name), isPoints: false }].filter((each) => each.x)));
