@@ -234,6 +234,11 @@ class CombinedParallel(Engine):
     def world(self) -> Communicator:
         return self.axes.world
 
+    @property
+    def _spread(self) -> str:
+        axes = f"pipeline {self.axes.pipe.size} x tensor {self.axes.tensor.size} x data {self.comm.size}"
+        return f"{axes}, {next(iter(self.stages.values()))._spread}"
+
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
