@@ -31,6 +31,7 @@ TOLERANCE = 1e-10
 
 MakeEngine = Callable[[nn.Module, Communicator], Engine]
 Values = dict[str, torch.Tensor | None]
+Case = str | type[nn.Module]  # a model of the list below, or one of a test's own
 
 
 # Models: 5 numbers in, 3 out.
@@ -255,9 +256,9 @@ class Outcome:
     state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-def make(case: str) -> nn.Module:
+def make(case: Case) -> nn.Module:
     """Builds a model in float64, the same everywhere."""
-    return build(MODELS[case])
+    return build(MODELS[case] if isinstance(case, str) else case)
 
 
 def build(model: type[nn.Module]) -> nn.Module:
@@ -288,7 +289,7 @@ def make_optimizer(kind: str, named: Iterable[tuple[str, nn.Parameter]]) -> torc
     return torch.optim.AdamW(everything, lr=0.05, weight_decay=0.1, **options)
 
 
-def run_single(case: str, recipe: Recipe) -> Outcome:
+def run_single(case: Case, recipe: Recipe) -> Outcome:
     """Trains in one plain process: a microbatch's samples at once, unless the model treats ranks differently."""
     module = make(case)
     optimizer = make_optimizer(recipe.optimizer, module.named_parameters())
@@ -312,12 +313,12 @@ def run_single(case: str, recipe: Recipe) -> Outcome:
     return outcome
 
 
-def run_engine(make_engine: MakeEngine, case: str, recipe: Recipe, device: str = "cpu") -> list[Outcome]:
+def run_engine(make_engine: MakeEngine, case: Case, recipe: Recipe, device: str = "cpu") -> list[Outcome]:
     """Trains on virtual ranks."""
     return run_virtual(lambda comm: train(comm, make_engine, case, recipe), ranks=recipe.ranks, device=device)
 
 
-def train(comm: Communicator, make_engine: MakeEngine, case: str, recipe: Recipe) -> Outcome:
+def train(comm: Communicator, make_engine: MakeEngine, case: Case, recipe: Recipe) -> Outcome:
     """Trains one rank's share."""
     engine = make_engine(make(case).to(comm.device), comm)
     optimizer = make_optimizer(recipe.optimizer, engine.named_parameters())
@@ -334,7 +335,7 @@ def train(comm: Communicator, make_engine: MakeEngine, case: str, recipe: Recipe
     return outcome
 
 
-def backward(engine: Engine, case: str, recipe: Recipe, step: int) -> None:
+def backward(engine: Engine, case: Case, recipe: Recipe, step: int) -> None:
     """Runs one step's forward and backward passes, sitting out where this rank has no samples."""
     rank, num_slots = engine.comm.rank, len(recipe.shares[0])
     inputs, targets = (tensor.to(engine.comm.device) for tensor in data(step))
@@ -348,7 +349,13 @@ def backward(engine: Engine, case: str, recipe: Recipe, step: int) -> None:
 
 
 def _run_slot(
-    engine: Engine, case: str, piece: slice, inputs: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor, step: int
+    engine: Engine,
+    case: Case,
+    piece: slice,
+    inputs: torch.Tensor,
+    targets: torch.Tensor,
+    scale: torch.Tensor,
+    step: int,
 ) -> None:
     if piece.stop == piece.start:
         engine.sit_out()
@@ -356,7 +363,7 @@ def _run_slot(
         (_loss(engine, case, inputs[piece], targets[piece], step, engine.comm.rank) * scale).backward()
 
 
-def _loss(model: Any, case: str, x: torch.Tensor, y: torch.Tensor, step: int, rank: int) -> torch.Tensor:
+def _loss(model: Any, case: Case, x: torch.Tensor, y: torch.Tensor, step: int, rank: int) -> torch.Tensor:
     x = x.detach().clone().requires_grad_(case == "reentrant")
     return summed_loss(model(x, branch_of(step, rank)) if case == "branches" else model(x), y)
 

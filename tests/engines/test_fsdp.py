@@ -46,10 +46,6 @@ def make_hybrid(module: nn.Module, comm: Communicator) -> Engine:
     return shard_layers(module, comm, Layout(shard_ranks=2), "hybrid")
 
 
-def make_root_only(module: nn.Module, comm: Communicator) -> Engine:
-    return parallelize(module, comm, "fsdp", units=())
-
-
 @functools.cache
 def single(case: str, recipe: Recipe) -> Any:
     return run_single(case, recipe)
@@ -132,12 +128,6 @@ def test_plain_optimizers_work_on_pieces(optimizer: str) -> None:
     recipe = Recipe(shares=SHARES["accumulated"], optimizer=optimizer)
     for result in run_engine(make_sharded, "odd shapes", recipe):
         assert_same(result, single("odd shapes", recipe))
-
-
-def test_a_weight_may_be_read_outside_its_module_where_the_root_owns_it() -> None:
-    recipe = Recipe(shares=SHARES["two ranks"])
-    for result in run_engine(make_root_only, "borrowed", recipe):
-        assert_same(result, single("borrowed", recipe))
 
 
 @pytest.mark.some(2)
@@ -547,12 +537,6 @@ def test_a_unit_that_only_some_ranks_call_more_often_is_an_error_not_a_hang() ->
 
     with pytest.raises(RankFailedError, match=r"rank 1 needs unit rows\.0 again"):
         run_virtual(work, ranks=2)
-
-
-def test_a_parameter_read_outside_its_unit_is_a_plain_error() -> None:
-    recipe = Recipe(shares=SHARES["two ranks"], steps=1)
-    with pytest.raises(RankFailedError, match="size mismatch"):
-        run_engine(make_sharded, "borrowed", recipe)
 
 
 def test_functional_losses_see_pieces_outside_of_forward() -> None:

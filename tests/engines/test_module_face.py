@@ -124,3 +124,55 @@ def test_the_groups_of_hybrid_follow_the_hosts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(apply, "_host", lambda comm: f"host-{comm.rank // 3}")
     with pytest.raises(RankFailedError, match=r"strategy = 'hybrid' on hosts with 3, 1 ranks(.|\n)*give shard_ranks"):
         run_virtual(shards, ranks=4)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "expected"),
+    [
+        ("ddp", {}, "<DataParallel: 44 parameters, rank 0 of 4, ddp, nothing sharded, buckets: 1, fp32>"),
+        ("zero1", {}, "<ZeroParallel: 44 parameters, rank 0 of 4, zero1, optimizer state sharded, buckets: 1, fp32>"),
+        (
+            "hybrid",
+            {"shard_ranks": 2, "precision": "bf16_master"},
+            "<FullySharded: 44 parameters, rank 0 of 4, "
+            "hybrid, all sharded over 2, replicas: 2, units: 3, bf16_master>",
+        ),
+    ],
+)
+def test_a_printed_engine_says_what_it_is(strategy: str, options: dict[str, Any], expected: str) -> None:
+    found = run_virtual(lambda comm: str(parallelize(Net(), comm, strategy, **options)), ranks=4)
+    assert found[0] == expected
+
+
+def test_a_printed_engine_of_several_axes_names_them() -> None:
+    def work(comm: Communicator) -> str:
+        model = GPT(gpt_config("gpt-nano", vocab_size=16, context=8))
+        return repr(parallelize(model, comm, "ddp", tensor=2))
+
+    assert "rank 1 of 4, pipeline 1 x tensor 2 x data 2, ddp, nothing sharded" in run_virtual(work, ranks=4)[1]
+
+
+@STRATEGIES
+def test_a_model_with_lazy_modules_is_refused_before_anything_starts(strategy: str) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Linear(3, 2))
+    with pytest.raises(RankFailedError, match=r"0\.weight, 0\.bias of the model have no shape yet"):
+        run_virtual(lambda comm: parallelize(model, comm, strategy), ranks=2)
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+    assert run_virtual(lambda comm: parallelize(copy.deepcopy(model), comm, strategy).num_parameters, ranks=2) == [
+        23,
+        23,
+    ]
+
+
+@STRATEGIES
+@pytest.mark.parametrize(
+    ("total", "what"), [(torch.Tensor.detach, "a tensor that requires no gradient"), (torch.Tensor.item, "a float")]
+)
+def test_a_loss_without_a_graph_is_named(strategy: str, total: Any, what: str) -> None:
+    def work(comm: Communicator) -> None:
+        engine = parallelize(Net(), comm, strategy)
+        engine.run_microbatches([torch.ones(2, 4)], lambda model, batch: (total(model(batch).sum()), 2))
+
+    with pytest.raises(RankFailedError, match=f"the loss is {what}"):
+        run_virtual(work, ranks=2)

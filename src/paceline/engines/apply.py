@@ -41,7 +41,7 @@ from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, UsageError
 from paceline.free_memory import measure_room
-from paceline.models.registry import model_apart, model_blocks, model_ends, num_parameters
+from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
 from paceline.models.unfilled import allocate_unfilled, is_unfilled
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
@@ -90,6 +90,8 @@ def parallelize(
     what is given twice.
     """
     _check_arguments(comm, strategy, layout)
+    if isinstance(model, nn.Module):
+        check_initialised(model)
     is_auto = strategy == "auto"
     if layout is not None:
         _refuse_twice(strategy, precision, options)
@@ -300,7 +302,11 @@ def _share(
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
     float8 = _prepare_blocks(model, comm, layout, precision)
-    engine = _engine(model, groups, layout, precision, compressor)
+    units = _choose_units(model, layout) if layout.is_fully_sharded else []
+    if layout.is_compiled:
+        hooked = [module for _, module in units] if comm.size > 1 else []
+        compile_model(model, whole=layout.compile == "whole", units=hooked)
+    engine = _engine(model, groups, layout, precision, compressor, units)
     engine.float8 = float8
     if comm.ledger is not None and comm.ledger.is_own_loop:
         engine.watch_replicas()
@@ -308,12 +314,20 @@ def _share(
 
 
 def _engine(
-    model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
+    model: nn.Module,
+    groups: Groups,
+    layout: Layout,
+    precision: Precision,
+    compressor: GradientCompression | None,
+    units: Sequence[tuple[str, nn.Module]],
 ) -> ModuleEngine:
     """Replicates or shards a model whose blocks are ready."""
     comm = groups.gradients
     if layout.is_fully_sharded:
-        return _shard(model, groups, layout, precision, compressor)
+        built = build_units(model, units, groups, precision, layout.offload)
+        sharded = FullySharded(model, groups, built, layout, precision, compressor)
+        sharded.watch([*(module for _, module in units), model])
+        return sharded
     allocate_unfilled([model], comm.device)
     model.to(comm.device)
     for parameter in model.parameters():
@@ -335,7 +349,7 @@ def _engine(
 
 
 def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> Float8Layers | None:
-    """Synchronises batch norm, swaps linear layers and pools, checkpoints and compiles blocks, in this order."""
+    """Synchronises batch norm, swaps linear layers, checkpoints blocks and swaps pools, in this order."""
     if layout.sync_batchnorm and comm.size > 1:
         synchronise_batchnorm(model, comm)
     float8 = None
@@ -345,23 +359,14 @@ def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precis
         checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
     if layout.is_compiled:
         swap_pools(model, comm.device)
-        compile_model(model, whole=layout.compile == "whole")
     return float8
 
 
-def _shard(
-    model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
-) -> FullySharded:
-    """Makes an engine whose ranks hold slices of everything."""
+def _choose_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
+    """Returns the modules that full sharding gathers one by one."""
     blocks = model_blocks(model)
     unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
-    named = choose_units(
-        model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model)
-    )
-    units = build_units(model, named, groups, precision, layout.offload)
-    engine = FullySharded(model, groups, units, layout, precision, compressor)
-    engine.watch([*(module for _, module in named), model])
-    return engine
+    return choose_units(model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model))
 
 
 def _check_experts(model: nn.Module, expert: int) -> None:

@@ -101,6 +101,11 @@ class CombinedParallel(Engine):
         """Whether this rank is the first of those that have the same samples."""
         return self.groups.pipeline.rank == 0 and self.groups.tensor.rank == 0
 
+    @property
+    def _spread(self) -> str:
+        axes = f"pipeline {self.groups.pipeline.size} x tensor {self.groups.tensor.size} x data {self.batch_comm.size}"
+        return f"{axes}, {next(iter(self.stages.values()))._spread}"
+
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

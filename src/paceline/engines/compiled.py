@@ -90,12 +90,15 @@ class Compiled:
         return result
 
 
-def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
+def compile_model(model: nn.Module, *, whole: bool, units: Sequence[nn.Module] = ()) -> Sequence[nn.Module]:
     """Compiles each block in place, or the whole model where it has none; names stay as they are.
 
-    The forward function is compiled, not the call: hooks on the module run outside of the graph.
+    The forward function is compiled, not the call: hooks on the module run outside of the graph. So must those of
+    ``units``, which are gathered when they are called: where they lie inside, they are compiled one by one.
     """
     found = [] if whole else model_blocks(model)
+    if any(_has_inside(part, units) for part in found or [model]):
+        found = [unit for unit in units if not _has_inside(unit, units)]
     # Blocks of one class share their code. Where their sizes differ, as in a ResNet, each needs a graph; beyond torch's
     # limit the rest would run as they are, without a word.
     config: Any = torch._dynamo.config
@@ -104,6 +107,11 @@ def compile_model(model: nn.Module, *, whole: bool) -> Sequence[nn.Module]:
         what = f"block {number} of {len(found)}" if found else "the whole model"
         block.forward = Compiled(block.forward, what)
     return found or [model]
+
+
+def _has_inside(module: nn.Module, others: Sequence[nn.Module]) -> bool:
+    inside = {id(each) for each in module.modules()} - {id(module)}
+    return any(id(each) in inside for each in others)
 
 
 def fix_sizes(*places: Any, training: bool, evaluation: bool) -> None:

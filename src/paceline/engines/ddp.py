@@ -89,6 +89,10 @@ class DataParallel(ModuleEngine):
         elif self._masters is not None:
             self._watch()
 
+    @property
+    def _spread(self) -> str:
+        return f"ddp, nothing sharded, buckets: {len(self._arrivals.buckets)}"
+
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -74,6 +74,18 @@ def as_loss_sum(value: Any) -> LossSum:
     return DetachedLoss(value[0], value[1])
 
 
+def check_differentiable(total: Any) -> None:
+    """Raises UsageError for a summed loss that has no graph behind it, so that nothing would be trained."""
+    if isinstance(total, torch.Tensor) and total.requires_grad:
+        return
+    what = "a tensor that requires no gradient" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
+    raise UsageError(
+        f"the loss is {what}\n"
+        "  a step differentiates it: it must be computed from the model's output by torch's operations alone\n"
+        "  leave out .detach(), .item(), argmax, numpy and torch.no_grad() on the way from the model to the loss"
+    )
+
+
 def ignore_phase(phase: str) -> None:
     """Ignores the end of a phase."""
 
@@ -161,6 +173,17 @@ class Engine(ModuleFace, ABC):
         """Whether this rank updates parts of the parameters, of which others have the rest."""
         return False
 
+    @property
+    @abstractmethod
+    def _spread(self) -> str:
+        """How the ranks share the work, in a few words."""
+
+    def __repr__(self) -> str:
+        """Says in one line what is trained, by how many ranks, and how they share it."""
+        ranks = f"rank {self.world.rank} of {self.world.size}"
+        count = f"{self.num_parameters:,} parameters"
+        return f"<{type(self).__name__}: {count}, {ranks}, {self._spread}, {self.precision.name}>"
+
     # Passes.
 
     @abstractmethod
@@ -191,6 +214,7 @@ class Engine(ModuleFace, ABC):
                 else:
                     with context:
                         value = as_loss_sum(loss(self, microbatch))
+                    check_differentiable(value.total)
                     on_phase("forward")
                     (value.total if scale is None else value.total * scale).backward()  # type: ignore[no-untyped-call]
                     values.append(value)

@@ -17,6 +17,8 @@ whose memory came back with the same values.
   skip a unit, or sit a pass out, and none waits for ever.
 - The root unit (what no other unit has) stays gathered from forward to the end of backward; so does the last unit
   called, which backward needs first, and a unit that is called several times.
+- So does a unit whose parameters are read beside its calls (``F.linear(x, block.weight)``, a list of layers that
+  nobody calls as one): the read gathers it, nobody knows who needs it until backward ends, and a note says so.
 - Every backward reduces, also inside ``no_sync``: accumulated gradients are sharded. Only the exchange between the
   replicas of a hybrid mesh, and the flags, wait for the last microbatch.
 - A compression (see comm/compress) takes the place of that exchange; inside the shard group gradients stay whole.
@@ -26,42 +28,28 @@ whose memory came back with the same values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm.base import BucketReduction, BucketShape, GradientCompression, Work
+from paceline.comm.base import BucketReduction, BucketShape, GradientCompression
 from paceline.engines.agree import tensors_in
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.norms import clip_pieces, measured_norms
+from paceline.engines.flat.parameter_table import Table
+from paceline.engines.flat.reads import late_read, read_note
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine
 from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.flat.unit import Call, Crossing, Unit
+from paceline.engines.flat.unit import Call, Crossing, Pass, Unit
+from paceline.engines.flat.used_flags import UsedFlags
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
-
-
-@dataclass(slots=True)
-class Pass:
-    """Where this rank is in its passes, and what it owes to the one that ends a step."""
-
-    forward: Route
-    backward: Route
-    is_forward: bool = False
-    is_backward: bool = False
-    number: int = 0  # of forwards and backwards so far: in each, a unit is gathered when it is first needed
-    num_forwards: int = 0  # that the next backward undoes
-    forward_number: int = 0  # where each forward has a backward of its own: counts them
-    undone: int = 0  # the forward that this backward belongs to
-    reducing: Unit | None = None  # its gradients are under way
-    landing: Unit | None = None  # the one before: its gradients may be on their way to the host
-    used: set[str] = field(default_factory=set)  # parameters with gradients, since the last backward that synchronised
 
 
 class FullySharded(ShardedEngine):
@@ -106,8 +94,9 @@ class FullySharded(ShardedEngine):
         self._backwards: dict[int, Route] = {}  # by the number of forwards that one backward undoes
         self._interleaves = False
         self._pass = Pass(self._training, self._training)
-        self._flags: tuple[torch.Tensor, Work] | None = None
-        self._all_used = torch.ones(len(self._updated), dtype=torch.uint8, device=self.device)
+        self._flags = UsedFlags(self.gradient_comm, list(self._updated))
+        self._readers: dict[int, set[str]] = {}  # by unit, the modules whose parameters were read beside its calls
+        self._has_noted = False
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Hooks into the units' modules, the model itself last."""
@@ -118,6 +107,11 @@ class FullySharded(ShardedEngine):
             leave = functools.partial(self._leave_root if unit is self._root else self._leave, unit)
             module.register_forward_pre_hook(lambda _, args, kwargs, enter=enter: enter(args, kwargs), with_kwargs=True)
             module.register_forward_hook(lambda _module, _args, output, leave=leave: leave(output))
+        names = {module: name for name, module in self.module.named_modules()}
+        tables: dict[nn.Module, tuple[Table, ...]] = {}
+        for unit in self._units[:-1]:
+            tables |= unit.notice_reads(functools.partial(self._read, unit, names))
+        self._root.put_into(tables)
 
     def interleave(self) -> None:
         """Prepares for a pipeline: forwards and backwards of several microbatches alternate, each with its own.
@@ -126,14 +120,23 @@ class FullySharded(ShardedEngine):
         """
         self._interleaves = True
 
+    @property
+    def _spread(self) -> str:
+        shards = f"all sharded over {self.groups.shard.size}, replicas: {self.groups.replicate.size}"
+        return f"{self.layout.strategy}, {shards}, units: {len(self._units)}"
+
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; every unit is gathered when its turn comes."""
         if self._is_syncing and self.module.training and torch.is_grad_enabled():
             self.share_buffers()
-        with self.precision.context(self.device):
-            return self._run_module(*args, **kwargs)
+        try:
+            with self.precision.context(self.device):
+                return self._run_module(*args, **kwargs)
+        except BaseException:
+            self._pass.is_forward = False  # what is read from now on is read outside of a forward
+            raise
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
@@ -208,14 +211,36 @@ class FullySharded(ShardedEngine):
         for tensor in inputs:
             self._crossing(tensor).ends.append(call)
 
+    def _read(self, unit: Unit, names: Mapping[nn.Module, str], module: nn.Module) -> bool:
+        """Gathers a unit because a parameter of a module is read beside its calls; returns whether it is there.
+
+        It stays until backward ends. Outside of passes a read gets this rank's piece.
+        """
+        now = self._pass
+        if torch._guards.TracingContext.try_get() is not None:
+            return False  # torch.compile only looks: it fails at a piece, and the function runs as it is
+        if now.is_forward:
+            route = now.forward
+            if route is self._training and not route.is_learning and Leg(unit.index, "gather") not in route.read:
+                raise UsageError(late_read(unit, names[module]))
+            self._readers.setdefault(unit.index, set()).add(names[module])
+            now.read.add(unit)
+            self._reach(unit, route, is_read=True)
+        elif now.is_backward and torch._C._current_graph_task_id() != -1:
+            self._reach_in_backward(unit)
+        return unit.in_use
+
     def _leave(self, unit: Unit, output: Any) -> None:
-        if self._pass.is_backward:
+        now = self._pass
+        if now.is_backward:
             return
         has_graph = self._mark_outputs(unit, output)
+        if now.is_forward and now.forward.is_learning and unit not in now.read and unit.lends(tensors_in(output)):
+            self._read(unit, {self.module: unit.name}, self.module)
         # A re-entrant checkpoint runs without a graph, and will need the unit in backward all the same.
         if has_graph or self._is_training_forward:
             self._reshard(unit)
-        elif not (self._pass.is_forward and Leg(unit.index, "gather") in self._pass.forward.repeated):
+        elif unit not in now.read and not (now.is_forward and Leg(unit.index, "gather") in now.forward.repeated):
             unit.free()
 
     def _mark_outputs(self, unit: Unit, output: Any) -> bool:
@@ -245,11 +270,12 @@ class FullySharded(ShardedEngine):
             return False
         leg, legs = Leg(unit.index, "gather"), self._training.legs
         is_last = legs is not None and legs[-1] == leg
-        return self.layout.reshard_after_forward is False or is_last or leg in self._training.repeated
+        is_kept = leg in self._training.repeated or leg in self._training.read
+        return self.layout.reshard_after_forward is False or is_last or is_kept
 
-    def _reach(self, unit: Unit, route: Route) -> None:
+    def _reach(self, unit: Unit, route: Route, *, is_read: bool = False) -> None:
         unit.pass_number = self._pass.number
-        route.reach(Leg(unit.index, "gather"), self._describe)
+        route.reach(Leg(unit.index, "gather"), self._describe, is_read=is_read)
         unit.use()
 
     def _begin_forward(self) -> None:
@@ -264,15 +290,23 @@ class FullySharded(ShardedEngine):
         for unit in self._units:
             unit.sync_trainable()
             unit.forget_small()
+        for leg in self._training.read:
+            self._units[leg.unit].hide()  # it may be in use since a forward before
         now.forward.begin()
 
     def _end_forward(self) -> None:
         now = self._pass
+        is_first = now.forward.is_learning
         now.forward.finish()
         now.is_forward = False
-        if now.forward is self._evaluation:
-            for leg in now.forward.repeated:
-                self._units[leg.unit].free()
+        if now.forward is self._evaluation or self._interleaves:
+            for unit in (*now.read, *(self._units[leg.unit] for leg in now.forward.repeated)):
+                unit.free()
+        now.read.clear()
+        if is_first and now.forward.read and self.gradient_comm.rank == 0 and not self._has_noted:
+            self._has_noted = True
+            read = {self._units[leg.unit]: self._readers.get(leg.unit, set()) for leg in sorted(now.forward.read)}
+            warnings.warn(read_note(self.module, self._units[:-1], read), stacklevel=2)
 
     # Backward: a unit is gathered again; its gradients leave when they have come out at its inputs.
 
@@ -323,10 +357,10 @@ class FullySharded(ShardedEngine):
         forward = [unit.index for unit in self._units]
         if self._training.legs:
             forward = [leg.unit for leg in self._training.legs]
-        legs = [Leg(root, "gather")] if self._interleaves else []
+        legs = [Leg(root, "gather"), *sorted(self._training.read)] if self._interleaves else []
         for unit in reversed(forward):
             if unit != root:
-                legs += [Leg(unit, "gather"), Leg(unit, "reduce")]
+                legs += [leg for leg in (Leg(unit, "gather"), Leg(unit, "reduce")) if leg not in legs]
         return [*legs, Leg(root, "reduce")]
 
     def _reach_in_backward(self, unit: Unit) -> None:
@@ -335,6 +369,9 @@ class FullySharded(ShardedEngine):
         elif unit is not self._root:
             # Not sooner: backward begins with the loss, when the memory is fullest.
             self._pass.backward.look_ahead()
+        if unit is self._root and self._interleaves:
+            for leg in sorted(self._training.read):
+                self._reach_in_backward(self._units[leg.unit])
 
     def _close_call(self, call: Call, *, is_at_leaf: bool = False) -> None:
         """Ends the backward of a call: with the last one open, the unit's gradients are all there.
@@ -347,6 +384,8 @@ class FullySharded(ShardedEngine):
             return
         unit, route = call.unit, self._pass.backward
         if not unit.close_call(call.forward) or not self._pass.is_backward:
+            return
+        if Leg(unit.index, "gather") in self._training.read:  # more gradients may come, and nothing tells when
             return
         unit.is_complete = True
         if route.is_learning:
@@ -389,7 +428,7 @@ class FullySharded(ShardedEngine):
         missing = [name for name in unused if self._updated[name].requires_grad]
         frozen = [name for name in unused if not self._updated[name].requires_grad]
         if self.gradient_comm.size > 1:
-            missing = self._ask_others(missing)
+            missing = self._flags.ask_others(self._pass.used, missing)
         for name in (*frozen, *missing):
             self._updated[name].grad = None
         for unit in replicated:
@@ -399,30 +438,6 @@ class FullySharded(ShardedEngine):
             self._compression.withhold(dropped)
             self._compression.end_pass(self.groups.shard)
         self._pass.used.clear()
-
-    def _ask_others(self, missing: list[str]) -> list[str]:
-        """Tells the others which parameters were used here; returns which of the missing ones no rank has used.
-
-        A rank that misses none does not wait for the answer.
-        """
-        if self._flags is not None:
-            self._flags[1].wait()
-        flags = self._all_used
-        if missing:
-            is_used = [name in self._pass.used for name in self._updated]
-            flags = torch.tensor(is_used, dtype=torch.uint8).to(self.device, non_blocking=True)
-        else:
-            flags.fill_(1)
-        self._flags = (
-            flags,
-            self.gradient_comm.all_reduce(flags, "max"),
-        )  # the flags live until they have been waited for
-        if not missing:
-            return []
-        self._flags[1].wait()
-        # sync point, for models that leave parameters unused
-        used_anywhere = dict(zip(self._updated, flags.tolist(), strict=True))
-        return [name for name in missing if not used_anywhere[name]]
 
     # What the routes call.
 

@@ -33,7 +33,15 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, ModuleEngine, OnPhase, as_loss_sum
+from paceline.engines.engine import (
+    DetachedLoss,
+    LossFunction,
+    LossSum,
+    ModuleEngine,
+    OnPhase,
+    as_loss_sum,
+    check_differentiable,
+)
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.stages import Stage
@@ -268,6 +276,7 @@ class _Step:
             return leaves[0]
 
         value = as_loss_sum(self._loss(_once(engine, handed, cut), batch))
+        check_differentiable(value.total)
         # Not the sum itself: its graph would hold the stage's inputs, and their gradients, until the step is over.
         self.values.append(DetachedLoss(value.total.detach(), value.count))
         total = value.total if self._scale is None else value.total * self._scale

@@ -96,6 +96,11 @@ class ZeroParallel(ShardedEngine):
         self._arrivals.watch(self, ZeroParallel._arrive, dict(enumerate(parameters)))
         self._reset()
 
+    @property
+    def _spread(self) -> str:
+        sharded = "optimizer state" if self.layout.strategy == "zero1" else "gradients and optimizer state"
+        return f"{self.layout.strategy}, {sharded} sharded, buckets: {len(self.flat_groups)}"
+
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

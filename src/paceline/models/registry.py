@@ -7,6 +7,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.imports import import_from_path
@@ -53,14 +54,29 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated blocks of a model in order: what is compiled, checkpointed or sharded as one.
 
     A model says so with a method ``blocks()``. For others it is the ModuleList or Sequential with the most parameters
-    whose children, two or more, are all of one type and have parameters; without one, there are no blocks.
+    whose children, two or more, are all of one type and have parameters; without one, there are no blocks. A block is
+    called: for a dict or a list of modules, which has no forward, its parts are blocks.
     """
     blocks: object = getattr(model, "blocks", None)
     # Some models keep their blocks in an attribute of this name, and a Sequential is callable too.
     if callable(blocks) and not isinstance(blocks, nn.Module):
-        return _said_blocks(model, blocks)
-    candidates = [list(module.children()) for module in model.modules() if _is_row_of_blocks(module)]
-    return max(candidates, key=lambda row: sum(map(num_parameters, row)), default=[])
+        found = _said_blocks(model, blocks)
+    else:
+        candidates = [list(module.children()) for module in model.modules() if _is_row_of_blocks(module)]
+        found = max(candidates, key=lambda row: sum(map(num_parameters, row)), default=[])
+    return [part for block in found for _, part in called_parts("", block)]
+
+
+def can_be_called(module: nn.Module) -> bool:
+    """Says whether a module has a forward: lists and dicts of modules have none."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def called_parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns a module of this name, or the outermost modules inside of it that can be called and have parameters."""
+    if can_be_called(module):
+        return [(name, module)] if num_parameters(module) else []
+    return [part for child, inner in module.named_children() for part in called_parts(f"{name}.{child}", inner)]
 
 
 def model_ends(model: nn.Module) -> list[nn.Module]:
@@ -95,6 +111,17 @@ def _ask(model: nn.Module, name: str) -> list[nn.Module]:
     """Returns what a model's method says; nothing without one. Some models have a module of this name."""
     method: object = getattr(model, name, None)
     return list(method()) if callable(method) and not isinstance(method, nn.Module) else []
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raises UsageError for a model with lazy modules that have not seen a batch."""
+    lazy = [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]
+    if lazy:
+        raise UsageError(
+            f"{', '.join(lazy[:3])}{' and others' if len(lazy) > 3 else ''} of the model have no shape yet\n"
+            "  a lazy module learns its shapes from its first batch, and ranks share out parameters before that\n"
+            "  run the model once when it is built: with torch.no_grad(): model(example)"
+        )
 
 
 def num_parameters(model: nn.Module) -> int:
@@ -179,6 +206,7 @@ def _build_from_factory(config: FactoryModelConfig) -> nn.Module:
             "  it must return a torch.nn.Module\n"
             "  return the model from the function (a bare class of nn.Module works as a factory too)"
         )
+    check_initialised(model)
     return model
 
 

@@ -18,19 +18,17 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Work
 from paceline.engines.compiled import Compiled
 from paceline.engines.flat.flat import FlatGroup
-
-_Table = dict[str, nn.Parameter | None]
+from paceline.engines.flat.parameter_table import AskingTable, Table, held_elsewhere
 
 
 class Gathering:
@@ -51,7 +49,7 @@ class Gathering:
         self._is_inside = False
         self._works: list[Work] = []
         self._num_ready = len(self._groups)
-        self._held_elsewhere = {id(parameter) for parameter in _held_elsewhere(module)}
+        self._held_elsewhere = {id(parameter) for _, parameter in held_elsewhere(module)}
         self._eager: list[nn.Module] = []
         self._compiled: list[nn.Module] = []
         if self._groups:
@@ -68,8 +66,8 @@ class Gathering:
         self._num_ready = len(self._groups)
         self._last_early = max((place_of.get(i, -1) for i in self._held_elsewhere), default=-1)
         # By group: the tables of the modules that need nothing behind it.
-        self._tables: list[list[tuple[dict[str, Any], _Table]]] = [[] for _ in self._groups]
-        self._awaited: list[tuple[dict[str, Any], _Awaited]] = []
+        self._tables: list[list[tuple[dict[str, Any], Table]]] = [[] for _ in self._groups]
+        self._awaited: list[tuple[dict[str, Any], AskingTable]] = []
         self._place_of_compiled: dict[nn.Module, int] = {}
         for module in self._compiled:
             self._place_of_compiled[module] = max((place_of.get(id(p), -1) for p in module.parameters()), default=-1)
@@ -78,7 +76,8 @@ class Gathering:
             place = max((place_of.get(id(p), -1) for p in table.values()), default=-1)
             if place >= 0:
                 self._tables[place].append((module.__dict__, table))
-                self._awaited.append((module.__dict__, _Awaited(table, functools.partial(self._wait_for, place))))
+                wait = functools.partial(self._wait_for_table, table, place)
+                self._awaited.append((module.__dict__, AskingTable(table, wait)))
 
     @property
     def version(self) -> int:
@@ -121,6 +120,10 @@ class Gathering:
                 attributes["_parameters"] = table
             self._num_ready += 1
 
+    def _wait_for_table(self, table: Table, place: int) -> Table:
+        self._wait_for(place)
+        return table
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles of a watched module have hooks that do nothing: nobody gathers their parameters."""
         return Gathering, (nn.Module(), ())
@@ -158,40 +161,9 @@ class Gathering:
             self._enter(module, args)
 
 
-class _Awaited(_Table):
-    """A module's table of parameters while they are under way: who asks, waits."""
-
-    def __init__(self, table: _Table, wait: Callable[[], None]) -> None:
-        super().__init__(table)
-        self._wait = wait
-
-    def __getitem__(self, name: str) -> nn.Parameter | None:
-        self._wait()
-        return super().__getitem__(name)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._wait()
-        return super().get(name, default)
-
-    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
-        self._wait()
-        return super().items()
-
-    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
-        self._wait()
-        return super().values()
-
-
 def _tell_of_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Runs after every step of every optimizer."""
     del args, kwargs
     for gathering in list(Gathering.alive):
         if any(id(p) in gathering.pieces for group in optimizer.param_groups for p in group["params"]):
             gathering.may_have_changed = True
-
-
-def _held_elsewhere(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Finds parameters that modules keep in attributes of their own."""
-    for owner in module.modules():
-        others = {k: v for k, v in vars(owner).items() if k not in ("_parameters", "_buffers", "_modules")}
-        yield from (leaf for leaf in tree_leaves(others) if isinstance(leaf, nn.Parameter))

@@ -1,9 +1,10 @@
 """Units of a sharded model: which modules are gathered together, and how a model becomes units.
 
-A unit is a module whose parameters are gathered just before its forward and freed after it. The model itself is the
-last resort, the *root* unit: it has what no other unit has, and stays gathered through forward and backward. Good units
-are called one after another and are neither so small that latency counts nor so large that two do not fit: the repeated
-blocks of a model, as they are or several together.
+A unit is a module whose parameters are gathered just before its forward and freed after it. So it is a module that is
+called: a container without a forward is none, but its parts may be. The model itself is the last resort, the *root*
+unit: it has what no other unit has, and stays gathered through forward and backward. Good units are called one after
+another and are neither so small that latency counts nor so large that two do not fit: the repeated blocks of a model,
+as they are or several together.
 
 Units are built one at a time: at no moment is more than one unit (and the root) whole on a rank. A model with values is
 moved unit by unit, and the values are those of rank 0. A model on the meta device has none: its modules are initialised
@@ -20,10 +21,12 @@ import torch
 from torch import nn
 
 from paceline.engines.agree import broadcast_tensors
+from paceline.engines.flat.parameter_table import held_elsewhere, keeps_second_list
 from paceline.engines.flat.unit import Attribute, Unit
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
+from paceline.models.registry import can_be_called
 from paceline.models.unfilled import is_unfilled
 from paceline.plan.layout import Offload
 from paceline.units import MIB
@@ -63,9 +66,13 @@ def owned_parameters(model: nn.Module, units: Sequence[Named]) -> list[list[tupl
     """Returns the parameters of each unit, and of the root last.
 
     A parameter belongs to the innermost unit around it. One that several units use (tied weights, a module with two
-    parents) belongs to the root, which is gathered whenever any of them runs.
+    parents) belongs to the root, which is gathered whenever any of them runs. So does one that is kept in an attribute
+    of another kind, such as a plain list: nobody sees who reads it there.
     """
     innermost: dict[int, set[int]] = {}
+    for owner, parameter in held_elsewhere(model):
+        if not keeps_second_list(owner):
+            innermost[id(parameter)] = {len(units)}
     first_name: dict[int, tuple[str, nn.Parameter]] = {}
     prefixes = sorted(((name, index) for index, (name, _) in enumerate(units)), key=lambda pair: -len(pair[0]))
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -107,8 +114,7 @@ def _by_size(module: nn.Module, limit: float, apart: frozenset[int], name: str =
     num_bytes = _num_bytes(module)
     if num_bytes == 0 or id(module) in apart:
         return []
-    is_list = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.ParameterList)
-    is_whole = not is_list and not any(id(inner) in apart for inner in module.modules())
+    is_whole = can_be_called(module) and not any(id(inner) in apart for inner in module.modules())
     if name and num_bytes <= limit and is_whole:
         return [(name, module)]
     if name and isinstance(module, nn.MultiheadAttention):
@@ -116,7 +122,7 @@ def _by_size(module: nn.Module, limit: float, apart: frozenset[int], name: str =
     prefix = f"{name}." if name else ""
     inner = [unit for child, sub in module.named_children() for unit in _by_size(sub, limit, apart, prefix + child)]
     is_leaf = not any(any(True for _ in child.parameters()) for child in module.children())
-    return [(name, module)] if is_leaf and name else inner
+    return [(name, module)] if is_leaf and name and can_be_called(module) else inner
 
 
 def build_units(

@@ -93,6 +93,7 @@ class Route:
         self._position = 0
         self.legs: list[Leg] | None = None
         self.repeated: set[Leg] = set()  # what the first pass did more than once
+        self.read: set[Leg] = set()  # units that some rank has read beside their calls; the same set on all ranks
         self._place_of: dict[Leg, int] = {}
         self._is_ahead = False
         self._first: list[Leg] = []
@@ -116,10 +117,13 @@ class Route:
             for leg in self._first:
                 self._issue(leg)
 
-    def reach(self, leg: Leg, describe: Callable[[Leg], str]) -> None:
-        """Issues ``leg``, and before it those that this rank has passed by."""
+    def reach(self, leg: Leg, describe: Callable[[Leg], str], *, is_read: bool = False) -> None:
+        """Issues ``leg``, and before it those that this rank has passed by.
+
+        ``is_read``: for a read of a parameter, not for a call of the unit. In a first pass all ranks learn of it.
+        """
         if self.legs is None:
-            while self._agree(leg) != leg:
+            while self._agree(leg, is_read=is_read) != leg:
                 pass
             return
         self.look_ahead()
@@ -175,19 +179,22 @@ class Route:
         self._first, *self._plan = issue_plan(self.legs, self._prefetch)
         self._position = len(self.legs)
 
-    def _agree(self, want: Leg | None) -> Leg | None:
+    def _agree(self, want: Leg | None, *, is_read: bool = False) -> Leg | None:
         """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it.
 
         Syncs; in a first pass only.
         """
         device = control_device(self._comm)
-        mine = torch.tensor([_END if want is None else self._number_of[want]], dtype=torch.int64, device=device)
+        number = _END if want is None else 2 * self._number_of[want] + is_read
+        mine = torch.tensor([number], dtype=torch.int64, device=device)
         wants = torch.empty(self._comm.size, dtype=torch.int64, device=device)
         self._comm.all_gather(wants, mine).wait()
         asked: list[int] = [number for number in wants.tolist() if number != _END]
         if not asked:
             return None
-        leg = self._order[min(asked)]
+        leg = self._order[min(asked) // 2]
+        if 2 * self._number_of[leg] + 1 in asked:
+            self.read.add(leg)
         self._learned.append(leg)
         self._issue(leg)
         if leg != want and leg.is_gather:

@@ -3,12 +3,13 @@
     sharded --start_gather--> in flight --wait, show--> in use --hide, free--> sharded
 
 While it is sharded, the module's attributes are this rank's flat pieces: a read outside of forward gives a tensor of
-another shape and so a plain error, never stale values.
+another shape and so a plain error, never stale values. A read inside of forward has the unit gathered (``on_read``):
+the tables of its modules are then such that ask first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from torch import nn
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.float8_group import Float8Group
+from paceline.engines.flat.parameter_table import AskingTable, Table, keeps_second_list
+from paceline.engines.flat.route import Route
 from paceline.engines.float8 import travels_as_float8
 from paceline.engines.groups import Groups, expert_dim, reduction
 from paceline.engines.precision import Precision
@@ -31,13 +34,14 @@ class Attribute:
 
     module: nn.Module
     name: str
+    tables: tuple[Table, ...] = ()  # the module's, where it has several by turns
 
     def put(self, parameter: nn.Parameter) -> None:
         """Makes ``parameter`` the module's attribute."""
-        if type(self.module).__setattr__ is nn.Module.__setattr__:
-            self.module._parameters[self.name] = parameter  # twenty times as fast as setattr
-        else:  # recurrent layers keep a second list of their weights
+        if keeps_second_list(self.module):
             setattr(self.module, self.name, parameter)
+        for table in self.tables or (self.module._parameters,):
+            table[self.name] = parameter  # twenty times as fast as setattr
 
 
 class Unit:
@@ -71,6 +75,9 @@ class Unit:
             for (_, _, is_kept, _, is_float8, _), members in kinds.items()
         ]
         self.places: list[tuple[Attribute, nn.Parameter, nn.Parameter]] = []
+        self._put = self.places  # those that are changed one by one; else a module's whole table is
+        self._tables: list[tuple[dict[str, Any], Table, AskingTable]] = []  # of a module: whole parameters, or pieces
+        self._is_shown = False
         self.in_use = False
         self.pass_number = -1  # the last pass in which it was gathered
         self._open_calls: dict[int, int] = {}  # calls in forward whose backward has not ended, by that forward
@@ -87,10 +94,51 @@ class Unit:
             group.keep_slice()
             for name, parameter, piece in zip(group.names, group.parameters, group.pieces, strict=True):
                 self.places += [(place, parameter, piece) for place in places_of[name]]
-        self.in_use = True
+        self._is_shown = True
         self.free()
 
+    def notice_reads(self, on_read: Callable[[nn.Module], bool]) -> dict[nn.Module, tuple[Table, ...]]:
+        """Asks ``on_read`` whenever somebody takes a parameter that is not in its module: is it gathered now?
+
+        Returns, by module, the tables that it has from now on. To change tables is faster, too.
+        """
+        tables: dict[nn.Module, tuple[Table, ...]] = {}
+        for module in {place.module: None for place, _, _ in self.places}:
+            whole, pieces = module._parameters, dict(module._parameters)
+            asking = AskingTable(pieces, partial(_current, whole, pieces, partial(on_read, module)))
+            module.__dict__["_parameters"] = asking
+            self._tables.append((module.__dict__, whole, asking))
+            tables[module] = (whole, pieces, asking)
+            if keeps_second_list(module):  # its forward reads that list, not the table
+                module.register_forward_pre_hook(lambda module, _: self._ask(module, on_read))
+        self._put = [each for each in self.places if keeps_second_list(each[0].module)]
+        for place, parameter, _ in self.places:
+            tables[place.module][0][place.name] = parameter
+        return tables
+
+    def _ask(self, module: nn.Module, on_read: Callable[[nn.Module], bool]) -> None:
+        if not self._is_shown:
+            on_read(module)
+
+    def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Says whether one of these is a parameter, or a view of one, whose memory must stay."""
+        mine = {group.full.untyped_storage()._cdata for group in self.groups}
+        return any(tensor.untyped_storage()._cdata in mine for tensor in tensors)
+
+    def put_into(self, tables: Mapping[nn.Module, tuple[Table, ...]]) -> None:
+        """Sees to parameters of this unit in modules that have several tables, because another unit has the rest."""
+        self.places = [
+            (replace(place, tables=tables.get(place.module, ())), parameter, piece)
+            for place, parameter, piece in self.places
+        ]
+        self._put = self.places
+
     # Calls.
+
+    @property
+    def is_called(self) -> bool:
+        """Whether there was a call whose backward has not ended."""
+        return any(self._open_calls.values())
 
     def open_call(self, forward: int) -> None:
         """Notes a call in a forward: its backward will come."""
@@ -125,10 +173,22 @@ class Unit:
     def use(self) -> None:
         """Waits for the parameters and puts them into the module."""
         self.wait()
-        if not self.in_use:
-            self.in_use = True
-            for place, parameter, _ in self.places:
+        self.in_use = True
+        if not self._is_shown:
+            self._is_shown = True
+            for attributes, whole, _ in self._tables:
+                attributes["_parameters"] = whole
+            for place, parameter, _ in self._put:
                 place.put(parameter)
+
+    def hide(self) -> None:
+        """Takes the parameters out of the module, so that the next read is noticed."""
+        if self._is_shown:
+            self._is_shown = False
+            for place, _, piece in self._put:
+                place.put(piece)
+            for attributes, _, asking in self._tables:
+                attributes["_parameters"] = asking
 
     def free(self) -> None:
         """Takes the parameters out of the module and frees them. Safe to call twice.
@@ -137,10 +197,8 @@ class Unit:
         collective waits for that stream before it writes.
         """
         self.wait()
-        if self.in_use:
-            self.in_use = False
-            for place, _, piece in self.places:
-                place.put(piece)
+        self.in_use = False
+        self.hide()
         for group in self.groups:
             group.free()
 
@@ -253,6 +311,28 @@ class Crossing:
     ends: list[Call] = field(default_factory=list)
     begins: list[Unit] = field(default_factory=list)
     handle: Any = None  # of the hook on a leaf, which outlives the graph
+
+
+@dataclass(slots=True)
+class Pass:
+    """Where this rank is in its passes, and what it owes to the one that ends a step."""
+
+    forward: Route
+    backward: Route
+    is_forward: bool = False
+    is_backward: bool = False
+    number: int = 0  # of forwards and backwards so far: in each, a unit is gathered when it is first needed
+    num_forwards: int = 0  # that the next backward undoes
+    forward_number: int = 0  # where each forward has a backward of its own: counts them
+    undone: int = 0  # the forward that this backward belongs to
+    reducing: Unit | None = None  # its gradients are under way
+    landing: Unit | None = None  # the one before: its gradients may be on their way to the host
+    read: set[Unit] = field(default_factory=set)  # in this forward, beside their calls
+    used: set[str] = field(default_factory=set)  # parameters with gradients, since the last backward that synchronised
+
+
+def _current(whole: Table, pieces: Table, on_read: Callable[[], bool]) -> Table:
+    return whole if on_read() else pieces
 
 
 def _reduce(
