@@ -67,7 +67,7 @@ def meant_by(name: str, value: Any) -> Settings:
     if key == "cpu_offload":
         return [("memory.offload", "[]" if _is_off(value) else "[optimizer, parameters]")]
     if key == "compression_ratio":
-        return [("comm.compression.policy", "topk"), ("comm.compression.ratio", str(value))]
+        return [("comm.compression", f"{{policy: topk, ratio: {value}}}")]
     return []
 
 
