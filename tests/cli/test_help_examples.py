@@ -1,0 +1,183 @@
+"""Every example of a ``--help``: read by its command, and run, the costly ones with less to do.
+
+``CHEAP`` verbs run by default, the others in the exhaustive run. ``LESS`` is what is appended to an example, and
+``ELSEWHERE`` has those that need what a test has not, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_runs import Call
+from typer.main import get_command
+
+from paceline.cli.app import app
+from paceline.config import load_config
+from paceline.run.result import RunOptions
+from paceline.run.train import train
+
+REPOSITORY = Path(__file__).parents[2]
+_EXAMPLE = re.compile(r"^(?:Examples?:)?\s*((?:torchrun .*)?paceline .*)$", re.MULTILINE)
+
+CHEAP = ("cluster ls", 'cluster show "', "config", "learn", "schedule 1f1b")
+LESS = {
+    "bench checkpoint": ["--size", "gpt-nano", "--rounds", "2"],
+    "bench comm": ["--sizes", "1024", "--rounds", "2"],
+    "bench compression": ["--steps", "6"],
+    "bench engines": ["--models", "mlp", "--rounds", "2"],
+    "bench ledger": ["--blocks", "2"],
+    "bench load": ["--mib", "4", "--rounds", "1"],
+    "bench loop": ["--rounds", "2"],
+    "bench memory": ["--options", "ddp fp32", "--size", "gpt-nano", "--context", "8", "--budget-gb", "0.001"],
+    "bench pipeline": ["--rounds", "2", "--parts", "bubbles"],
+    "bench restart": ["--rounds", "1"],
+    "bench scaling": ["--steps", "6", "--ranks", "1,2", "--modes", "strong", "--predict-to", "2"],
+    "bench tokens": ["--steps", "6"],
+    "profile": ["--steps", "1"],
+    "chaos": ["train.steps=60", "train.epochs=null"],
+    "train": ["train.steps=6", "checkpoint.every_steps=null", "--force"],
+    "simulate": ["train.steps=6"],
+    "sample": ["--tokens", "4"],
+    "verify": ["--steps", "1"],
+}
+ELSEWHERE = {
+    "torchrun": "starts several processes by another launcher: tests/run and tests/launch do",
+    "--nnodes": "waits for other hosts",
+    "paceline launch": "needs a scheduler or hosts: tests/launch has their stand-ins",
+    "s3://": "needs a bucket",
+    "--device cuda": "needs a GPU",
+    "bench gpu": "needs a GPU",
+    "bench memory --budget-gb 8": "needs a GPU",
+    "bench memory --budget-gb 0 ": "fills the memory of this machine",
+    "~/models": "needs a tokenizer that was downloaded",
+    "data/corpus": "needs a tokenizer that was downloaded",
+    "watch": "serves until it is stopped: tests/view does",
+    "learn play": "serves until it is stopped: tests/learn does",
+    "llama-folder": "needs a folder of transformers: tests/checkpoint has some",
+    "measurements.csv": "needs a table of measured runs",
+    "model.pt": "needs a pickle of the user's own: tests/checkpoint has some",
+    "my_all_gather.py": "needs the answer of a reader: tests/learn has some",
+    "bench predict --cluster mine.yaml": "needs a machine that was calibrated for minutes",
+    "bench prepare": "takes minutes, and has no smaller form",
+    "bench muon": "takes minutes, and has no smaller form",
+    "bench convergence": "takes minutes, and has no smaller form",
+    "bench predict": "takes minutes, and has no smaller form",
+}
+REFUSES = {  # what they show is a refusal, and an answer that is wrong
+    "paceline config check configs/gpt_pydoc.yaml parallel.ranks=3": 2,
+    "paceline learn check 1.2 24": 1,
+}
+
+
+COMMAND: Any = get_command(app)
+
+
+def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if hasattr(command, "commands"):
+        for name, inner in command.commands.items():
+            yield from commands(inner, (*path, name))
+    yield path, command
+
+
+def examples() -> list[str]:
+    found = [each.strip() for _, command in commands(COMMAND) for each in _EXAMPLE.findall(command.help or "")]
+    return [re.split(r" > |, and ", each)[0] for each in dict.fromkeys(found)]
+
+
+def words_of(example: str) -> list[str]:
+    return shlex.split(example.partition("paceline ")[2])
+
+
+def with_less(words: list[str]) -> list[str]:
+    """Returns the words of an example with those that make it shorter; an option that comes twice counts last."""
+    verb = next((each for each in LESS if " ".join(words).startswith(each)), None)
+    return [*words, *(LESS[verb] if verb else ())]
+
+
+def marked(example: str) -> Any:
+    verb = example.removeprefix("paceline ")
+    is_cheap = verb.startswith(CHEAP)
+    return pytest.param(example, marks=() if is_cheap else (pytest.mark.exhaustive,), id=verb[:70])
+
+
+EXAMPLES = examples()
+RUN_HERE = [each for each in EXAMPLES if not any(word in each for word in ELSEWHERE)]
+
+
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that has the configs, and a file of the user's own."""
+    folder = tmp_path_factory.mktemp("workshop")
+    (folder / "configs").symlink_to(REPOSITORY / "configs")
+    (folder / "book.txt").write_text("the line of riders takes turns in the wind\n" * 50)
+    return folder
+
+
+def make_runs(folder: Path) -> None:
+    """Makes the runs that examples name, of a hundred steps."""
+    small = [f"monitor={{folder: {folder / 'runs'}, console: false, tensorboard: false}}", "parallel.threads=1"]
+    small += ["comm.backend=virtual", "parallel.device=cpu", "parallel.ranks=2", "train.steps=100"]
+    small += ["train.eval_every=null", "train.global_batch=8"]
+    size = ["model={kind: gpt, layers: 2, heads: 2, width: 16, context: 8}", "data.eval_fraction=0.001"]
+    train(folder / "configs" / "digits.yaml", [*small, "model.hidden_dim=8"], RunOptions(is_quiet=True))
+    train(folder / "configs" / "gpt_pydoc.yaml", [*small, *size], RunOptions(is_quiet=True))
+    for copy, source in {"digits-2": "digits", "a": "digits", "b": "digits", "gpt": "gpt-pydoc"}.items():
+        shutil.copytree(folder / "runs" / source, folder / "runs" / copy)
+
+
+def test_every_example_of_a_help_is_read_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    monkeypatch.chdir(tmp_path)
+    assert len(EXAMPLES) > 100
+    for example in EXAMPLES:
+        for words in (words_of(example), with_less(words_of(example))):
+            read(words)
+        words = words_of(example)
+        configs = [word for word in words if re.fullmatch(r"configs/\w+\.yaml", word)]
+        if configs and example not in REFUSES and "data/book" not in example:
+            load_config(Path(configs[0]), [word for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)])
+
+
+def read(words: list[str]) -> None:
+    """Lets a command take its words; raises for an option or a value that it does not know."""
+    words, command = list(words), COMMAND
+    while words and words[0] in getattr(command, "commands", {}):
+        command = command.commands[words.pop(0)]
+    command.make_context("paceline", words)
+
+
+@pytest.mark.parametrize("example", [marked(each) for each in RUN_HERE])
+@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+def test_an_example_of_a_help_runs(example: str, workshop: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(workshop)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(workshop / "home"))
+    if "runs/" in example and not (workshop / "runs").exists():
+        make_runs(workshop)
+    prepare(example, call)
+    called = call(*with_less(words_of(example)))
+    assert called.code == REFUSES.get(example, 0), f"{example}\n{called.out}\n{called.err}"
+
+
+def prepare(example: str, call: Call) -> None:
+    """Runs what an example goes on from."""
+    before = {
+        "schedule mine.csv": "schedule 1f1b --stages 2 --microbatches 4 --csv mine.csv",
+        "import model.safetensors": "checkpoint export runs/gpt model.safetensors",
+        "--resume start": "checkpoint import model.safetensors start",
+        "data/book": "data prepare book.txt --tokenizer char --output data/book",
+        "digits-simulated": "simulate configs/digits.yaml train.steps=3 --trace runs/digits-simulated/trace.json",
+        "cluster show mine.yaml": "calibrate --ranks 2 --output mine.yaml",
+    }
+    for words, command in before.items():
+        if words in example and not example.endswith(command):
+            call(*shlex.split(command))
+
+
+def test_no_reason_to_leave_an_example_out_is_superfluous() -> None:
+    assert [word for word in ELSEWHERE if not any(word in each for each in EXAMPLES)] == []
