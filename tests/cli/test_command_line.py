@@ -17,6 +17,7 @@ from paceline.cli.app import app
 from paceline.config import config_from_dict
 from paceline.errors import ConfigError
 from paceline.run.decide import resolve_config
+from paceline.run.result import RunOptions
 
 WORLD = {"WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -233,3 +234,32 @@ def test_options_of_other_launchers_are_all_answered_with_ours(call: Call) -> No
         "did you mean --resume?",
     ]
     assert call("train", "tiny.yaml", "--froce").err.endswith("did you mean --force?\n")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "runs/digit"),
+        ("watch", "runs/digit"),
+        ("sample", "runs/digit", "--prompt", "a"),
+        ("checkpoint", "ls", "runs/digit"),
+        ("checkpoint", "export", "runs/digit", "weights.safetensors"),
+        ("calibrate", "--from", "runs/digit", "--output", "mine.yaml"),
+        ("train", "tiny.yaml", "--resume", "runs/digit"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_run_whose_name_is_misspelt_is_suggested(words: tuple[str, ...], project: Path, call: Call) -> None:
+    (project / "runs" / "digits").mkdir(parents=True)
+    called = call(*words)
+    assert called.code == 2, called
+    assert "did you mean runs/digits?" in called.err
+
+
+@pytest.mark.parametrize("word", ["last", "latest", "auto"])
+def test_the_newest_checkpoint_has_several_names_unless_a_folder_has_one(word: str, project: Path, call: Call) -> None:
+    assert RunOptions(resume=word).resume == "auto"
+    called = call("train", "tiny.yaml", "--resume", word)
+    assert "no checkpoint in runs/tiny" in called.err
+    (project / word).mkdir()
+    assert RunOptions(resume=word).resume == word

@@ -32,6 +32,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from paceline.config.suggest import near_folders
 from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.notebook import Shown
@@ -249,7 +250,7 @@ def _no_run(run_folder: Path) -> RunFolderError:
     return RunFolderError(
         f"no run to report on in {run_folder}: {records} {what}\n"
         "  every rank writes its records there from its first moment on\n"
-        "  give the folder of a run, such as runs/<name>, or start one with: paceline train CONFIG"
+        f"  {near_folders(run_folder) or 'give the folder of a run, or start one with: paceline train CONFIG'}"
     )
 
 
