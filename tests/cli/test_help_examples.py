@@ -40,8 +40,10 @@ LESS = {
     "bench scaling": ["--steps", "6", "--ranks", "1,2", "--modes", "strong", "--predict-to", "2"],
     "bench tokens": ["--steps", "6"],
     "profile": ["--steps", "1"],
+    "calibrate": ["--noisy"],  # others may use this machine
     "chaos": ["train.steps=60", "train.epochs=null"],
-    "train": ["train.steps=6", "checkpoint.every_steps=null", "--force"],
+    "train configs/digits.yaml train.epochs": ["train.epochs=0.1"],  # of two overrides the last one counts
+    "train": ["train.steps=6"],
     "simulate": ["train.steps=6"],
     "sample": ["--tokens", "4"],
     "verify": ["--steps", "1"],
@@ -75,6 +77,20 @@ REFUSES = {  # what they show is a refusal, and an answer that is wrong
 }
 
 
+BEFORE = {  # what an example goes on from
+    "train.epochs=30 --resume auto": ["train configs/digits.yaml train.epochs=0.05 --quiet"],
+    "schedule mine.csv": ["schedule 1f1b --stages 2 --microbatches 4 --csv mine.csv"],
+    "import model.safetensors": ["checkpoint export runs/gpt model.safetensors"],
+    "--resume start": [
+        "train configs/gpt_small.yaml train.steps=1 name=small --quiet",
+        "checkpoint export runs/small model.safetensors",
+        "checkpoint import model.safetensors start",
+    ],
+    "path: data/book": ["data prepare book.txt --tokenizer char --output data/book"],
+    "inspect data/book": ["data prepare book.txt --tokenizer char --output data/book"],
+    "digits-simulated": ["simulate configs/digits.yaml --ranks 2 train.steps=3"],
+    "cluster show mine.yaml": ["calibrate --ranks 2 --noisy --output mine.yaml"],
+}
 COMMAND: Any = get_command(app)
 
 
@@ -111,24 +127,28 @@ RUN_HERE = [each for each in EXAMPLES if not any(word in each for word in ELSEWH
 
 
 @pytest.fixture(scope="module")
-def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that has the configs, and a file of the user's own."""
-    folder = tmp_path_factory.mktemp("workshop")
-    (folder / "configs").symlink_to(REPOSITORY / "configs")
-    (folder / "book.txt").write_text("the line of riders takes turns in the wind\n" * 50)
-    return folder
-
-
-def make_runs(folder: Path) -> None:
-    """Makes the runs that examples name, of a hundred steps."""
-    small = [f"monitor={{folder: {folder / 'runs'}, console: false, tensorboard: false}}", "parallel.threads=1"]
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The runs that examples name, of a hundred steps, to be copied."""
+    folder = tmp_path_factory.mktemp("made") / "runs"
+    small = [f"monitor={{folder: {folder}, console: false, tensorboard: false}}", "parallel.threads=1"]
     small += ["comm.backend=virtual", "parallel.device=cpu", "parallel.ranks=2", "train.steps=100"]
     small += ["train.eval_every=null", "train.global_batch=8"]
     size = ["model={kind: gpt, layers: 2, heads: 2, width: 16, context: 8}", "data.eval_fraction=0.001"]
-    train(folder / "configs" / "digits.yaml", [*small, "model.hidden_dim=8"], RunOptions(is_quiet=True))
-    train(folder / "configs" / "gpt_pydoc.yaml", [*small, *size], RunOptions(is_quiet=True))
+    train(REPOSITORY / "configs" / "digits.yaml", [*small, "model.hidden_dim=8"], RunOptions(is_quiet=True))
+    train(REPOSITORY / "configs" / "gpt_pydoc.yaml", [*small, *size], RunOptions(is_quiet=True))
     for copy, source in {"digits-2": "digits", "a": "digits", "b": "digits", "gpt": "gpt-pydoc"}.items():
-        shutil.copytree(folder / "runs" / source, folder / "runs" / copy)
+        shutil.copytree(folder / source, folder / copy)
+    return folder
+
+
+@pytest.fixture
+def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, which has the configs and a file of the user's own."""
+    (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
+    (tmp_path / "book.txt").write_text("the line of riders takes turns in the wind\n" * 50)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
+    return tmp_path
 
 
 def test_every_example_of_a_help_is_read_by_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,29 +174,15 @@ def read(words: list[str]) -> None:
 
 @pytest.mark.parametrize("example", [marked(each) for each in RUN_HERE])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
-def test_an_example_of_a_help_runs(example: str, workshop: Path, call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(workshop)
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(workshop / "home"))
-    if "runs/" in example and not (workshop / "runs").exists():
-        make_runs(workshop)
-    prepare(example, call)
+def test_an_example_of_a_help_runs(example: str, workshop: Path, call: Call, request: pytest.FixtureRequest) -> None:
+    if "runs/" in example or "model.safetensors" in example:
+        shutil.copytree(request.getfixturevalue("runs"), workshop / "runs")
+    for part, before in BEFORE.items():
+        for command in before if part in example else ():
+            done = call(*shlex.split(command))
+            assert done.code == 0, f"{command}\n{done.err}"
     called = call(*with_less(words_of(example)))
     assert called.code == REFUSES.get(example, 0), f"{example}\n{called.out}\n{called.err}"
-
-
-def prepare(example: str, call: Call) -> None:
-    """Runs what an example goes on from."""
-    before = {
-        "schedule mine.csv": "schedule 1f1b --stages 2 --microbatches 4 --csv mine.csv",
-        "import model.safetensors": "checkpoint export runs/gpt model.safetensors",
-        "--resume start": "checkpoint import model.safetensors start",
-        "data/book": "data prepare book.txt --tokenizer char --output data/book",
-        "digits-simulated": "simulate configs/digits.yaml train.steps=3 --trace runs/digits-simulated/trace.json",
-        "cluster show mine.yaml": "calibrate --ranks 2 --output mine.yaml",
-    }
-    for words, command in before.items():
-        if words in example and not example.endswith(command):
-            call(*shlex.split(command))
 
 
 def test_no_reason_to_leave_an_example_out_is_superfluous() -> None:
