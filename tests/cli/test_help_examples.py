@@ -40,7 +40,6 @@ LESS = {
     "bench scaling": ["--steps", "6", "--ranks", "1,2", "--modes", "strong", "--predict-to", "2"],
     "bench tokens": ["--steps", "6"],
     "profile": ["--steps", "1"],
-    "calibrate": ["--noisy"],  # others may use this machine
     "chaos": ["train.steps=60", "train.epochs=null"],
     "train configs/digits.yaml train.epochs": ["train.epochs=0.1"],  # of two overrides the last one counts
     "train": ["train.steps=6"],
@@ -65,7 +64,7 @@ ELSEWHERE = {
     "measurements.csv": "needs a table of measured runs",
     "model.pt": "needs a pickle of the user's own: tests/checkpoint has some",
     "my_all_gather.py": "needs the answer of a reader: tests/learn has some",
-    "bench predict --cluster mine.yaml": "needs a machine that was calibrated for minutes",
+    "mine.yaml": "measures a machine for minutes, or needs one that was: tests/calibrate has the parts",
     "bench prepare": "takes minutes, and has no smaller form",
     "bench muon": "takes minutes, and has no smaller form",
     "bench convergence": "takes minutes, and has no smaller form",
@@ -89,7 +88,6 @@ BEFORE = {  # what an example goes on from
     "path: data/book": ["data prepare book.txt --tokenizer char --output data/book"],
     "inspect data/book": ["data prepare book.txt --tokenizer char --output data/book"],
     "digits-simulated": ["simulate configs/digits.yaml --ranks 2 train.steps=3"],
-    "cluster show mine.yaml": ["calibrate --ranks 2 --noisy --output mine.yaml"],
 }
 COMMAND: Any = get_command(app)
 
