@@ -17,6 +17,7 @@ from paceline.cli.app import app
 from paceline.config import config_from_dict
 from paceline.errors import ConfigError
 from paceline.run.decide import resolve_config
+from paceline.run.result import RunOptions
 
 WORLD = {"WORLD_SIZE": "16", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
@@ -239,3 +240,32 @@ def test_a_config_of_others_is_translated_into_a_file_that_checks(
     Path("mine.yaml").write_text(called.out)
     assert call("config", "check", "mine.yaml").out == "mine.yaml: no problems\n"
     assert "config import FILE" in call("config", "check", "theirs.yaml").err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("report", "runs/digit"),
+        ("watch", "runs/digit"),
+        ("sample", "runs/digit", "--prompt", "a"),
+        ("checkpoint", "ls", "runs/digit"),
+        ("checkpoint", "export", "runs/digit", "weights.safetensors"),
+        ("calibrate", "--from", "runs/digit", "--output", "mine.yaml"),
+        ("train", "tiny.yaml", "--resume", "runs/digit"),
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_run_whose_name_is_misspelt_is_suggested(words: tuple[str, ...], project: Path, call: Call) -> None:
+    (project / "runs" / "digits").mkdir(parents=True)
+    called = call(*words)
+    assert called.code == 2, called
+    assert "did you mean runs/digits?" in called.err
+
+
+@pytest.mark.parametrize("word", ["last", "latest", "auto"])
+def test_the_newest_checkpoint_has_several_names_unless_a_folder_has_one(word: str, project: Path, call: Call) -> None:
+    assert RunOptions(resume=word).resume == "auto"
+    called = call("train", "tiny.yaml", "--resume", word)
+    assert "no checkpoint in runs/tiny" in called.err
+    (project / word).mkdir()
+    assert RunOptions(resume=word).resume == word

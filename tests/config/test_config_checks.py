@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pasted import refused_when_pasted
 
 from paceline.config import Config, check_hosts, check_ranks, config_from_dict, layout_of, load_config, run_checks
 from paceline.config.checks import check_gpt_heads
@@ -193,6 +195,14 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
 ]
 
 
+REFUSED = [(base, overrides) for base, overrides, text in CASES if text is not None]
+
+
+@pytest.mark.parametrize(("base", "overrides"), REFUSED, ids=lambda case: " ".join(case)[:70])
+def test_a_proposed_fix_is_accepted_when_it_is_pasted(base: list[str], overrides: list[str]) -> None:
+    assert refused_when_pasted([*base, *overrides]) == []
+
+
 @pytest.mark.parametrize(("base", "overrides", "expected"), CASES, ids=lambda case: str(case)[:70])
 def test_rule(base: list[str], overrides: list[str], expected: str | None) -> None:
     if expected is None:
@@ -241,7 +251,7 @@ def test_suggested_groups_fit(ranks: int, size: int) -> None:
         return layout_problems(Config.model_validate({**base, "parallel": parallel}), ranks)
 
     for problem in problems(ranks, size):
-        divisor, multiple = (int(part.split(" = ")[1]) for part in problem.fix.split(", or "))
+        divisor, multiple = map(int, re.findall(r"\d+", problem.fix))
         assert problems(ranks, divisor) == []
         assert problems(multiple, size) == []
 

@@ -10,6 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from paceline.cli.config import app
+from paceline.cli.options import load_and_tell
 from paceline.config import json_schema, load_config
 from paceline.errors import ConfigError
 
@@ -150,3 +151,15 @@ def test_help_teaches_with_an_example(command: str) -> None:
 
 def test_shown_yaml_has_every_section() -> None:
     assert list(yaml.safe_load(invoke("show", DIGITS)))[:3] == ["name", "model", "data"]
+
+
+def test_check_tells_of_a_shorter_warmup_as_train_does(capsys: pytest.CaptureFixture[str]) -> None:
+    path = DIGITS.replace("digits", "gpt_pydoc")
+    note = "optim.schedule.warmup = 20 does not fit into train.steps = 6 steps: it is 0 here"
+    assert invoke("check", path, "train.steps=6").splitlines() == [f"paceline: {note}", f"{path}: no problems"]
+    load_and_tell(Path(path), ["train.steps=6"])
+    assert capsys.readouterr().err == f"paceline: {note}\n"
+    (row,) = [
+        line for line in invoke("explain", path, "train.steps=6").splitlines() if line.startswith("optim.schedule.w")
+    ]
+    assert row.rstrip().split(maxsplit=2)[1:] == ["0", f"derived: {note}"]

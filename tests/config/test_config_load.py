@@ -365,6 +365,7 @@ def test_a_run_that_an_override_shortens_gets_a_shorter_warmup(tmp_path: Path) -
     found = loaded(tmp_path, text, "train.steps=50")
     assert found.config.optim.schedule.warmup == 5.0
     assert found.notes == ("optim.schedule.warmup = 100 does not fit into train.steps = 50 steps: it is 5 here",)
+    assert found.sources["optim.schedule.warmup"] == f"derived: {found.notes[0]}"
     assert loaded(tmp_path, text, "train.steps=500").notes == ()
     for overrides in (["train.steps=50", "optim.schedule.warmup=60"], ["optim.schedule.warmup=2000"]):
         with pytest.raises(ConfigError, match=r"is longer than train\.steps"):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pasted import refused_when_pasted
 
 from paceline.config import (
     Config,
@@ -127,6 +128,14 @@ def make(*overrides: str) -> Config:
     return load_config(None, list(overrides))
 
 
+REFUSED = [(base, overrides) for base, overrides, text in CASES if text is not None]
+
+
+@pytest.mark.parametrize(("base", "overrides"), REFUSED, ids=lambda case: " ".join(case)[:70])
+def test_a_proposed_fix_is_accepted_when_it_is_pasted(base: list[str], overrides: list[str]) -> None:
+    assert refused_when_pasted([*base, *overrides]) == []
+
+
 @pytest.mark.parametrize(("base", "overrides", "text"), CASES)
 def test_each_rule_fires_on_its_case(base: list[str], overrides: list[str], text: str | None) -> None:
     if text is None:
@@ -163,7 +172,7 @@ def test_ranks_that_are_found_later_are_checked_then() -> None:
     assert problem.what == "parallel.pipeline = 2 x parallel.tensor = 2 do not divide parallel.ranks = 6"
     (problem,) = check_ranks(config, 16)
     assert problem.what == "train.global_batch = 6 is not a multiple of parallel.data = 4"
-    assert "parallel.data = 3" in problem.fix
+    assert problem.fix == "try train.global_batch = 4 or 8"  # parallel.data follows from the ranks
 
 
 @given(pipeline=st.integers(1, 4), tensor=st.integers(1, 4), data=st.integers(1, 4), samples=st.integers(1, 24))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from paceline.config import config_from_dict
 from paceline.config.fields import known_fields
-from paceline.config.suggest import _ELSEWHERE
+from paceline.config.suggest import _ELSEWHERE, near_folders
 from paceline.errors import ConfigError, Problem
 
 BASE: dict[str, Any] = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}}
@@ -278,3 +279,17 @@ def test_one_word_for_a_section_is_answered_with_its_kind() -> None:
         "write data: {kind: text}",
         "write optim: {kind: adamw}",
     ]
+
+
+def test_a_folder_that_was_meant_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert near_folders(Path("runs/digit")) == ""
+    for name in ("digits/checkpoints/step-00000010", "digits-2", "gpt"):
+        Path("runs", name).mkdir(parents=True)
+    assert near_folders(Path("runs/digit")) == "did you mean runs/digits or runs/digits-2?"
+    assert near_folders(Path("digits")) == "did you mean runs/digits or runs/digits-2?"
+    assert near_folders(Path("runs/gtp/checkpoints")) == "did you mean runs/gpt?"
+    step = Path("runs/digits/checkpoints/step-00000010")
+    assert near_folders(step.with_name("step-10")).startswith(f"did you mean {step}")
+    assert near_folders(Path("runs/resnet")) == "there are runs/digits, runs/digits-2, runs/gpt"
+    assert near_folders(Path("runs/digits")) == ""

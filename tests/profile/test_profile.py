@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from paceline.chrome_trace import TRACKS, span, write_events
-from paceline.config import load_config
+from paceline.config import load_config, run_checks
 from paceline.errors import UsageError
 from paceline.profile.merge import ANCHOR, RankProfile, beside, merged_events, place_rank
 from paceline.profile.run import profiled_config
@@ -148,3 +148,10 @@ def test_a_trace_without_the_anchor_and_virtual_ranks_are_refused(tmp_path: Path
 def test_spans_pass_through_json() -> None:
     spans = two_ranks()[1].spans
     assert RankSpans.from_json(json.loads(json.dumps(spans.to_json()))) == spans
+
+
+def test_a_profile_is_shorter_than_the_warmup_of_its_config(tmp_path: Path) -> None:
+    config = load_config("configs/gpt_pydoc.yaml", ["parallel.ranks=2", "checkpoint.every_epochs=1"])
+    short = profiled_config(config, 5, tmp_path)
+    assert (short.train.steps, short.optim.schedule.warmup, short.checkpoint.every_epochs) == (8, 0.0, None)
+    assert run_checks(short) == []

@@ -103,6 +103,24 @@ def test_a_slow_link_takes_several_times_what_its_traffic_should(priced_s: float
         assert limits.changes[0].gain == pytest.approx(1 / (1 - 0.5 * (1 - 0.02)))
 
 
+@pytest.mark.parametrize(
+    ("num_hosts", "backend", "name", "fix"),
+    [
+        (1, "gloo", "slow exchanges", "end what else runs on node-1"),
+        (2, "gloo", "a slow link", "or leave its host out"),
+        (1, "virtual", "a slow link", "or leave its host out"),
+    ],
+)
+def test_a_busy_host_alone_has_no_slow_link_and_is_not_left_out(
+    num_hosts: int, backend: str, name: str, fix: str
+) -> None:
+    one = replace(QUICK, comm_s=0.5, forward_s=0.1, backward_s=0.3)
+    run = replace(ON_CPU, backend=backend, host="node-1")
+    limits = judged(one, one, priced_comm_s=0.01, num_hosts=num_hosts, run=run)
+    assert limits.sentence.startswith(f"limited by {name}: 50 %")
+    assert fix in limits.changes[0].text
+
+
 def test_ranks_that_share_cores_wait_in_some_steps_and_have_no_slow_link() -> None:
     quick, late = replace(QUICK, comm_s=0.02), replace(QUICK, comm_s=0.9)
     rows = [{rank: replace(late if step % 2 else quick, step=step) for rank in (0, 1)} for step in range(1, 21)]

@@ -19,6 +19,7 @@ from paceline.records.facts import MemoryUse
 from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
 from paceline.records.report import RankSummary, RunSummary, render, summarize, to_json
 from paceline.search.expectation import Expectation, read_expectation
+from paceline.view.words import summary_of
 
 START = 1000.0
 
@@ -412,3 +413,13 @@ def test_the_report_says_what_the_time_to_the_first_step_went_to(tmp_path: Path)
     told = " ".join(_draw(summary, 200).split())
     assert "first step after 9.5 s starting and loading 4.0 s, data 1.2 s, model 2.0 s" in told
     assert "the step 2.2 s, of it compiling 1.5 s" in told
+
+
+def test_a_metric_of_ones_own_is_in_the_report_and_its_tiles(tmp_path: Path) -> None:
+    evaluation = EvalRecord(
+        step=1, loss=0.5, accuracy=0.75, samples=8, seconds=0.1, time=START, metrics={"top5": 0.875}
+    )
+    write_records(tmp_path, 0, _run(0, world_size=1), _step(1), evaluation, _end())
+    assert summarize(tmp_path).test_metrics == {"top5": 0.875}
+    assert any(line.split() == ["test", "top5", "0.8750"] for line in _draw(summarize(tmp_path), 80).splitlines())
+    assert ["test top5", "0.8750", ""] in summary_of(tmp_path)["facts"]

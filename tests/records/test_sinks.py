@@ -118,7 +118,9 @@ def test_strided_passes_on_every_nth_step_at_times_apart_and_all_other_records(
     strided = Strided(one_by_one, 2, least_s=0.3)
     for record in (*steps[:5], event_record, *steps[5:]):
         strided.write(record)
-    assert at_once.records == one_by_one.records == [steps[1], event_record, steps[5], steps[9]]
+    assert at_once.records == one_by_one.records == [steps[0], steps[3], event_record, steps[7]]
+    strided.close()
+    assert one_by_one.records[-1] == steps[9]  # the last one too
 
 
 def test_closing_writes_the_rest_and_may_be_repeated(tmp_path: Path, step_record: StepRecord) -> None:

@@ -135,14 +135,16 @@ def test_a_log_that_cannot_be_written_stops_nobody(tmp_path: Path) -> None:
 
 def test_records_are_lines_for_people(folder: Path) -> None:
     comm = CommRecord(step=1, kind="all_reduce", group="world", ranks=2, calls=1, bytes=8, seconds=0.1, time=1.0)
-    evaluation = EvalRecord(step=2, loss=0.5, accuracy=0.75, samples=8, seconds=0.1, time=1.0)
+    own = {"top5": 0.875}
+    evaluation = EvalRecord(step=2, loss=0.5, accuracy=0.75, samples=8, seconds=0.1, time=1.0, metrics=own)
     late = EventRecord(name="straggler", step=2, detail={"rank": 1, "note": "two\nlines"}, time=1.0)
     with rank_logs(folder, 0, "info", owns_output=False):
-        LogSink(logging.getLogger("paceline")).write(RUN, replace(STEP, loss=None), comm, evaluation, late, END)
+        LogSink(logging.getLogger("paceline")).write(RUN, replace(STEP, loss=None), STEP, comm, evaluation, late, END)
     assert [line.removeprefix("rank 0 ") for line in lines(folder, "rank-0")] == [
         "INFO paceline: rank 0 of 2 begins on node-1 (cuda:0): ddp, nccl, 1.2M parameters, 100 steps",
         "INFO paceline: step 1: no samples, lr 0.0003, 100.0 ms, 320 samples/s",
-        "INFO paceline: evaluation after step 2: loss 0.5000, accuracy 0.7500",
+        "INFO paceline: step 1: loss 0.2500 of this rank's 32 of 64 samples, lr 0.0003, 100.0 ms, 320 samples/s",
+        "INFO paceline: evaluation after step 2: loss 0.5000, accuracy 0.7500, top5 0.8750",
         "WARNING paceline: straggler at step 2: two lines",
         "INFO paceline: done after step 100 and 41.2 s",
     ]

@@ -17,7 +17,7 @@ from made_records import END, RUN, STEP
 
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError
-from paceline.records.records import CommRecord, EventRecord, HostRecord, Record, to_line
+from paceline.records.records import CommRecord, EventRecord, HostRecord, Record, StepRecord, to_line
 from paceline.run import tracking as module
 from paceline.run.console import tell
 from paceline.run.logs import run_log
@@ -195,12 +195,31 @@ def test_a_run_that_was_refused_is_not_tracked(tmp_path: Path) -> None:
 
 def test_steps_are_thinned_out(tmp_path: Path) -> None:
     quick = [replace(STEP, step=number, time=RUN.time + number / 100) for number in range(1, 101)]
-    append(tmp_path, "rank-0", RUN, *quick)
+    append(tmp_path, "rank-0", replace(RUN, total_steps=20_000), *quick)
     source = module._Source(tmp_path / "records" / "rank-0.jsonl", every=10, offset=0)
-    assert [getattr(record, "step", None) for record in source.read()] == [None, 10, 60]
-    assert source.read() == []
+
+    def read(*, is_last: bool = False) -> list[int]:
+        return [record.step for record in source.read(is_last=is_last) if isinstance(record, StepRecord)]
+
+    assert read() == [1, 60, 100]  # of the first 100 every 100th for the curve, and every 10th half a second later
+    assert read() == []
     append(tmp_path, "rank-0", *[replace(STEP, step=number, time=RUN.time + 2) for number in range(110, 112)])
-    assert [getattr(record, "step", None) for record in source.read()] == [110]
+    assert read() == [110]
+    assert read(is_last=True) == [111]
+
+
+@pytest.mark.parametrize(("total", "least"), [(1, 1), (3, 3), (9, 9), (184, 184), (345, 173), (5000, 200)])
+def test_trackers_get_a_curve_of_a_quick_run_with_its_first_and_last_step(
+    tmp_path: Path, total: int, least: int
+) -> None:
+    quick = [replace(STEP, step=number, time=RUN.time + number / 1000) for number in range(1, total + 1)]
+    append(tmp_path, "rank-0", replace(RUN, total_steps=total), *quick, END)
+    source = module._Source(tmp_path / "records" / "rank-0.jsonl", every=10, offset=0)
+    found = source.read(is_last=False)
+    numbers = [record.step for record in found if isinstance(record, StepRecord)]
+    assert (numbers[0], numbers[-1], found[-1]) == (1, total, END)
+    assert len(numbers) >= least
+    assert source.read(is_last=True) == []
 
 
 def _tags(folder: Path) -> dict[str, list[tuple[int, float]]]:

@@ -50,6 +50,7 @@ from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.norms import clip_pieces
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.unit import Unit
+from paceline.engines.flat.used_flags import UsedFlags
 from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import ParameterGroups
 from paceline.engines.zero import ZeroParallel
@@ -295,7 +296,7 @@ def all_used(_: Any) -> Any:
 
 def own_opinion(_: Any) -> Any:
     """A rank takes what it has not used itself for unused."""
-    return lambda _, missing: missing
+    return lambda _, used, missing: missing
 
 
 # Ranks that wait for one another.
@@ -440,14 +441,14 @@ BUGS: dict[str, Bug] = {
     **in_each("replicas exchanged too often", replacing(FullySharded, "_finish", replicas_added), "gradient", "hybrid"),
     # Used or not.
     **in_each(
-        "unused parameter decays", replacing(FullySharded, "_ask_others", all_used), "gradient", "fsdp hybrid", **UNUSED
+        "unused parameter decays", replacing(UsedFlags, "ask_others", all_used), "gradient", "fsdp hybrid", **UNUSED
     ),
     **in_each(
         "unused parameter decays", replacing(ZeroParallel, "_settle", nothing), "gradient", "zero1 zero2", **UNUSED
     ),
     **in_each(
         "use decided by each rank",
-        replacing(FullySharded, "_ask_others", own_opinion),
+        replacing(UsedFlags, "ask_others", own_opinion),
         "gradient",
         "fsdp hybrid",
         case=known(Branches),

@@ -1,8 +1,10 @@
 """How a config scales: measured on this machine's ranks, simulated beyond them, predicted far beyond.
 
     strong   the global batch stays          weak   the samples of a rank stay: the global batch grows with the ranks
-    speed-up     rate / (rate of the fewest ranks of the same kind / their number)
-    efficiency   speed-up / ranks
+    speed-up       rate / (rate of the fewest ranks of the same kind / their number)
+    efficiency     speed-up / ranks
+    communication  the share of a step in which ranks wait for it; in a pipeline, for the other stages too
+    memory         of the rank that needs most
 
 Each row says what it is. Rows of different kinds are not compared with one another: a simulated rank has a core of its
 own and the links of processes of one host, a predicted one the device and the links of a cluster.
@@ -10,6 +12,7 @@ own and the links of processes of one host, a predicted one the device and the l
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,9 +20,12 @@ from typing import Any, Literal
 
 from paceline.cluster.detect import usable_cores
 from paceline.cluster.devices import Cluster
-from paceline.config import Config, check_ranks
-from paceline.errors import PacelineError, UsageError
-from paceline.records.summary import StepTable
+from paceline.config import Config, check_ranks, run_checks
+from paceline.config.schema import ParallelConfig
+from paceline.config.train_checks import short_run
+from paceline.errors import ConfigError, PacelineError, UsageError
+from paceline.predict.replay.replayed import ReplayedStep
+from paceline.records.summary import RankAttempt, StepTable, final_steps, read_run, split_attempts
 from paceline.rehearse.prediction import predict_decided
 from paceline.rehearse.simulate.run import prepare, simulate
 from paceline.run.result import RunOptions
@@ -29,6 +35,9 @@ from paceline.search.scaling import resized
 
 Kind = Literal["measured", "simulated", "predicted"]
 MODES = ("strong", "weak")
+PIPELINE = "pipeline"
+STRATEGIES = ("ddp", "zero1", "zero2", "fsdp", PIPELINE)
+MICROBATCHES = 4  # of each stage of a pipeline, as far as they divide the batch
 MOST_SIMULATED = 16  # virtual ranks take turns on this machine
 
 
@@ -46,6 +55,12 @@ class ScalingCase:
     def global_batch(self) -> int:
         """The samples of a step, of all ranks."""
         return self.batch * self.ranks if self.mode == "weak" else self.batch
+
+
+def own_strategy(config: Config) -> str:
+    """Returns the word for how a config is spread itself; ddp where it leaves that open."""
+    named = PIPELINE if config.parallel.pipeline > 1 else config.parallel.strategy.replace("zero3", "fsdp")
+    return named if named in STRATEGIES else "ddp"
 
 
 def kind_here(ranks: int, *, gpus: int) -> Kind:
@@ -91,47 +106,70 @@ def bench_scaling(
         tell(f"{case.kind}: {case.strategy} on {case.ranks} ranks, {case.mode}, batch {case.global_batch} ...")
         row: dict[str, Any] = asdict(case) | {"global_batch": case.global_batch}
         try:
-            rows.append(row | _rate(_config_of(config, case), case, steps, cluster))
+            rows.append(row | _measure(config_of(config, case), case, steps, cluster))
         except PacelineError as error:
-            rows.append(row | {"error": str(error).splitlines()[0]})
+            rows.append(row | {"error": error.headline})
     return list(with_speed_up(rows))
 
 
-def _config_of(config: Config, case: ScalingCase) -> Config:
-    changed = config.with_values("parallel", ranks=case.ranks, strategy=case.strategy)
-    changed = changed.with_values("train", global_batch=case.global_batch, microbatch=None, accumulate=None)
-    problems = check_ranks(changed, case.ranks, changed.parallel.node_ranks)
-    if problems:
-        raise UsageError(str(problems[0].what))
+def config_of(config: Config, case: ScalingCase) -> Config:
+    """Returns the config of a case. Raises ConfigError for a strategy, a batch or ranks that do not go with it.
+
+    The ranks of a pipeline are its stages, but for those that split layers (``parallel.tensor``).
+    """
+    parallel, is_pipeline = config.parallel, case.strategy == PIPELINE
+    stages = max(1, case.ranks // parallel.tensor) if is_pipeline else 1
+    spread = {"strategy": "ddp" if is_pipeline else case.strategy, "pipeline": stages, "data": None}
+    cut = ["stages", "stage_layers", "schedule_file", *(["schedule", "chunks"] if stages == 1 else [])]
+    usual = {key: ParallelConfig.model_fields[key].default for key in cut}  # they are for a number of stages
+    changed = config.with_values("parallel", ranks=case.ranks, **spread, **usual)
+    parts = math.gcd(case.global_batch, MICROBATCHES * stages) if stages > 1 else None
+    changed = changed.with_values("train", global_batch=case.global_batch, microbatch=None, accumulate=parts)
+    if problems := run_checks(changed) or check_ranks(changed, case.ranks, parallel.node_ranks):
+        raise ConfigError(problems)
     return changed
 
 
-def _rate(config: Config, case: ScalingCase, steps: int, cluster: Cluster | None) -> dict[str, Any]:
-    """Returns samples a second and the seconds of a step."""
+def _measure(config: Config, case: ScalingCase, steps: int, cluster: Cluster | None) -> dict[str, Any]:
+    """Returns the rate, the seconds of a step, the share in which ranks wait for communication, and a rank's memory."""
     if case.kind == "predicted":
         assert cluster is not None
-        found = predict_decided(config, resized(cluster, case.ranks), case.ranks)[1]
-        return {"samples_per_s": case.global_batch / found.seconds, "step_s": found.seconds}
-    short = config.with_values("train", steps=steps, epochs=None, eval_every=None)
-    short = short.with_values("checkpoint", every_steps=None, every_minutes=None, at_end=False)
+        return _predicted(predict_decided(config, resized(cluster, case.ranks), case.ranks)[1], case)
+    short = short_run(config, steps)
     if case.kind == "simulated":
-        summary = simulate(prepare(short, ranks=case.ranks)).summary
-        return {"samples_per_s": summary.samples_per_s, "step_s": summary.step_s}
+        found = simulate(prepare(short, ranks=case.ranks))
+        return _totals([split_attempts(own) for own in found.records])
     with scratch_folder() as folder:
-        quiet = short.with_values("monitor", folder=str(folder), console=False, tensorboard=False)
+        quiet = short.with_values("monitor", folder=str(folder), console=False, tensorboard=False, trackers=())
         result = train(quiet, options=RunOptions(is_quiet=True))
         assert result is not None
-        return _measured(result.folder)
+        return _totals(list(read_run(result.folder).values()))
 
 
-def _measured(folder: Path) -> dict[str, Any]:
-    from paceline.records.report import summarize
-    from paceline.records.summary import final_steps, read_run
+def _predicted(found: ReplayedStep, case: ScalingCase) -> dict[str, Any]:
+    waits = [(each.exposed + each.bubble) / found.seconds for each in found.times]
+    return {
+        "samples_per_s": case.global_batch / found.seconds,
+        "units_per_s": found.elements_per_s,
+        "unit": found.program.element,
+        "step_s": found.seconds,
+        "comm_share": sum(waits) / len(waits),
+        "memory_bytes": found.total_memory,
+    }
 
-    rate = summarize(folder).samples_per_s or 0.0
-    by_rank = [final_steps(own) for own in read_run(folder).values()]
+
+def _totals(attempts: Sequence[Sequence[RankAttempt]]) -> dict[str, Any]:
+    by_rank = [final_steps(own) for own in attempts]
     table = StepTable.of_numbers(sorted(by_rank[0]), by_rank).without_warm_up()
-    return {"samples_per_s": rate, "step_s": table.step_s or 0.0}
+    totals, rate, run = table.totals(), table.samples_per_s or 0.0, attempts[0][0].run
+    return {
+        "samples_per_s": rate,
+        "units_per_s": rate * run.units_per_sample,
+        "unit": run.unit,
+        "step_s": table.step_s or 0.0,
+        "comm_share": totals.comm_share,
+        "memory_bytes": totals.memory_bytes,
+    }
 
 
 def with_speed_up(rows: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -25,6 +25,7 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster, loop_us
 from paceline.cluster.entries import DeviceEntry, parse_catalog
 from paceline.config import Config, load_config
+from paceline.config.suggest import near_folders
 from paceline.errors import UsageError
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
@@ -233,7 +234,7 @@ def _config(run_folder: Path) -> Config:
     if not path.is_file():
         raise UsageError(
             f"{run_folder} is no run: it has no config.yaml\n  a run's folder holds its config and records\n"
-            "  name the folder that paceline train has told"
+            f"  {near_folders(run_folder) or 'name the folder that paceline train has told'}"
         )
     return load_config(path, [])
 

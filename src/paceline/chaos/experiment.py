@@ -63,6 +63,7 @@ def prepare_run(
     path: Path,
     overrides: Sequence[str],
     *,
+    num_faults: int,
     may_hang: bool,
     ranks: int,
     environment: Mapping[str, str],
@@ -82,7 +83,7 @@ def prepare_run(
     if may_hang and is_open("monitor.hang_setup_s"):
         changes.append(f"monitor.hang_setup_s={_HANG_SETUP_S:g}")
     if is_open("recovery.max_restarts"):
-        changes.append("recovery.max_restarts=100")  # faults are as many as were asked for
+        changes.append(f"recovery.max_restarts={num_faults}")
     changed = [*overrides, *changes]
     final = load_config(path, changed)
     return FaultyRun(

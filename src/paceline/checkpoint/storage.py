@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from paceline.checkpoint.manifest import MANIFEST, SavedFile, damaged
+from paceline.config.suggest import near_folders
 from paceline.errors import CheckpointError, UsageError
 from paceline.untrusted import file_inside, open_regular, plain_name, read_regular
 
@@ -343,6 +344,7 @@ def nothing_there(path: Path, fix: str) -> CheckpointError:
             f"  take them in first:  paceline checkpoint import {where} DST"
         )
     what = ": there is no such folder" if not path.exists() else ": it is a file" if path.is_file() else ""
+    fix = near_folders(path) or fix
     return CheckpointError(f"no checkpoint in {where}{what}\n  {rule}\n  {fix}")
 
 

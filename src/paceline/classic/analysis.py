@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from paceline.config.suggest import near_folders
 from paceline.errors import RunFolderError, UsageError
 from paceline.health.straggler import find_straggler
 from paceline.notebook import Shown, curve, is_notebook, new_figure, table
@@ -375,7 +376,7 @@ def _read_folder(folder: Path) -> TrainingMetrics:
     if not attempts:
         raise RunFolderError(
             f"no run in {folder}: it has no records/rank-<r>.jsonl\n  metrics are made of records\n"
-            "  give the folder of a run, such as runs/<name>"
+            f"  {near_folders(folder) or 'give the folder of a run, such as runs/<name>'}"
         )
     hosts = [
         record

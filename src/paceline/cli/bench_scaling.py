@@ -8,7 +8,7 @@ import typer
 
 from paceline.cli.bench_options import AsJson, Output, chosen_of, numbers_of, show_record, tell
 from paceline.cli.destination import check_picture
-from paceline.cli.options import ConfigPath, Overrides
+from paceline.cli.options import ConfigPath, Overrides, load_and_tell
 from paceline.errors import UsageError
 
 
@@ -16,7 +16,9 @@ def scaling(
     config: ConfigPath,
     overrides: Overrides = None,
     ranks: str = typer.Option("1,2,4", help="Comma-separated numbers of ranks."),
-    strategies: str = typer.Option("ddp", help="Comma-separated: ddp, zero1, zero2, fsdp."),
+    strategies: str = typer.Option(
+        None, help="Comma-separated: ddp, zero1, zero2, fsdp, pipeline. Without it, that of the config."
+    ),
     batch_sizes: str = typer.Option("64", help="Comma-separated: global batch (strong), samples of a rank (weak)."),
     modes: str = typer.Option("strong,weak", help="strong: the batch stays; weak: the samples of a rank stay."),
     steps: int = typer.Option(20, min=6, help="Steps of each run."),
@@ -31,25 +33,27 @@ def scaling(
     """See how a config scales with ranks, each row labelled.
 
     Measured on real ranks where this machine has a core or a GPU for each, simulated beyond, and predicted for a
-    cluster. Efficiency is speed-up / ranks, among rows of the same kind.
+    cluster. Efficiency is speed-up / ranks, among rows of the same kind. Each row also has the share of a step in which
+    ranks wait for communication or other ranks, and the memory of a rank.
 
     Examples:
 
       paceline bench scaling configs/digits.yaml --ranks 1,2,4 --strategies ddp,fsdp --batch-sizes 32,64
 
+      paceline bench scaling configs/gpt_pydoc.yaml --ranks 1,2 --strategies ddp,pipeline --modes strong
+
       paceline bench scaling configs/gpt_124m.yaml --ranks 1 --predict-to 256 --plot scaling.svg
     """
     import torch
 
-    from paceline.bench.scaling import MODES, bench_scaling, cases, draw_rows
+    from paceline.bench.scaling import MODES, STRATEGIES, bench_scaling, cases, draw_rows, own_strategy
     from paceline.cluster.devices import load_cluster
-    from paceline.config import load_config
 
-    loaded = load_config(config, list(overrides or []))
+    loaded = load_and_tell(config, overrides).config
     counts, batches = numbers_of("--ranks", ranks), numbers_of("--batch-sizes", batch_sizes)
     if not counts or not batches or 0 in counts + batches:
         raise UsageError("--ranks and --batch-sizes\n  they are numbers from 1 on\n  try --ranks 1,2 --batch-sizes 64")
-    spread = chosen_of("--strategies", strategies, ["ddp", "zero1", "zero2", "fsdp"])
+    spread = chosen_of("--strategies", strategies or own_strategy(loaded), STRATEGIES)
     gpus = 0 if loaded.parallel.device == "cpu" else torch.cuda.device_count()
     todo = cases(counts, spread, batches, chosen_of("--modes", modes, MODES), gpus=gpus, to=predict_to)
     where = load_cluster(f"1x {cluster}") if predict_to else None

@@ -5,7 +5,7 @@ names values of a row, with format specifications as in f-strings and these besi
 
     B    a number of bytes               N    a large number
     Y    yes or no                       U    seconds, in microseconds
-    ?    before another: nothing where the value is 0
+    S    seconds, in a fitting unit      ?    before another: nothing where the value is 0
 
 A list shows its largest value. A cell is empty where a value that it names is None or missing; of templates with ``|``
 between them, the first that can be filled counts.
@@ -17,7 +17,7 @@ import contextlib
 from string import Formatter
 from typing import Any
 
-from paceline.units import format_bytes, format_count
+from paceline.units import format_bytes, format_count, format_seconds
 
 Rows = list[dict[str, Any]]
 
@@ -57,8 +57,9 @@ _TABLES: dict[str, tuple[str, ...]] = {
     ),
     "scaling": (
         *("<kind: {kind}", "<scaling: {mode}", "<strategy: {strategy}", "ranks: {ranks}", "batch: {global_batch}"),
-        *("step: {step_s:U}", "samples/s: {samples_per_s:,.0f}", "ideal: {ideal:g} x", "speed-up: {speed_up:.2f} x"),
-        *("efficiency: {efficiency:.1%}", "<not run: {error}"),
+        *("step: {step_s:S}", "rate: {units_per_s:,.0f} {unit}/s"),
+        *("ideal: {ideal:g} x", "speed-up: {speed_up:.2f} x", "efficiency: {efficiency:.1%}"),
+        *("communication: {comm_share:.1%}", "memory: {memory_bytes:B}", "<not run: {error}"),
     ),
     "comm": (
         *("<ranks: {ranks}", "<size: {bytes:B}", "<arm: {arm}", "time: {median_us:,.1f} us", "Gbit/s: {gbps:.2f}"),
@@ -135,6 +136,8 @@ def show_table(name: str, rows: Rows) -> None:
     _print_table(rows, _TABLES[name])
     if name == "gpu":
         print("ratio: to the best plain loop of the same round   MFU: of the bf16 peak   again: at the second start")
+    if name == "scaling":
+        print("communication: share of a step in which ranks wait for it, or for stages   memory: of the largest rank")
     if name == "checkpoint":
         print("ratio: to DCP in the same round   memory: growth while saving, of the shard; goal 1.1   goals: at most")
     if name == "predict":
@@ -152,7 +155,9 @@ class _CellFormatter(Formatter):
         if value is None or (spec != format_spec and not value):
             raise KeyError
         value = max(value) if isinstance(value, list) else value
-        if named := {"B": format_bytes, "N": format_count, "Y": _yes, "U": _microseconds}.get(spec):
+        if named := {"B": format_bytes, "N": format_count, "Y": _yes, "U": _microseconds, "S": format_seconds}.get(
+            spec
+        ):
             return named(value)
         text = format(value, spec)
         return text.replace("%", " %") if spec.endswith("%") else text

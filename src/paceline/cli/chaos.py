@@ -44,6 +44,7 @@ def chaos(
       paceline chaos configs/digits.yaml --random 5 --seed 3 --compare --json
     """
     from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
+    from paceline.chaos.faults import parse_faults
     from paceline.config.load import load_config_with_sources
     from paceline.run.scratch import scratch_folder
     from paceline.run.warm import CPU_RANKS
@@ -55,6 +56,7 @@ def chaos(
         load_config_with_sources(config, changes),
         config,
         changes,
+        num_faults=random if faults is None else len(parse_faults(faults)),
         may_hang=faults is None or "hang" in faults or "stop" in faults,
         ranks=CPU_RANKS,
         environment=os.environ,

@@ -160,9 +160,9 @@ def reshard(
 
     Examples:
 
-      paceline checkpoint reshard runs/gpt /data/gpt-8 --ranks 8
+      paceline checkpoint reshard runs/gpt gpt-8 --ranks 8
 
-      paceline checkpoint reshard runs/gpt /data/gpt-8 --ranks 8 --pipeline 2 --tensor 2
+      paceline checkpoint reshard runs/gpt gpt-8 --ranks 8 --pipeline 2 --tensor 2
     """
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.reshard import reshard as write

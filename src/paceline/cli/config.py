@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import AsJson, ConfigPath, Overrides
+from paceline.cli.options import AsJson, ConfigPath, Overrides, load_and_tell
 from paceline.errors import ConfigError, Problem
 from paceline.terminal import echo
 from paceline.units import format_bytes
@@ -35,7 +34,7 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
     """
     from paceline.config import dump_yaml
 
-    loaded = _load(config, overrides)
+    loaded = load_and_tell(config, overrides)
     echo(_to_json(loaded.config.model_dump(mode="json")) if as_json else dump_yaml(loaded.config), nl=as_json)
 
 
@@ -49,7 +48,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     """
     from paceline.config import explain as explain_config
 
-    loaded = _load(config, overrides)
+    loaded = load_and_tell(config, overrides)
     rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
     if as_json:
         echo(_to_json([asdict(row) for row in rows]))
@@ -82,7 +81,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 
     Example:  paceline config check configs/gpt_pydoc.yaml parallel.ranks=3
     """
-    from paceline.config import check_ranks, load_config_with_sources
+    from paceline.config import check_ranks
     from paceline.train.reach import find_unreachable
 
     def find_more(found: Config) -> Iterator[Problem]:
@@ -90,14 +89,15 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
         yield from find_unreachable(found)
 
     try:
-        load_config_with_sources(config, overrides or (), check=find_more)
+        notes = load_and_tell(config, overrides, find_more).notes
     except ConfigError as error:
         if not as_json:
             raise
         told = [asdict(each) for each in error.problems]
         echo(_to_json({"source": error.source, "ok": False, "problems": told}))
         raise typer.Exit(1) from None
-    echo(_to_json({"source": str(config), "ok": True, "problems": []}) if as_json else f"{config}: no problems")
+    fine = {"source": str(config), "ok": True, "problems": [], "notes": notes}
+    echo(_to_json(fine) if as_json else f"{config}: no problems")
 
 
 @app.command("import")
@@ -196,12 +196,6 @@ def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
     which = f"the {device} rank that needs most" if layout.pipeline > 1 else f"a {device} rank"
     formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
-
-
-def _load(config: Path, overrides: list[str] | None) -> LoadedConfig:
-    from paceline.config import load_config_with_sources
-
-    return load_config_with_sources(config, overrides or ())
 
 
 def _to_json(content: Any) -> str:

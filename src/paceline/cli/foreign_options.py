@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -29,7 +30,7 @@ def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path,
             files.append(value)
         elif found := _translate(option, value):
             overrides += found
-            notes.append(f"{option} {value}".strip() + f": read as {' '.join(found)}")
+            notes.append(f"{option} {value}".strip() + f": read as {shlex.join(found)}")
         else:
             problems.append(_answer(option, value, known))
     if len(files) != 1:
@@ -76,6 +77,13 @@ def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
     if own:
         return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=f"did you mean {own[0]}?")
     name = option.strip("-").replace("-", "_")
-    found = [f"{key}={value or '...'}" for key in suggest_keys("", name, {}) if "." in key]
+    found = [f"{key}={value or '...'}" for key in map(_settable, suggest_keys("", name, {})) if key]
     fix = f"write {' or '.join(found)}" if found else "leave it out, or find its key: paceline config explain CONFIG"
     return Problem(what=what, rule=_RULE, fix=fix)
+
+
+def _settable(key: str) -> str:
+    """Returns a key that one word can set: of a section its kind, or nothing where it has none."""
+    if key in ("model", "data", "optim"):
+        return f"{key}.kind"
+    return key if "." in key or key == "name" else ""

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paceline.errors import Problem
 from paceline.terminal import echo
+
+if TYPE_CHECKING:
+    from paceline.config import Config, LoadedConfig
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
 Overrides = Annotated[
@@ -30,6 +35,18 @@ def tells_for_host() -> bool:
     A rank that somebody starts by hand has no LOCAL_RANK.
     """
     return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def load_and_tell(
+    config: Path, overrides: Sequence[str] | None, check: Callable[[Config], Iterable[Problem]] = lambda _: ()
+) -> LoadedConfig:
+    """Reads a config, and tells on standard error what of the file gave way to an override, as ``train`` does."""
+    from paceline.config import load_config_with_sources
+
+    loaded = load_config_with_sources(config, overrides or (), check=check)
+    for note in loaded.notes:
+        echo(f"paceline: {note}", err=True)
+    return loaded
 
 
 def print_json(value: Any) -> None:

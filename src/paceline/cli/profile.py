@@ -8,7 +8,7 @@ from pathlib import Path
 import typer
 
 from paceline.cli.destination import check_file
-from paceline.cli.options import ConfigPath, Overrides, print_json
+from paceline.cli.options import ConfigPath, Overrides, load_and_tell, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -44,7 +44,6 @@ def profile(
     if "RANK" in os.environ:
         raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
     from paceline.chrome_trace import write_events
-    from paceline.config import load_config
     from paceline.profile.merge import beside as lay_beside
     from paceline.profile.merge import merged_events
     from paceline.profile.run import profile_run
@@ -52,7 +51,7 @@ def profile(
     from paceline.run.scratch import scratch_folder
     from paceline.run.variables import PROFILE
 
-    asked = load_config(config, list(overrides or []))
+    asked = load_and_tell(config, overrides).config
     for path in beside:
         lay_beside([], path)  # what is no trace is told before anything runs
     with scratch_folder() as folder:

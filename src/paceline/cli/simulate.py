@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from paceline.cli.destination import check_file
-from paceline.cli.options import ConfigPath, Overrides, print_json
+from paceline.cli.options import ConfigPath, Overrides, load_and_tell, print_json
 from paceline.errors import RunFolderError, UsageError
 from paceline.units import format_seconds
 
@@ -54,9 +54,8 @@ def simulate(
 
       paceline simulate configs/digits.yaml --ranks 4 --slow rank=2:1.5x --trace slow.json
     """
-    from paceline.config import load_config
-
-    asked = load_config(config, [*(overrides or []), *([] if ranks is None else [f"parallel.ranks={ranks}"])])
+    changes = [*(overrides or []), *([] if ranks is None else [f"parallel.ranks={ranks}"])]
+    asked = load_and_tell(config, changes).config
     slow_ranks, slow_links = read_slow(slow)
     from paceline.cluster.devices import load_cluster
     from paceline.rehearse.simulate.run import Conditions, prepare

@@ -26,7 +26,7 @@ def train(
     context: typer.Context,
     config: ConfigPath,
     overrides: Overrides = None,
-    resume: str = typer.Option(None, help="Continue: auto (the newest checkpoint), best, or a path."),
+    resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path."),
     force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
     auto_batch_size: bool = typer.Option(
         False, "--auto-batch-size", help="The largest microbatch that fits: train.microbatch=auto."

@@ -161,7 +161,11 @@ def _fix(asked: _AskedBatch) -> str:
     options = [
         f"{asked.key(name)} = {' or '.join(str(value) for value in values)}"
         for name in _KEYS
-        if asked.value(name) is not None and (values := _nearest_valid(asked, name))
+        if asked.value(name) is not None
+        and not (
+            name == "ranks" and asked.ranks_key != _KEYS["ranks"]
+        )  # the ranks that share a batch follow from others
+        and (values := _nearest_valid(asked, name))
     ]
     return "try " + (", ".join(options[:-1]) + ", or " if len(options) > 1 else "") + options[-1]
 

@@ -166,10 +166,11 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
     """Checks that ``parallel.strategy = auto`` has a whole model."""
     parallel = config.parallel
     if parallel.strategy == "auto" and parallel.sharding_strategy == "manual" and _is_split(parallel):
+        keys = _degrees(parallel, "parallel.{0}", " and ")
         yield Problem(
             what=f"parallel.strategy = auto with {_degrees(parallel)}",
             rule="it chooses for models that each rank, or all ranks together, hold whole",
-            fix="set parallel.strategy = zero1 or ddp; or leave all of it to parallel.sharding_strategy = auto",
+            fix=f"set parallel.strategy = zero1 or ddp; or remove {keys} and set parallel.sharding_strategy = auto",
         )
 
 
@@ -182,10 +183,11 @@ def check_auto_sharding(config: Config) -> Iterator[Problem]:
     for key in ("strategy", "pipeline", "tensor", "data", *_OF_A_PIPELINE, "sequence_parallel"):
         if (value := getattr(parallel, key)) != open_values[key]:
             change = "set parallel.strategy = auto" if key == "strategy" else f"remove parallel.{key}"
+            rest = " and parallel.pipeline = 2" if key in _OF_A_PIPELINE and parallel.pipeline == 1 else ""
             yield Problem(
                 what=f"parallel.sharding_strategy = auto with parallel.{key} = {text_of(value)}",
                 rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
-                fix=f"{change}, or set parallel.sharding_strategy = manual",
+                fix=f"{change}, or set parallel.sharding_strategy = manual{rest}",
             )
 
 
@@ -215,7 +217,7 @@ def check_auto_microbatch(config: Config) -> Iterator[Problem]:
         yield Problem(
             what=f"train.microbatch = auto with {_degrees(config.parallel)}",
             rule="a pass is one of several ranks together, so that one of them cannot try how much fits",
-            fix=f"set train.accumulate = {4 * config.parallel.pipeline}, or train.microbatch",
+            fix=f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number",
         )
 
 
@@ -223,9 +225,9 @@ def _is_split(parallel: ParallelConfig) -> bool:
     return parallel.pipeline > 1 or parallel.tensor > 1
 
 
-def _degrees(parallel: ParallelConfig) -> str:
+def _degrees(parallel: ParallelConfig, form: str = "parallel.{0} = {1}", between: str = " x ") -> str:
     asked = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
-    return " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
+    return between.join(form.format(name, degree) for name, degree in asked.items() if degree > 1)
 
 
 CHECKS: tuple[Check, ...] = (

@@ -41,8 +41,13 @@ def check_model_reads_data(config: Config) -> Iterator[Problem]:
             yield Problem(
                 what=f"model.kind = {model} cannot read {place}.kind = {data}",
                 rule=f"{model} reads {', '.join(fitting)}",
-                fix=f"try {place}.kind = {fitting[0]}, or model.kind = {' or '.join(models)}",
+                fix=f"try {place} = {{kind: {fitting[0]}}}, or model = {' or '.join(map(_smallest, models))}",
             )
+
+
+def _smallest(kind: str) -> str:
+    """Returns a model of a kind as it is written in one line."""
+    return f"{{kind: {kind}, size: gpt-micro}}" if kind == "gpt" else f"{{kind: {kind}}}"
 
 
 def check_mixture(config: Config) -> Iterator[Problem]:

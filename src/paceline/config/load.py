@@ -35,7 +35,7 @@ _RENAMED = {("data", "tokens", "byte"): "bytes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config and where each of its keys came from: ``file <path>:<line>``, ``override`` or ``default``.
+    """A config and where each of its keys came from: ``file <path>:<line>``, ``override``, ``default``, ``derived``.
 
     ``notes`` tell what of the file gave way to an override.
     """
@@ -109,6 +109,7 @@ class _AskedValues:
     problems: list[Problem] = field(default_factory=list)
     of_file: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    derived: dict[str, str] = field(default_factory=dict)
 
     def override(self, text: str) -> None:
         """Sets one key from ``section.key=value``, or notes why it cannot."""
@@ -167,6 +168,7 @@ class _AskedValues:
             warmup, note = shorter_warmup(config.optim.schedule, *known)
             if note:
                 self.values["optim"]["schedule"]["warmup"] = warmup
+                self.derived[_WARMUP] = f"derived: {note}"
                 self.notes.append(note)
         idle = [each for each in problems if each.idle_key and self._nearest(each.idle_key).startswith("line")]
         alone = {each.what for each in _problems_of(self.of_file)} if idle else set()
@@ -193,6 +195,8 @@ class _AskedValues:
 
     def source(self, path: str, name: str) -> str:
         """Returns where a key came from, for people who ask why it has its value."""
+        if path in self.derived:
+            return self.derived[path]
         if value_at(self.values, path) is MISSING:
             return "default"
         found = self._nearest(path)

@@ -134,3 +134,27 @@ def near_files(path: Path) -> list[str]:
         names = [each.name for each in folder.glob("*") if each.is_file()]
         found += [folder / name for name in difflib.get_close_matches(path.name, names, n=3, cutoff=0.7)]
     return [str(each) for each in sorted(found, key=lambda each: each.name != path.name)][:3]
+
+
+def near_folders(path: Path) -> str:
+    """Asks for the folder that may have been meant by a path that does not exist, in the words of a fix.
+
+    Folders beside the first part that is missing are looked at, and those of ``runs``: a run may be named alone.
+    Empty where the path exists, and where there is no folder.
+    """
+    missing = path
+    while not missing.parent.exists():
+        missing = missing.parent
+    if path.exists():
+        return ""
+    places = [missing.parent, *([missing.parent / "runs"] if missing.parent == Path() else [])]
+    near, others = [], []
+    for place in places:
+        names = sorted(each.name for each in place.glob("[!.]*") if each.is_dir())
+        alike = difflib.get_close_matches(missing.name, names, n=3, cutoff=0.6)
+        found = [place / name / path.relative_to(missing) for name in alike]
+        near += [str(each if each.exists() else place / name) for each, name in zip(found, alike, strict=True)]
+        others += [str(place / name) for name in names] if (place.name, missing) == ("runs", path) else []
+    if near:
+        return f"did you mean {' or '.join(near[:3])}?"
+    return f"there are {', '.join(others[:8])}" if others else ""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.config.schema import Config, OptimConfig, ScheduleConfig, TrainConfig
-from paceline.config.sections import RecoveryConfig
+from paceline.config.schema import Config, EarlyStopConfig, OptimConfig, ScheduleConfig, TrainConfig
+from paceline.config.sections import CheckpointConfig, RecoveryConfig
 from paceline.config.suggest import nearest
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect
@@ -36,6 +36,25 @@ def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[
     shorter = float(length // 10)
     told = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
     return shorter, f"{told}: it is {shorter:g} here"
+
+
+def short_run(config: Config, steps: int) -> Config:
+    """Returns the config of a run of so many steps that is there to be measured, with the warmup that fits into it.
+
+    It does not evaluate before its end, saves nothing, and is not started again.
+    """
+    short = config.with_values("train", steps=steps, epochs=None, eval_every=None, early_stop=EarlyStopConfig())
+    quiet = {
+        "checkpoint": CheckpointConfig(at_end=False),
+        "recovery": RecoveryConfig(max_restarts=0, warm=config.recovery.warm),
+    }
+    short = short.model_copy(update=quiet)
+    known = known_length(short)
+    if known is None:  # the run itself shortens it, as it knows how long its data is
+        return short
+    schedule = short.optim.schedule
+    warmup, _ = shorter_warmup(schedule, *known)
+    return short.with_values("optim", schedule=schedule.model_copy(update={"warmup": warmup}))
 
 
 def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Iterator[Problem]:

@@ -101,12 +101,12 @@ def _groups_divide(case: RuleCase) -> Iterator[Problem]:
     for name, size, whole in (("shard_ranks", layout.shard_ranks, data), ("node_ranks", layout.node_ranks, ranks)):
         if not size or whole % size == 0:
             continue
-        near, multiple = nearest_divisor(whole, size), max(round(whole / size), 1) * size * (ranks // whole)
+        near, multiple = nearest_divisor(whole, size), size * (ranks // whole)
         left = f"the {whole} data ranks of " if whole < ranks else ""
         yield Problem(
             what=f"{case.key(name)} = {size} does not divide {left}{case.key('ranks')} = {ranks}",
             rule="groups of ranks are of equal size" if name == "shard_ranks" else "every host runs as many ranks",
-            fix=f"try {case.key(name)} = {near}, or {case.key('ranks')} = {multiple}",
+            fix=f"try {case.key(name)} = {near}, or a multiple of {multiple} as {case.key('ranks')}",
         )
 
 

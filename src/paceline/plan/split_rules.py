@@ -19,8 +19,12 @@ def split_is_read(case: RuleCase) -> Iterator[Problem]:
         owners["sequence_parallel"] = "tensor"
     if layout.data:  # filled in
         owners.pop("chunks", None)
+    counts = layout.stage_layers or ()
     for name, owner in owners.items():
-        yield from case.unread(name, f"{owner} parallelism", f"{case.key(owner)} = 1", f"{case.key(owner)} = 2")
+        degree = max(2, len(counts)) if name == "stage_layers" else 2
+        more = " with a count for each stage" if name == "stage_layers" and len(counts) != degree else ""
+        instead = f"{case.key(owner)} = {degree}{more}"
+        yield from case.unread(name, f"{owner} parallelism", f"{case.key(owner)} = 1", instead)
 
 
 def schedule_fits(case: RuleCase) -> Iterator[Problem]:
@@ -92,8 +96,16 @@ def _enough_layers(case: RuleCase) -> Iterator[Problem]:
         + (f" x {case.key('chunks')} = {chunks}" if chunks > 1 else "")
         + f" makes {stages} stages of a model with {model.layers} {noun}",
         rule="every stage runs at least one whole layer",
-        fix=f"try {case.key('pipeline')} = {max(1, model.layers // chunks)}, or a deeper model",
+        fix=f"try {_fewer_stages(case, model.layers, chunks)}, or a deeper model",
     )
+
+
+def _fewer_stages(case: RuleCase, layers: int, chunks: int) -> str:
+    """Names the degree that has so many layers for its stages; a pipeline of one rank is none, with fewer chunks."""
+    pipeline = layers // chunks
+    if pipeline > 1 or chunks == 1:
+        return f"{case.key('pipeline')} = {max(1, pipeline)}"
+    return f"{case.key('chunks')} = {max(1, layers // case.layout.pipeline)}"
 
 
 def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
@@ -134,16 +146,16 @@ def tensor_fits(case: RuleCase) -> Iterator[Problem]:
         yield Problem(
             what=f"{case.said('tensor')} with model.kind = {model.kind}",
             rule="layers are split by a plan, and there are plans for gpt and for transformers of your own code",
-            fix=f"set {case.key('tensor')} = 1, or {case.key('pipeline')} = "
-            f"{min(degree, 3 if model.kind == 'mlp' else 10)}",
+            fix=f"set {case.key('tensor')} = 1, and {case.key('pipeline')} = "
+            f"{min(degree, 3 if model.kind == 'mlp' else 10)} to split it by layers",
         )
     for name, heads in (("heads", model.heads), ("kv_heads", model.kv_heads)):
         if heads and heads % degree and (name == "heads" or heads != model.heads):
             yield Problem(
                 what=f"{case.said('tensor')} does not divide {case.key(name)} = {heads}",
                 rule="every rank has the same number of whole heads",
-                fix=f"try {case.key('tensor')} = {nearest_divisor(heads, degree)}, or {case.key(name)} = "
-                f"{max(1, round(heads / degree)) * degree}",
+                fix=f"try {case.key('tensor')} = {nearest_divisor(heads, degree)}, or a multiple of {degree} as "
+                f"{case.key(name)}",
             )
     if case.layout.sequence_parallel and model.context and model.context % degree:
         yield Problem(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from paceline.config import Config
+from paceline.config.train_checks import short_run
 from paceline.errors import UsageError
 from paceline.profile.hook import WARM_UP
 from paceline.profile.merge import RankProfile, place_rank
@@ -27,12 +28,8 @@ def profiled_config(config: Config, steps: int, folder: Path) -> Config:
             "comm.backend = virtual\n  virtual ranks share one process, and torch profiles processes\n"
             "  take paceline simulate CONFIG --trace simulated.json, or comm.backend = auto"
         )
-    config = config.with_values(
-        "train", steps=WARM_UP + steps, epochs=None, eval_every=None, hooks=(*config.train.hooks, HOOK)
-    )
-    config = config.with_values("checkpoint", every_steps=None, every_minutes=None, at_end=False)
-    config = config.with_values("recovery", max_restarts=0)
-    quiet = {"folder": str(folder), "console": False, "tensorboard": False, "trace": False}
+    config = short_run(config, WARM_UP + steps).with_values("train", hooks=(*config.train.hooks, HOOK))
+    quiet = {"folder": str(folder), "console": False, "tensorboard": False, "trackers": (), "trace": False}
     return config.with_values("monitor", **quiet).model_copy(update={"name": "profiled"})
 
 

@@ -40,3 +40,9 @@ class RunFacts:
     straggler: Straggler | None = None
     memory: MemoryUse = field(default_factory=MemoryUse)
     priced_comm_s: float | None = None
+    num_hosts: int = 1
+
+    @property
+    def is_inside_a_host(self) -> bool:
+        """Whether real ranks exchange with others of their host alone; simulated ones have links of their own."""
+        return self.num_hosts == 1 and self.run.backend != "virtual"

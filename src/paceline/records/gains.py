@@ -111,9 +111,11 @@ class Gains:
         exposed = share * (facts.steps.without_warm_up().step_s or 0.0)
         kept = min(1.0, (facts.priced_comm_s or 0.0) / exposed) if exposed > 0 else 0.0
         bound = 1.0 / max(1.0 - share * (1.0 - kept), 1e-9)
-        yield self._change(
-            "find the slow link (paceline doctor --ranks N), or leave its host out", bound, "links as fast as expected"
-        )
+        ranks = self.run.world_size
+        look = f"find the slow link (paceline doctor --ranks {ranks}), or leave its host out"
+        if facts.is_inside_a_host:
+            look = f"end what else runs on {self.run.host}; paceline doctor --ranks {ranks} measures its links again"
+        yield self._change(look, bound, "links as fast as expected")
         yield self._accumulate(1.0 / (1.0 - share / 2))
 
     def _for_rank(self, share: float, facts: RunFacts) -> Iterator[Improvement]:

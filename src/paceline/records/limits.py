@@ -19,7 +19,7 @@ a change would bring.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import Any, Literal
 
@@ -54,9 +54,10 @@ class Limit:
     share: float
     words: str  # what the share is of, or what happened
     evidence: tuple[str, ...] = ()
+    name: str = ""  # where the cause alone does not say it
 
     def __str__(self) -> str:
-        name = {"rank": "a slow rank", "link": "a slow link"}.get(self.what, self.what)
+        name = self.name or {"rank": "a slow rank", "link": "a slow link"}.get(self.what, self.what)
         share = f"{100 * self.share:.0f} % " if self.words.startswith("of ") else ""
         return f"limited by {name}: {share}{self.words}"
 
@@ -167,7 +168,10 @@ def _communication(facts: RunFacts, steps: StepTable, share: float, per_step: fl
     if always > _SLOW_LINK * priced:
         times = f"{always / priced:.0f} times as long"
         slow = f"in nine of ten steps every rank waits {format_seconds(always)} or more, {times}"
-        return _limit("link", share, (told, links, slow))
+        found = _limit("link", share, (told, links, slow))
+        if facts.is_inside_a_host:  # no network: other work takes the cores or the bus that ranks exchange with
+            return replace(found, name="slow exchanges", words="of the step waits for other ranks of this busy host")
+        return found
     return _limit("communication", share, (told, links))
 
 

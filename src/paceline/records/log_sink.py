@@ -16,10 +16,13 @@ class LogSink:
 
     def __init__(self, logger: logging.Logger) -> None:
         self._logger = logger
+        self._global_batch = 0
 
     def write(self, *records: Record) -> None:
         for record in records:
-            line = describe(record)
+            if isinstance(record, RunRecord):
+                self._global_batch = record.global_batch
+            line = describe(record, self._global_batch)
             if line:
                 level = _LEVELS.get(record.name, logging.INFO) if isinstance(record, EventRecord) else logging.INFO
                 self._logger.log(level, "%s", line)
@@ -31,8 +34,8 @@ class LogSink:
         """Does nothing: the logger's handlers are not its own."""
 
 
-def describe(record: Record) -> str:
-    """Returns a record in one line; empty for what is many numbers."""
+def describe(record: Record, global_batch: int = 0) -> str:
+    """Returns a record in one line; empty for what is many numbers. A rank may have a part of the global batch."""
     match record:
         case RunRecord():
             size, how = format_count(record.num_parameters), f"{record.strategy}, {record.backend}"
@@ -40,11 +43,14 @@ def describe(record: Record) -> str:
             return f"{where}: {how}, {size} parameters, {record.total_steps} steps"
         case StepRecord():
             loss = "no samples" if record.loss is None else f"loss {record.loss:.4f}"
+            if record.loss is not None and record.samples < global_batch:
+                loss += f" of this rank's {record.samples} of {global_batch} samples"
             rate = f"{record.samples_per_s:,.0f} samples/s"
             return f"step {record.step}: {loss}, lr {record.lr:.3g}, {1e3 * record.step_s:.1f} ms, {rate}"
         case EvalRecord():
-            accuracy = "" if record.accuracy is None else f", accuracy {record.accuracy:.4f}"
-            return f"evaluation after step {record.step}: loss {record.loss:.4f}{accuracy}"
+            values = {"loss": record.loss, "accuracy": record.accuracy, **record.metrics}
+            told = [f"{name} {value:.4f}" for name, value in values.items() if value is not None]
+            return f"evaluation after step {record.step}: {', '.join(told)}"
         case EventRecord(name="histogram" | "scalars"):
             return ""
         case EventRecord():

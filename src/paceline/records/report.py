@@ -32,6 +32,7 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
+from paceline.config.suggest import near_folders
 from paceline.errors import RunFolderError
 from paceline.health.straggler import Straggler, find_straggler
 from paceline.notebook import Shown
@@ -103,6 +104,7 @@ class RunSummary(Shown):
     goodput: Goodput | None = None
     traffic: tuple[TrafficRow, ...] = ()  # most bytes first
     memory: MemoryUse = field(default_factory=MemoryUse)
+    test_metrics: dict[str, float] = field(default_factory=dict)  # perplexity, and those of one's own
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
 
     def facts(self) -> dict[str, object]:
@@ -154,6 +156,7 @@ def summarize(run_folder: Path) -> RunSummary:
         final_loss=table.last(FINAL_STEPS).totals().loss,
         test_loss=None if evaluation is None else evaluation.loss,
         test_accuracy=None if evaluation is None else evaluation.accuracy,
+        test_metrics={} if evaluation is None else evaluation.metrics,
         samples_per_s=samples_per_s,
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
@@ -249,7 +252,7 @@ def _no_run(run_folder: Path) -> RunFolderError:
     return RunFolderError(
         f"no run to report on in {run_folder}: {records} {what}\n"
         "  every rank writes its records there from its first moment on\n"
-        "  give the folder of a run, such as runs/<name>, or start one with: paceline train CONFIG"
+        f"  {near_folders(run_folder) or 'give the folder of a run, or start one with: paceline train CONFIG'}"
     )
 
 
@@ -338,6 +341,8 @@ def _headline(summary: RunSummary) -> Table:
         table.add_row("test accuracy", format_percent(summary.test_accuracy), "")
     if summary.test_loss is not None:
         table.add_row("test loss", format_loss(summary.test_loss), "")
+    for name, value in summary.test_metrics.items():
+        table.add_row(f"test {name}", format_loss(value), "")
     if summary.final_loss is not None:
         last = "the last step" if summary.steps == 1 else f"the last {min(FINAL_STEPS, summary.steps)} steps"
         table.add_row("training loss", format_loss(summary.final_loss), f"all samples of {last}")

@@ -51,6 +51,7 @@ def find_facts(
         straggler=straggler,
         memory=_memory(folder, lead, table, run),
         priced_comm_s=_priced(attempts, run, traffic, cluster),
+        num_hosts=len({own[-1].run.host for own in attempts.values()}),
     )
     return facts, gains_of(folder, run, cluster)
 

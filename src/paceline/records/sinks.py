@@ -19,7 +19,16 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, Protocol
 
-from paceline.records.records import CommRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord, to_line
+from paceline.records.records import (
+    CommRecord,
+    EndRecord,
+    EvalRecord,
+    EventRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    to_line,
+)
 from paceline.records.scalars import scalars
 
 _MOST_KEPT = 100_000
@@ -193,22 +202,57 @@ class TensorBoardSink:
         self._writer.write(event.SerializeToString())
 
 
+class StepChoice:
+    """Chooses the steps of an attempt that are shown: the first, and every n-th, two a second at most.
+
+    With ``points``, also as many evenly spaced ones: a short run has a curve too. The last step is not known before
+    the attempt has ended; whoever asks keeps it.
+    """
+
+    def __init__(self, every: int, *, points: int = 0, least_s: float = 0.5) -> None:
+        self._every = every
+        self._points = points
+        self._least_s = least_s
+        self.begin(0)
+
+    def begin(self, total_steps: int) -> None:
+        """Starts an attempt of a run of so many steps."""
+        self._stride = max(1, -(-total_steps // self._points)) if self._points else 0
+        self._last_time = float("-inf")
+        self._is_first = True
+
+    def is_due(self, step: int, time_s: float) -> bool:
+        """Says whether a step that ended at this time is shown."""
+        is_point = self._stride > 0 and step % self._stride == 0
+        is_late = not 0 <= time_s - self._last_time < self._least_s  # a clock may be set back
+        if not (self._is_first or is_point or (is_late and step % self._every == 0)):
+            return False
+        self._last_time, self._is_first = time_s, False
+        return True
+
+
 class Strided:
-    """Passes on every n-th step, two a second at most, and all other records: curves need fewer points than records."""
+    """Passes on the steps that ``StepChoice`` chooses and the last one of an attempt, and all other records."""
 
     def __init__(self, sink: Sink, every: int, *, least_s: float = 0.5) -> None:
         self._sink = sink
-        self._every = every
-        self._least_s = least_s
-        self._last_time = float("-inf")
+        self._choice = StepChoice(every, least_s=least_s)
+        self._skipped: list[Record] = []  # the newest step, if it was not passed on
 
     def write(self, *records: Record) -> None:
-        due = []
+        due: list[Record] = []
         for record in records:
             if isinstance(record, StepRecord):
-                if record.step % self._every or record.time - self._last_time < self._least_s:
+                if not self._choice.is_due(record.step, record.time):
+                    self._skipped = [record]
                     continue
-                self._last_time = record.time
+                self._skipped = []
+            elif isinstance(record, RunRecord):
+                self._choice.begin(record.total_steps)
+                self._skipped = []
+            elif isinstance(record, EndRecord):
+                due += self._skipped
+                self._skipped = []
             due.append(record)
         if due:
             self._sink.write(*due)
@@ -217,6 +261,9 @@ class Strided:
         self._sink.flush()
 
     def close(self) -> None:
+        skipped, self._skipped = self._skipped, []
+        if skipped:
+            self._sink.write(*skipped)
         self._sink.close()
 
 

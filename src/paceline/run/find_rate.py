@@ -17,6 +17,7 @@ from pathlib import Path
 
 from paceline.config import Config, load_config
 from paceline.config.schema import ScheduleConfig
+from paceline.config.train_checks import short_run
 from paceline.errors import LaunchError, UsageError
 from paceline.records.records import StepRecord, read_records
 from paceline.run.result import RunOptions
@@ -53,12 +54,7 @@ def find_rate(
     schedule = ScheduleConfig(kind="range", final_ratio=_LOWEST / _HIGHEST)
     changed = asked.model_copy(update={"name": result_folder.name})
     changed = changed.with_values("optim", lr=_HIGHEST, lr_scaling="none", lr_batch=None, schedule=schedule)
-    changed = changed.with_values("train", steps=steps, epochs=None, eval_every=None, max_bad_steps=steps + 1)
-    early = asked.train.early_stop.model_copy(update={"patience": None})
-    changed = changed.with_values("train", early_stop=early)
-    changed = changed.with_values("checkpoint", every_steps=None, every_epochs=None, every_minutes=None, at_end=False)
-    changed = changed.with_values("checkpoint", keep_best=0, best_metric="eval_loss", best_mode=None, folder=None)
-    changed = changed.with_values("recovery", max_restarts=0, on_nan="skip", on_spike="ignore")
+    changed = short_run(changed, steps).with_values("train", max_bad_steps=steps + 1)
     try:
         train(changed, options=replace(options or RunOptions(), force=result_folder.exists(), resume=None))
     except LaunchError:  # it may end where the loss is no longer a number

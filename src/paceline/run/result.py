@@ -33,8 +33,9 @@ class RunOptions:
     """How a run is started.
 
     ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto`` stands for the
-    run's newest. ``is_quiet``: progress is not shown. ``is_verbose``: the lines of the run's log are, in its place.
-    ``checks_memory``: a run that is estimated to need more memory than there is, is refused.
+    run's newest, and so do ``last`` and ``latest``, unless a file or folder has that name. ``is_quiet``: progress is
+    not shown. ``is_verbose``: the lines of the run's log are, in its place. ``checks_memory``: a run that is estimated
+    to need more memory than there is, is refused.
     """
 
     force: bool = False
@@ -43,6 +44,10 @@ class RunOptions:
     is_verbose: bool = False
     checks_memory: bool = True
     hosts: Nodes | None = None
+
+    def __post_init__(self) -> None:
+        if self.resume in ("last", "latest") and not Path(self.resume).exists():
+            object.__setattr__(self, "resume", "auto")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)

@@ -4,7 +4,8 @@ The launcher does this, in one thread a tracker; under another launcher the firs
 the queue: a tracker that is slow reads them later, and one that fails leaves them as they are. At the end of a run
 trackers get ten seconds to catch up; what was not sent by then is told in the run's log.
 
-Trackers take the records of rank 0 and of hosts, and steps as ``monitor.log_every`` says, two a second at most.
+Trackers take the records of rank 0 and of hosts. Of steps they get the first and the last, 200 evenly spaced ones, and
+those of ``monitor.log_every``, two a second at most.
 TensorBoard has all ranks: rank 0 in ``tensorboard/``, each other rank and host in a folder of its own below.
 """
 
@@ -20,16 +21,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.errors import PacelineError
-from paceline.records.records import EventRecord, HostRecord, Record, StepRecord, complete_lines, parse_line
+from paceline.records.records import (
+    EndRecord,
+    EventRecord,
+    HostRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    complete_lines,
+    parse_line,
+)
 from paceline.records.scalars import scalars
-from paceline.records.sinks import Sink, TensorBoardSink
+from paceline.records.sinks import Sink, StepChoice, TensorBoardSink
 from paceline.records.trackers import TrackedRun, open_tracker
 
 if TYPE_CHECKING:
     from paceline.config import Config
 
 _LOOK_S = 0.5
-_LEAST_S = 0.5  # between steps of a rank that are sent
+_POINTS = 200  # of a run, however short it is
 _END_S = 10.0
 _MOST_FAILURES = 3  # in a row
 _STEP = re.compile(rb'\{"type":"step","schema":\d+,"step":(\d+),.*?"time":([\d.e+]+)')
@@ -82,35 +92,41 @@ class _Source:
 
     def __init__(self, path: Path, *, every: int, offset: int) -> None:
         self.path = path
-        self._every = every
         self._offset = offset
-        self._last_s = -_LEAST_S
+        self._choice = StepChoice(every, points=_POINTS)
+        self._skipped = b""  # the newest step, if it was not due
 
-    def read(self) -> list[Record]:
+    def read(self, *, is_last: bool) -> list[Record]:
         """Returns the records that have come since the last call; a line that is none is left out."""
-        found = []
+        found: list[Record] = []
         for line, end in complete_lines(self.path, self._offset):
             self._offset = end
-            if self._is_due(line):
-                with contextlib.suppress(ValueError):
-                    found.append(parse_line(line))
-        return found
+            with contextlib.suppress(ValueError):
+                found += self._take(line)
+        return found + (self._newest_step() if is_last else [])
+
+    def _take(self, line: bytes) -> list[Record]:
+        """Looks at step and time alone of a step: a small model makes thousands of them a second."""
+        step = _STEP.match(line)
+        if step is not None and not self._choice.is_due(int(step[1]), float(step[2])):
+            self._skipped = line
+            return []
+        record = parse_line(line)
+        before = self._newest_step() if isinstance(record, EndRecord) else []
+        if isinstance(record, StepRecord | RunRecord):
+            self._skipped = b""
+        if isinstance(record, RunRecord):
+            self._choice.begin(record.total_steps)
+        return [*before, record]
+
+    def _newest_step(self) -> list[Record]:
+        line, self._skipped = self._skipped, b""
+        return [parse_line(line)] if line else []
 
     def unread_bytes(self) -> int:
         with contextlib.suppress(OSError):
             return self.path.stat().st_size - self._offset
         return 0
-
-    def _is_due(self, line: bytes) -> bool:
-        """Looks at step and time alone: a small model makes thousands of steps a second."""
-        step = _STEP.match(line)
-        if step is None:
-            return True
-        seconds = float(step[2])
-        if int(step[1]) % self._every or 0 <= seconds - self._last_s < _LEAST_S:
-            return False
-        self._last_s = seconds
-        return True
 
 
 class _Follower:
@@ -143,7 +159,7 @@ class _Follower:
                 if tracker is None and path.stem != "rank-0":
                     continue
                 try:
-                    records = source.read()
+                    records = source.read(is_last=is_last)
                     if records and tracker is None:  # a run that is refused has no record, and nobody tracks it
                         tracker = self._open()
                         if tracker is None:

@@ -20,6 +20,7 @@ from typing import Any, Literal, TypeVar
 
 import psutil
 
+from paceline.config.suggest import near_folders
 from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRecord, HostRecord, Record, RunRecord
 from paceline.units import format_seconds
 from paceline.untrusted import is_number, parse_json_object, read_regular
@@ -242,7 +243,8 @@ def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
         inner = list(_runs_in(path))
         if not inner:
             what = "has no run in it" if path.is_dir() else "is a file" if path.exists() else "does not exist"
-            problems.append(f"{path} {what}; a run's folder has records/rank-<r>.jsonl")
+            fix = near_folders(path) or "a run's folder has records/rank-<r>.jsonl"
+            problems.append(f"{path} {what}; {fix}")
         for each in inner:
             runs.setdefault(each.resolve(), each)
     return sorted(runs.values(), key=_started, reverse=True), problems

@@ -57,6 +57,7 @@ def _facts(summary: RunSummary) -> Iterable[tuple[str, str, str]]:
         yield "test accuracy", format_percent(summary.test_accuracy), ""
     if summary.test_loss is not None:
         yield "test loss", format_loss(summary.test_loss), ""
+    yield from ((f"test {name}", format_loss(value), "") for name, value in summary.test_metrics.items())
     if summary.final_loss is not None:
         yield "training loss", format_loss(summary.final_loss), "the last steps"
     if summary.units_per_s is not None:

@@ -162,6 +162,8 @@ def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord
         microbatch=plan.batch.microbatch,
         accumulate=plan.batch.accumulate,
         total_steps=plan.total_steps,
+        unit=trainer.parts.sample.unit,
+        units_per_sample=trainer.parts.sample.units,
         time=0.0,
     )
 

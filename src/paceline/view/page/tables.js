@@ -51,6 +51,10 @@ function factList(run, words) {
       ["time left", run.state.left_s === null ? "–" : seconds(run.state.left_s), "at this speed"], ["running for", seconds(run.state.seconds), ""]];
     const mfu = lastOf(run, "mfu");
     if (mfu !== null) rows.splice(2, 0, ["MFU", percent(mfu), "now"]);
+    rows.push(...Object.entries(run.evaluations).filter(([, all]) => all.length).map(([name, all]) => {
+      const [step, , value] = all[all.length - 1];
+      return [`test ${name}`, name === "accuracy" ? percent(value) : short(value), `step ${whole(step)}`];
+    }));
   }
   return element("dl", { className: "facts" }, ...rows.map(([name, value, note]) =>
     element("div", {}, element("dt", {}, name), element("dd", {}, value, note ? element("span", { className: "more" }, note) : null))));
@@ -92,10 +96,13 @@ function compareTables(runs, differences, colors) {
     return values.length ? values[Math.floor(values.length / 2)] : null;
   };
   const last = (key) => (run) => lastOf(run, key);
-  const accuracy = (run) => { const all = run.evaluations.accuracy; return all && all.length ? all[all.length - 1][2] : null; };
+  const evaluated = (name) => (run) => { const all = run.evaluations[name]; return all && all.length ? all[all.length - 1][2] : null; };
+  const own = [...new Set(runs.flatMap((run) => Object.keys(run.evaluations)))].filter((name) => !["loss", "accuracy"].includes(name));
   const isMixed = new Set(runs.map((run) => run.facts.unit)).size > 1;  // tokens beside samples: none is the best
   const rows = [["state", (run) => run.state.status, null], ["steps", (run) => whole(run.state.step), null],
-    ["training loss, last", last("loss"), true, short], ["test accuracy", accuracy, false, percent], ["throughput, median", middle("units_per_s"), isMixed ? undefined : false, count, (run) => `${run.facts.unit || "samples"}/s`],
+    ["training loss, last", last("loss"), true, short], ["test accuracy", evaluated("accuracy"), false, percent], ["test loss", evaluated("loss"), true, short],
+    ...own.map((name) => [`test ${name}`, evaluated(name), undefined, short]),  // nobody says whether less of it is better
+    ["throughput, median", middle("units_per_s"), isMixed ? undefined : false, count, (run) => `${run.facts.unit || "samples"}/s`],
     ["step, median", middle("step_s"), true, seconds], ["exposed communication, median", middle("comm_s"), true, seconds], ["MFU, median", middle("mfu"), false, percent],
     ["memory, last", last("memory_bytes"), true, bytes]];
   const cells = rows.map(([title, pick, isLow, format, unit]) => {
