@@ -44,7 +44,6 @@ from paceline.comm.base import DONE
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.checkpointing import Replay
-from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.norms import clip_pieces
@@ -53,6 +52,7 @@ from paceline.engines.flat.unit import Unit
 from paceline.engines.flat.used_flags import UsedFlags
 from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import ParameterGroups
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.zero import ZeroParallel
 from paceline.errors import CommunicationError
 from paceline.shards import flat_layout
@@ -296,7 +296,7 @@ def all_used(_: Any) -> Any:
 
 def own_opinion(_: Any) -> Any:
     """A rank takes what it has not used itself for unused."""
-    return lambda _, used, missing: missing
+    return lambda *arguments: arguments[-1]
 
 
 # Ranks that wait for one another.

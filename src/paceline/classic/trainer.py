@@ -50,7 +50,7 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.apply import parallelize
-from paceline.engines.engine import ModuleEngine
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import PRECISIONS
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
@@ -189,8 +189,7 @@ class DistributedTrainer(Fitting):
         # The last microbatch and its loss, for a replay; before the first call one without samples.
         unused = CriterionLoss(nn.functional.cross_entropy, self.engine.precision)
         self._last: tuple[list[Any], CriterionLoss] = ([None], unused)
-        self._num_steps = 0
-        self._num_samples = 0
+        self._num_steps = self._num_samples = 0
         self._num_pending = 0  # microbatches since the last update, and the losses of those that had samples
         self._pending: list[LossValue] = []
         self._applied_samples = 0  # in updates; rank 0 carries those of the checkpoint that was loaded

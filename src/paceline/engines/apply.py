@@ -30,11 +30,12 @@ from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.compiled import compile_model
 from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel
-from paceline.engines.engine import Engine, ModuleEngine
+from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import Groups, expert_dim, make_groups
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.pooling import swap_pools
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
@@ -72,10 +73,9 @@ def parallelize(
 
     ``ddp``, the default, replicates the model; ``zero1`` shards the optimizer's state, ``zero2`` the gradients too,
     ``fsdp`` (or ``zero3``) everything; ``hybrid`` shards within hosts, or groups of ``shard_ranks``, and replicates
-    across. The
-    module stays as it is, under its own names; its values become those of rank 0. Every rank passes a module of its
-    own. Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the model may be on
-    the meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone.
+    across. The module stays as it is, under its own names; its values become those of rank 0. Every rank passes a
+    module of its own. Gradients are averaged over ranks as backward produces them. For ``fsdp`` and ``hybrid`` the
+    model may be on the meta device. ``auto`` takes the cheapest of these that fits, judged by the parameters alone.
 
     All else is a ``Layout``, given whole or field by field: ``pipeline=2, tensor=2`` spreads the model itself, and the
     strategy is then that of the ranks that share the batch; ``compression=Compression(policy="topk")`` makes gradients
@@ -109,10 +109,8 @@ def parallelize(
     layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
         _check_compressor(layout)
-    if layout.expert > 1 and isinstance(model, nn.Module):
-        _check_experts(model, layout.expert)
-    if policy.float8 and isinstance(model, nn.Module):
-        check_float8(model, model_blocks(model), policy.name)
+    if isinstance(model, nn.Module):
+        _check_parameters(model, layout.expert, policy)
     before = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine
@@ -369,9 +367,11 @@ def _choose_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module
     return choose_units(model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model))
 
 
-def _check_experts(model: nn.Module, expert: int) -> None:
-    """Raises UsageError where ranks are to hold different experts, and the model has none."""
-    if all(expert_dim(parameter) is None for parameter in model.parameters()):
+def _check_parameters(model: nn.Module, expert: int, precision: Precision) -> None:
+    """Raises UsageError where ranks are to hold different experts or to compute in 8 bits, and the model cannot."""
+    if precision.float8:
+        check_float8(model, model_blocks(model), precision.name)
+    if expert > 1 and all(expert_dim(parameter) is None for parameter in model.parameters()):
         raise UsageError(
             f"expert = {expert}, and no parameter of the model is marked as one of which ranks hold different parts\n"
             "  a rank builds its part of the experts, and says so for each parameter\n"

@@ -16,9 +16,9 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.engines.agree import check_same_model
 from paceline.engines.combined import CombinedParallel
-from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import mark_alone
 from paceline.engines.groups import Groups, expert_dim, make_groups
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers

@@ -20,21 +20,16 @@ from torch import nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
-from paceline.engines.agree import broadcast_tensors
 from paceline.engines.buckets.choice import BucketChoice
-from paceline.engines.experts import ExpertParts
-from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
-from paceline.engines.flat.optimizer_state import load_optimizer_state
+from paceline.engines.flat.flat import FlatGroup, full_shape
 from paceline.engines.float8 import Float8Layers
 from paceline.engines.groups import Groups
 from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
-from paceline.engines.replicas import ReplicaWatch
 from paceline.errors import UsageError
-from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
-from paceline.shards import Region, Shard, memory_order, whole_region
+from paceline.shards import Shard
 
 T = TypeVar("T")
 BufferPolicy = Literal["broadcast", "local"]
@@ -363,165 +358,3 @@ class Engine(ModuleFace, ABC):
 
     def mark_updated(self) -> None:
         """Tells the engine that a step was replayed: parameters have changed, and none of its passes has run."""
-
-
-class ModuleEngine(Engine):
-    """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
-
-    replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
-
-    def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
-        self.module = module
-        self.groups = groups
-        self.experts = ExpertParts(module, groups.expert)
-        self.precision = precision
-        self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
-        persistent = module.state_dict(keep_vars=True)
-        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
-        # What is shared, by owner and name: a module may put another tensor in a buffer's place.
-        self._shared = [(module.get_submodule(o), name) for o, _, name in paths] if buffers == "broadcast" else []
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._is_syncing = self._is_syncing, False
-        try:
-            yield
-        finally:
-            self._is_syncing = before
-
-    def forget_pass(self) -> None:
-        """Takes back what the last pass taught the engine: nothing."""
-
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module under its precision."""
-        args, kwargs = self.precision.cast_inputs((args, kwargs))
-        with self.precision.context(self.device):
-            return self._run_module(*args, **kwargs)
-
-    def watch_replicas(self) -> None:
-        """Lets this rank compare its inputs and its replica with those of the others, now and then."""
-        if self.gradient_comm.size > 1:
-            self.replica_watch = ReplicaWatch(self.gradient_comm)
-
-    def _end_pass(self) -> None:
-        """Ends a backward pass that has completed the gradients."""
-        if self.replica_watch is not None:
-            alike = (pair for pair in self.named_parameters() if pair[0] not in self.experts)
-            self.replica_watch.end_pass(() if self.holds_parts else alike)
-
-    def _run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; in a loop of the user's own, the ledger is told of the phase before and after it."""
-        if self.replica_watch is not None and torch.is_grad_enabled():
-            self.replica_watch.see((args, kwargs))
-        ledger = self.gradient_comm.ledger
-        if ledger is None or not ledger.is_own_loop:
-            return self.module(*args, **kwargs)
-        is_training = torch.is_grad_enabled()
-        ledger.enter(FORWARD if is_training else EVALUATION)
-        output = self.module(*args, **kwargs)
-        if is_training:
-            ledger.enter(BACKWARD)
-        return output
-
-    def _whole_size(self, name: str, parameter: nn.Parameter) -> int:
-        return math.prod(self.experts.splits[name].shape) if name in self.experts else math.prod(full_shape(parameter))
-
-    def holders(self) -> dict[str, Communicator]:
-        """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
-        groups, places = self.groups, piece_places(self.flat_groups)
-        found: dict[str, Communicator] = {}
-        for name, parameter in self.named_parameters():
-            if id(parameter) in places:
-                found[name] = places[id(parameter)][0].shared.replicate
-            else:
-                found[name] = groups.expert_gradients if name in self.experts else groups.gradients
-        return found
-
-    # What a pipeline asks of the engine of a stage.
-
-    def interleave(self) -> None:
-        """Prepares for passes that alternate: forwards of later microbatches come before the backward of one."""
-
-    def sit_out_forward(self) -> None:
-        """Takes part in a forward for which this rank has no samples; ``sit_out_backward`` follows, later."""
-
-    def sit_out_backward(self) -> None:
-        """Takes part in the backward of a forward that was sat out."""
-        self.sit_out()
-
-    # States: each engine's own, and around them what ranks with other experts hold.
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        state = self._gather_state(rank0_only=rank0_only and not self.experts)
-        return self._kept({name: self.experts.whole(name, value) for name, value in state.items()}, rank0_only)
-
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self._load_state({name: self.experts.part(name, value) for name, value in state.items()})
-
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        return {name: self.experts.whole(name, value) for name, value in self._gather_gradients().items()}
-
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
-        packed = self._gather_optimizer_state(optimizer, rank0_only=rank0_only and not self.experts)
-        return self._kept(self.experts.whole_states(optimizer, packed, self._names_by_id()), rank0_only)
-
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        mine = self.experts.own_states(optimizer, state, self._names_by_id())
-        load_optimizer_state(optimizer, self.flat_groups, mine)  # a copy: torch's own would keep the tensors
-
-    @abstractmethod
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
-        """Returns ``full_state_dict``, of experts this rank's part."""
-
-    @abstractmethod
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``_gather_state`` gave."""
-
-    @abstractmethod
-    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns ``full_gradients``, of experts this rank's part."""
-
-    @abstractmethod
-    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
-        """Returns ``full_optimizer_state``, of experts this rank's part."""
-
-    def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
-        return {} if rank0_only and self.gradient_comm.rank else state
-
-    def _names_by_id(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.named_parameters()}
-
-    def share_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
-        if self.gradient_comm.size > 1 and self._shared:
-            found = [owner._buffers[name] for owner, name in self._shared]
-            broadcast_tensors(self.gradient_comm, [buffer for buffer in found if buffer is not None])
-
-    def shards(self) -> Iterator[Shard]:
-        named, holders = dict(self.named_parameters()), self.holders()
-        places = piece_places(self.flat_groups)
-        for name, parameter in named.items():
-            found = places.get(id(parameter))
-            region = self.experts.region(name, own_region(parameter) if found is None else piece_region(*found))
-            same = holders[name]
-            yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-            if is_buffer and name not in named:
-                yield Shard(
-                    name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
-                )
-
-
-def own_region(tensor: torch.Tensor) -> Region:
-    """Returns the region of a tensor that is whole, in the order of its memory."""
-    return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
-
-
-def piece_region(group: FlatGroup, place: int) -> Region:
-    """Returns which part of its n-th parameter lies in this rank's slice of a group."""
-    slot = group.layout.slots[place]
-    begin, end = group.span(place)
-    first = min(max(group.start - slot.offset, 0), slot.numel)
-    order = memory_order(slot.shape, slot.stride)
-    return Region(shape=slot.shape, begin=first, end=first + end - begin, order=order)

@@ -33,15 +33,8 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import (
-    DetachedLoss,
-    LossFunction,
-    LossSum,
-    ModuleEngine,
-    OnPhase,
-    as_loss_sum,
-    check_differentiable,
-)
+from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, as_loss_sum, check_differentiable
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.stages import Stage

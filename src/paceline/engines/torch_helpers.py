@@ -32,7 +32,8 @@ from torch.nn.utils import clip_grad, convert_parameters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.engines.engine import Engine, ModuleEngine
+from paceline.engines.engine import Engine
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.module_guard import forget_gradients, guard_states
 from paceline.errors import UsageError
 from paceline.shards import are_states_own

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from paceline.engines.batchnorm import standing_in
-from paceline.engines.engine import ModuleEngine
 from paceline.engines.flat.flat import piece_places
 from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import gather_optimizer_state, on_cpu
+from paceline.engines.module_engine import ModuleEngine
 
 
 class ShardedEngine(ModuleEngine):
