@@ -144,6 +144,7 @@ def workshop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, which has the configs and a file of the user's own."""
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     (tmp_path / "book.txt").write_text("the line of riders takes turns in the wind\n" * 50)
+    (tmp_path / "their.yaml").write_text("model: transformer\nbatch_size: 8\nnum_gpus: 2\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "home"))
     return tmp_path

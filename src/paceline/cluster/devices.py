@@ -252,8 +252,9 @@ class Catalog:
                 raise _unknown(name, "cluster", [*self.entries.nodes, *self.entries.devices])
             return self.of_devices(name, count, network=network)
         entry = self.entries.nodes[found]
-        if count > 1 and network is None and entry.network is None and found in self.entries.devices:
-            return self.of_devices(found, count, node_devices=count)  # cores of one host, whose device has its name
+        is_cores = found in self.entries.devices and self.device(found).is_cpu  # a host whose device has its name
+        if count > 1 and network is None and entry.network is None and is_cores:
+            return self.of_devices(found, count, node_devices=count)
         between = self._between(network or entry.network, count)
         return Cluster(name=f"{count}x {found}", node=self._node(found, entry), nodes=count, between=between)
 
