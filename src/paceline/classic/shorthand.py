@@ -38,7 +38,7 @@ def compress_gradients(gradients: Any, compression_ratio: float = 0.1) -> Any:
         flat = gradient.detach().reshape(-1)
         kept = flat.abs().topk(num_kept(compression_ratio, flat.numel())).indices.sort().values
         places = torch.stack(torch.unravel_index(kept, gradient.shape)) if gradient.ndim else kept.new_zeros(0, 1)
-        return torch.sparse_coo_tensor(places, flat[kept], gradient.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(places, flat[kept], gradient.shape, is_coalesced=True, check_invariants=True)
 
     return tree_map(compress, list(gradients) if isinstance(gradients, Iterator) else gradients)
 

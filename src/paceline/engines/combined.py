@@ -277,6 +277,7 @@ class CombinedParallel(Engine):
                     yield replace(shard, copy=copy if self.groups.tensor.rank == 0 else None)
                     continue
                 split, tensor = self._splits.splits[shard.name], self.groups.tensor
+                assert split.dim is not None
                 spans = split.spans(tensor.rank, tensor.size)
                 shape = list(shard.region.shape)
                 shape[split.dim] = split.shape[split.dim]
