@@ -12,8 +12,8 @@ import torch
 from paceline.engines.apply import STRATEGY_NAMES
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
-from paceline.plan.field_types import unknown_schedule, unknown_word
-from paceline.plan.layout import CHECKPOINTS, Layout
+from paceline.plan.field_types import field_problems, unknown_word
+from paceline.plan.layout import Layout
 from paceline.plan.rules import rules
 
 BACKENDS = ("virtual", "gloo", "shared_memory")
@@ -100,15 +100,12 @@ def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
         yield Problem(what="strategy = 'auto'", rule=rule, fix=f"give one of {', '.join(VERIFIED)}")
     yield from unknown_word("strategy", strategy, (*VERIFIED, "auto"))
     yield from unknown_word("precision", layout.precision, tuple(PRECISIONS))
-    yield from unknown_word("checkpoint_activations", layout.checkpoint_activations, CHECKPOINTS)
     yield from unknown_word("backend", backend, BACKENDS)
-    yield from unknown_schedule(layout.schedule)
 
 
 def _numbers_and_rules(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
-    layout, batch = settings.layout, 1 if batch is None else batch
-    counts = {"ranks": settings.ranks, "steps": settings.steps, "accumulate": layout.accumulate, "batch": batch}
-    for name, value in {**counts, "pipeline": layout.pipeline, "tensor": layout.tensor}.items():
+    counts = {"ranks": settings.ranks, "steps": settings.steps, "batch": 1 if batch is None else batch}
+    for name, value in counts.items():
         if value < 1:
             yield Problem(what=f"{name} = {value}", rule="there is at least one", fix=f"give {name} = 1 or more")
     if settings.clip is not None and not settings.clip > 0:
@@ -117,8 +114,9 @@ def _numbers_and_rules(settings: Settings, tolerance: float | None, batch: int |
     if tolerance is not None and not (tolerance > 0 and math.isfinite(tolerance)):
         rule = "a difference is allowed up to a number above 0"
         yield Problem(what=f"tolerance = {tolerance}", rule=rule, fix="leave it out")
-    if layout.pipeline >= 1 and layout.tensor >= 1:
-        yield from rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
+    layout = settings.layout  # whose strategy may be none of a layout, which is told above
+    wrong = field_problems(replace(layout, strategy="ddp"))
+    yield from wrong or rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:
