@@ -40,8 +40,8 @@ from paceline.classic.choices import checkpoint_parts, usual_precision
 from paceline.classic.config import DistributedConfig as DistributedConfig
 from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
 from paceline.classic.fitting import Fitting
-from paceline.classic.monitor import StepLog
-from paceline.classic.step_metrics import StepMetrics, StepTimer
+from paceline.classic.monitor import DistributedMonitor
+from paceline.classic.step_metrics import StepMetrics, TimedCalls
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.objects import ask_first_rank, gather_objects
@@ -55,7 +55,7 @@ from paceline.engines.precision import PRECISIONS
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
 from paceline.plan.layout import Offload
-from paceline.records.meter import peak_memory_bytes
+from paceline.records.meter import StepMeter, peak_memory_bytes
 from paceline.train.loss import LossValue
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.scaler import make_scaler
@@ -161,7 +161,6 @@ class DistributedTrainer(Fitting):
         self.checkpoint_dir = Path(more.checkpoint_dir)
         self.log_dir = None if more.log_dir is None else Path(more.log_dir)
         ranks = connect() if more.comm is None else more.comm
-        self._log = None if self.log_dir is None else StepLog(self.log_dir / "trainer", ranks.rank)
         trace = Trace(ranks.device, clock=clock_of(ranks))
         precision = usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
         checkpointing = checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
@@ -182,7 +181,9 @@ class DistributedTrainer(Fitting):
         self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
         self._scaler = make_scaler(self.engine.precision, ranks.device)
         self._bad_updates = BadSteps()
-        self._timer = StepTimer(trace)
+        log = None if self.log_dir is None else DistributedMonitor(self.log_dir / "trainer", ranks.rank)
+        self._calls = TimedCalls(StepMeter(ranks.device, trace), log)
+        weakref.finalize(self, self._calls.close)
         self._optimizer: torch.optim.Optimizer | None = None
         self._writer: CheckpointWriter | None = None
         self._retention = Retention(last=more.keep_checkpoints)
@@ -219,7 +220,7 @@ class DistributedTrainer(Fitting):
         after ten updates in a row whose gradients are not finite.
         """
         self._use(optimizer)
-        self._timer.start()
+        self._calls.start()
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
         loss = CriterionLoss(criterion, self.engine.precision)
@@ -235,23 +236,16 @@ class DistributedTrainer(Fitting):
                 self._run_passes(Passes(self.engine, [placed], loss, factor))
         self._num_steps += 1
         self._num_samples += samples
-        times = self._timer.stop()
-        values = {
-            "loss": math.nan if loss.mean is None else loss.mean.item,
-            "compute_time": times.compute_s,
-            "communication_time": times.communication_s,
-            "step_time": times.step_s,
-            "samples": samples,
-            "grad_norm": None if norm is None else norm.item,
-            "learning_rate": learning_rate,
-            "is_update": is_update,
-            "is_skipped": False if norm is None else lambda: not math.isfinite(norm.item()),
-            "step": step,
-        }
-        metrics = StepMetrics(values)
-        if self._log is not None:
-            self._log.add(self._num_steps, metrics, times)
-        return metrics
+        return self._calls.stop(
+            self._num_steps,
+            loss=math.nan if loss.mean is None else loss.mean.item,
+            samples=samples,
+            grad_norm=None if norm is None else norm.item,
+            learning_rate=learning_rate,
+            is_update=is_update,
+            is_skipped=False if norm is None else lambda: not math.isfinite(norm.item()),
+            step=step,
+        )
 
     def flush(self, optimizer: torch.optim.Optimizer) -> bool:
         """Updates the parameters with what is accumulated, for the end of an epoch that does not fill a last group.
@@ -260,14 +254,14 @@ class DistributedTrainer(Fitting):
         of the next epoch. Called by all ranks; says whether there was anything, on any rank.
         """
         self._use(optimizer)
-        self._timer.start()
+        self._calls.start()
         total = on_device(self._pending_samples, self.engine.device)
         self.engine.comm.all_reduce(total).wait()
         has_gradients = total.item() > 0  # sync point
         if has_gradients:
             self._update(optimizer, [])
         self._forget_gradients()
-        self._timer.stop()
+        self._calls.stop()
         return has_gradients
 
     def save_checkpoint(
@@ -321,7 +315,8 @@ class DistributedTrainer(Fitting):
         everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
         ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
         """
-        step_s, waited_s = self._timer.totals()
+        self._calls.settle(wait=True)
+        step_s, waited_s = self._calls.step_s, self._calls.comm_s
         list(self._bad_updates.settle())  # counts them; whether there are too many is for the next update to say
         rate = self._num_samples / step_s if step_s > 0 else 0.0
         num_steps = max(self._num_steps, 1)
