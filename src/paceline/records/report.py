@@ -280,11 +280,11 @@ def _headline(summary: RunSummary) -> Table:
         for row in _speed_rows(summary, summary.samples_per_s):
             table.add_row(*row)
         share = f"{format_percent(summary.comm_share)} of step time, mean of the ranks"
-        table.add_row("time in communication", _format_seconds(summary.comm_s), share)
+        table.add_row("time in communication", format_seconds(summary.comm_s), share)
     table.add_row("steps", f"{summary.steps:,}", "")
-    table.add_row("duration", _format_seconds(summary.seconds), "")
+    table.add_row("duration", format_seconds(summary.seconds), "")
     if summary.start:
-        table.add_row("first step after", _format_seconds(summary.start["seconds"]), _start_parts(summary.start))
+        table.add_row("first step after", format_seconds(summary.start["seconds"]), _start_parts(summary.start))
     return table
 
 
@@ -324,7 +324,7 @@ def _rank_table(summary: RunSummary) -> Table:
         table.add_row(
             f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}",
             format_count(rank.samples),
-            _format_seconds(rank.step_s),
+            format_seconds(rank.step_s),
             *(f"{100 * seconds / rank.total_s:.1f}" if rank.total_s > 0 else "-" for seconds in times),
             format_bytes(rank.memory_bytes),
         )
@@ -365,7 +365,3 @@ def _doubts(summary: RunSummary) -> list[str]:
         for rank in summary.ranks
         if rank.steps + rank.absent_steps < most
     ]
-
-
-def _format_seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds > 0 else "0 s"
