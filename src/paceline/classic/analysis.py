@@ -362,7 +362,9 @@ def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
             f"metrics is of type {type(metrics).__name__}\n  it is what SimulatedTrainer.train() returned, or the "
             "folder of a run\n  pass one of them"
         )
-    return metrics if isinstance(metrics, TrainingMetrics) else TrainingMetrics.from_records(open_run(Path(metrics)))
+    if isinstance(metrics, TrainingMetrics):
+        return metrics
+    return TrainingMetrics.from_records(open_run(Path(metrics), with_hosts=True))
 
 
 def _sum(values: _Curve) -> float:

@@ -37,7 +37,6 @@ from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
 from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
 from paceline.classic.choices import checkpoint_parts, usual_precision
-from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
 from paceline.classic.monitor import DistributedMonitor
 from paceline.classic.step_metrics import StepMetrics, TimedCalls
 from paceline.clock import on_device
@@ -55,6 +54,7 @@ from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError
 from paceline.plan.layout import Offload
 from paceline.records.meter import StepMeter, peak_memory_bytes
 from paceline.train.loss import LossValue
+from paceline.train.output_loss import Criterion, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.scaler import make_scaler
 from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
@@ -161,8 +161,8 @@ class MicrobatchTrainer:
         self._writer: CheckpointWriter | None = None
         self._retention = Retention(last=more.keep_checkpoints)
         # The last microbatch and its loss, for a replay; before the first call one without samples.
-        unused = CriterionLoss(nn.functional.cross_entropy, self.engine.precision)
-        self._last: tuple[list[Any], CriterionLoss] = ([None], unused)
+        unused = self.loss_of(nn.functional.cross_entropy)
+        self._last: tuple[list[Any], OutputLoss] = ([None], unused)
         self._num_steps = self._num_samples = 0
         self._num_pending = 0  # microbatches since the last update, and the losses of those that had samples
         self._pending: list[LossValue] = []
@@ -196,7 +196,7 @@ class MicrobatchTrainer:
         self._calls.start()
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
-        loss = CriterionLoss(criterion, self.engine.precision)
+        loss = self.loss_of(criterion)
         self._expect_elements(samples)
         is_update = self._num_pending + 1 == self.gradient_accumulation_steps
         learning_rate, norm = _learning_rate(optimizer), None
@@ -219,6 +219,10 @@ class MicrobatchTrainer:
             is_skipped=False if norm is None else lambda: not math.isfinite(norm.item()),
             step=step,
         )
+
+    def loss_of(self, criterion: Criterion) -> OutputLoss:
+        """Returns a criterion as the loss of a step; where parameters are less than fp32, it gets that all the same."""
+        return OutputLoss(criterion, in_full=self.engine.precision.param_dtype is not None)
 
     def flush(self, optimizer: torch.optim.Optimizer) -> bool:
         """Updates the parameters with what is accumulated, for the end of an epoch that does not fill a last group.

@@ -20,7 +20,6 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.classic.config import DistributedConfig as DistributedConfig
-from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
 from paceline.classic.microbatches import MicrobatchTrainer
 from paceline.clock import on_device
 from paceline.comm.objects import gather_objects
@@ -29,6 +28,7 @@ from paceline.engines.agree import tensors_in
 from paceline.engines.replicas import fingerprint
 from paceline.errors import UsageError
 from paceline.train.metrics import score_all
+from paceline.train.output_loss import Criterion, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.step import place
 
@@ -98,7 +98,7 @@ class DistributedTrainer(MicrobatchTrainer):
         """
         names, device = list(metrics or {}), self.engine.device
         weighed = {name: _weighed(name, metric) for name, metric in (metrics or {}).items()}
-        score = score_all(CriterionLoss(criterion, self.engine.precision), weighed)
+        score = score_all(self.loss_of(criterion), weighed)
         sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device)
         for value, rest in self._forward(self._shared(loader), score):
             sums += torch.stack([on_device(number, device) for number in (value.total, value.count, *rest)])

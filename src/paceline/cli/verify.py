@@ -87,11 +87,12 @@ def verify(
     loaded = _load(name, [*roomy, *(overrides or [])])
     spread = _layout(loaded, options)
     said = options.get("strategy", loaded.parallel.strategy)
-    settings = complete(Settings(layout=spread, strategy=said, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
-    check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
+    how: dict[str, Any] = {"steps": steps, "clip": _clip_norm(clip), "backend": backend, "tolerance": tolerance}
+    settings = complete(Settings(layout=spread, strategy=said, ranks=ranks, **how))
+    check_settings(settings, batch=batch)
     size = batch or 2 * settings.data_ranks * settings.accumulate + 1  # one over: no two shares weigh the same
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
-    certificate = certify(case, settings, backend=backend, tolerance=tolerance)  # type: ignore[arg-type]
+    certificate = certify(case, settings)
     if as_json:
         print_json({"case": name, **certificate.to_json()})
     else:

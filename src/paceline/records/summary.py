@@ -107,8 +107,11 @@ def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     return dict(sorted(found.items()))
 
 
-def open_run(run_folder: Path) -> RunRecords:
-    """Reads all that a run wrote. Raises RunFolderError for a folder without records of a rank, or a damaged one."""
+def open_run(run_folder: Path, *, with_hosts: bool = False) -> RunRecords:
+    """Reads what the ranks of a run wrote, and its hosts if asked.
+
+    Raises RunFolderError for a folder without records of a rank, or with a damaged one.
+    """
     ranks = read_run(run_folder)
     if not ranks:
         records = run_folder / "records"
@@ -118,7 +121,7 @@ def open_run(run_folder: Path) -> RunRecords:
             "  every rank writes its records there from its first moment on\n"
             f"  {near_folders(run_folder) or 'give the folder of a run, or start one with: paceline train CONFIG'}"
         )
-    paths = sorted((run_folder / "records").glob("host-*.jsonl"))
+    paths = sorted((run_folder / "records").glob("host-*.jsonl")) if with_hosts else []
     hosts = [each for path in paths for each in read_file(path, HostRecord) if isinstance(each, HostRecord)]
     return RunRecords(ranks, hosts)
 
