@@ -43,11 +43,12 @@ def test_the_slowest_rank_sets_the_pace() -> None:
     assert StepTable([]).step_s is StepTable([]).samples_per_s is None
 
 
-def test_sums_give_loss_and_shares() -> None:
+def test_sums_give_loss_shares_and_efficiency() -> None:
     totals = add_up([step(1, step_s=2.0, comm_s=1.0), step(1, step_s=2.0)])
     assert (totals.steps, totals.loss, totals.compute_s, totals.comm_share) == (2, 2.0, 3.0, 0.25)
+    assert totals.efficiency(2, 2.0) == 0.75
     nothing = add_up([])
-    assert (nothing.loss, nothing.median_s, nothing.comm_share) == (None, 0.0, 0.0)
+    assert (nothing.loss, nothing.median_s, nothing.comm_share, nothing.efficiency(2, 0.0)) == (None, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("numbers", [range(1, 3), range(2, 9)])

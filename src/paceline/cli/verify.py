@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +32,10 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 # What the ranks compute in is an option of this verb; as built, the model is as exact as it can be.
 _EXACT = {"dtype": "float64", "precision": "fp32"}
 # Fields of a layout that are no options here: they change what is computed, or no engine reads them.
-_NOT_VERIFIED = ("algorithm", "compile", "compression", "offload", "tunes_buckets", "gathers_logits")
-_NOT_VERIFIED += ("microbatch", "node_ranks", "context", "expert")
+_NOT_VERIFIED = (
+    *("algorithm", "compile", "compression", "offload", "tunes_buckets", "gathers_logits"),
+    *("microbatch", "node_ranks", "context", "expert"),
+)
 
 
 @with_layout_options(without=_NOT_VERIFIED)
@@ -113,7 +114,7 @@ def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int
     return changes
 
 
-def _layout(config: Config, options: Mapping[str, Any]) -> Layout:
+def _layout(config: Config, options: dict[str, Any]) -> Layout:
     """Puts the options on top of the layout that the config asks for; its buckets are small ones."""
     from paceline.config import layout_of
     from paceline.plan.layout import Compression, Offload

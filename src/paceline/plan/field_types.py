@@ -79,19 +79,15 @@ def unknown_word(name: str, value: Any, words: Sequence[str]) -> Iterator[Proble
         yield Problem(what=f"{name} = {value!r} is unknown", rule=f"it is one of {', '.join(words)}", fix=fix)
 
 
-def unknown_schedule(schedule: str | Schedule) -> Iterator[Problem]:
-    """Yields a problem where a schedule is a name, and none of those that there are."""
-    if isinstance(schedule, str) and schedule not in CHUNKS:
-        near = difflib.get_close_matches(schedule, CHUNKS, n=1)
-        fix = f"did you mean {near[0]}?" if near else "take one of them, or a schedule of your own"
-        rule = f"the schedules are {', '.join(CHUNKS)}"
-        yield Problem(what=f"there is no schedule {schedule!r}", rule=rule, fix=fix)
-
-
 def _problems(name: str, value: Any) -> Iterator[Problem]:
     if name == "schedule" and isinstance(value, str):
-        yield from unknown_schedule(value)
-    elif name in WORDS and not isinstance(value, Schedule):
+        if value not in CHUNKS:
+            near = difflib.get_close_matches(value, CHUNKS, n=1)
+            fix = f"did you mean {near[0]}?" if near else "take one of them, or a schedule of your own"
+            yield Problem(
+                what=f"there is no schedule {value!r}", rule=f"the schedules are {', '.join(CHUNKS)}", fix=fix
+            )
+    elif name in WORDS and name != "schedule":
         yield from unknown_word(name, value, WORDS[name])
     elif name in _AT_LEAST:
         if type(value) is not int or value < _AT_LEAST[name]:

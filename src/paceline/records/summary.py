@@ -10,6 +10,7 @@ For step s and the ranks r that took part in it:
     samples/s          median over s of  sum_r samples / length
     loss               sum loss_sum / sum count                    over all r and some s
     compute            sum (step_s - comm_s)                       comm_s is exposed: what a step waited for others
+    efficiency         compute of all ranks / (ranks x sum of lengths): 1 where nobody ever waits
 
 The first tenth of the steps, and at least one, pays for start-up: ``without_warm_up`` leaves it out.
 """
@@ -192,6 +193,10 @@ class Totals:
     def comm_share(self) -> float:
         """The share of the steps' time that they waited for others."""
         return self.comm_s / self.step_s if self.step_s else 0.0
+
+    def efficiency(self, ranks: int, took_s: float) -> float:
+        """Returns the share in which ``ranks`` ranks computed, of steps that took so long together."""
+        return self.compute_s / (ranks * took_s) if took_s else 0.0
 
 
 def add_up(records: Iterable[StepRecord]) -> Totals:
