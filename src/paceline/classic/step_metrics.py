@@ -7,8 +7,9 @@ hundred steps. On a CPU there is nothing to wait for.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,11 @@ from paceline.records.meter import StepMeter
 from paceline.records.records import StepRecord
 from paceline.train.step import StepOutcome
 from paceline.train.trainer import StepResult
+
+
+def _of_loss(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes an operator of metrics, which calculates with their loss."""
+    return lambda metrics, other: calculate(float(metrics), other)
 
 
 class StepMetrics(Mapping[str, Any]):
@@ -57,39 +63,12 @@ class StepMetrics(Mapping[str, Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(float(self), dtype=dtype)  # else numpy would take the names for a row of texts
 
-    def __add__(self, other: Any) -> Any:
-        return float(self) + other
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return float(self) - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - float(self)
-
-    def __mul__(self, other: Any) -> Any:
-        return float(self) * other
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return float(self) / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / float(self)
-
-    def __lt__(self, other: Any) -> bool:
-        return float(self) < float(other)
-
-    def __gt__(self, other: Any) -> bool:
-        return float(self) > float(other)
-
-    def __le__(self, other: Any) -> bool:
-        return float(self) <= float(other)
-
-    def __ge__(self, other: Any) -> bool:
-        return float(self) >= float(other)
+    __add__ = __radd__ = _of_loss(operator.add)
+    __mul__ = __rmul__ = _of_loss(operator.mul)
+    __sub__, __rsub__ = _of_loss(operator.sub), _of_loss(lambda loss, other: other - loss)
+    __truediv__, __rtruediv__ = _of_loss(operator.truediv), _of_loss(lambda loss, other: other / loss)
+    __lt__, __gt__ = _of_loss(operator.lt), _of_loss(operator.gt)
+    __le__, __ge__ = _of_loss(operator.le), _of_loss(operator.ge)
 
     def __round__(self, digits: int | None = None) -> float:
         return round(float(self), digits)
