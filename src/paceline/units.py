@@ -31,6 +31,8 @@ def format_flops(rate: float) -> str:
 
 def format_seconds(seconds: float) -> str:
     """Writes a duration in the unit that keeps it readable: ``format_seconds(0.0042) == '4.2 ms'``."""
+    if seconds <= 0:  # clocks that were set back
+        return "0 s"
     if seconds >= 3600:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 60:

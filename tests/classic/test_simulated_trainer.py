@@ -14,6 +14,7 @@ from paceline.classic.analysis import TrainingMetrics
 from paceline.config import config_from_dict
 from paceline.errors import RunFolderError, UsageError
 from paceline.records.records import HostRecord, to_line
+from paceline.records.summary import RunRecords
 
 
 def small(**settings: object) -> paceline.DistributedConfig:
@@ -184,7 +185,7 @@ def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
         paceline.SimulatedTrainer(small(), compute="guessed")  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="metrics is of type list"):
         paceline.DistributedTrainingAnalyzer([])  # type: ignore[arg-type]
-    with pytest.raises(RunFolderError, match="no run in"):
+    with pytest.raises(RunFolderError, match="no run to report on in"):
         paceline.DistributedTrainingAnalyzer(tmp_path)
     with pytest.raises(UsageError, match="no steps"):
-        TrainingMetrics.from_records([[], []])
+        TrainingMetrics.from_records(RunRecords.of([[RUN], [RUN]]))

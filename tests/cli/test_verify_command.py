@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 
 from paceline.cli import verify as module
+from paceline.plan.field_types import MEANINGS
+from paceline.plan.layout import Layout
 from paceline.verify import certificate as certificates
 
 Call = Callable[..., Any]
@@ -113,6 +116,12 @@ def test_what_the_config_says_about_sharding_is_verified(
     assert verified(call, str(config), *changes, "--strategy", "zero1", "--steps", "1")["shard_ranks"] is None
     found = verified(call, str(config), *changes, "--shard-ranks", "4", "--steps", "1")
     assert (found["strategy"], found["shard_ranks"]) == ("hybrid", 4)
+    # Values of several types are written as in a config.
+    options = ["--units", "[layers.1]", "--reshard-after-forward", "false", "--no-overlap", "--bucket-mb", "0.5"]
+    verified(call, str(config), "--strategy", "fsdp", *options, "--ranks", "2", "--steps", "1")
+    layout = asked[-1]
+    assert (layout.units, layout.reshard_after_forward, layout.overlap) == (("layers.1",), False, False)
+    assert layout.bucket_mb == 0.5
 
 
 def test_a_config_of_mixed_precision_is_verified_in_float64_unless_asked(call: Call, config: Path) -> None:
@@ -135,7 +144,7 @@ def test_a_mismatch_ends_with_code_1_and_names_the_place(call: Call, config: Pat
     ("arguments", "messages"),
     [
         (["--strategy", "fsdb", "--ranks", "0"], ["strategy = 'fsdb' is unknown", "did you mean fsdp?", "ranks = 0"]),
-        (["--pipeline", "0"], ["pipeline = 0", "give pipeline = 1 or more"]),
+        (["--pipeline", "0"], ["pipeline = 0", "give 1 or more"]),
         (["--strategy", "hybrid", "--ranks", "3"], ["strategy = hybrid on 3 ranks of one host, without shard_ranks"]),
         (["--strategy", "fsdp", "--shard-ranks", "2"], ["shard_ranks = 2 has no effect with strategy = fsdp"]),
         (["--shard-ranks", "-1"], ["shard_ranks = -1"]),
@@ -182,8 +191,12 @@ def test_the_built_in_gpt_has_heads_for_any_number_of_tensor_ranks(ranks: int) -
     assert (model.width >= 64, model.width % (2 * ranks)) == (True, 0)
 
 
-def test_the_help_names_every_option(call: Call) -> None:
-    called = call("verify", "--help")
-    for option in ("--strategy", "--shard-ranks", "--accumulate", "--clip", "--precision", "--checkpoint-activations"):
-        assert option in called.out
+def test_every_field_of_the_layout_is_an_option_with_the_words_of_the_config(call: Call) -> None:
+    shown = " ".join(call("verify", "--help").out.split())
+    for name in {each.name for each in fields(Layout)} - set(module._NOT_VERIFIED):
+        option = "--checkpoint-policy" if name == "checkpoint_activations" else f"--{name.replace('_', '-')}"
+        assert f"{option} " in shown.replace(",", " ")
+        assert MEANINGS[name].partition(";")[0][1:] in shown
+    assert "--clip" in shown
+    assert "--checkpoint-activations" in shown
     assert set(module.BUILT_IN) == {"mlp", "gpt", "resnet"}

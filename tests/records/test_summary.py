@@ -8,7 +8,7 @@ import pytest
 from made_records import RUN, STEP
 
 from paceline.records.records import EndRecord, StepRecord
-from paceline.records.summary import StepTable, add_up, final_steps, split_attempts
+from paceline.records.summary import RunRecords, StepTable, add_up, final_steps, split_attempts
 
 
 def step(number: int, *, step_s: float = 1.0, comm_s: float = 0.0, samples: int = 8) -> StepRecord:
@@ -53,6 +53,15 @@ def test_sums_give_loss_shares_and_efficiency() -> None:
 
 @pytest.mark.parametrize("numbers", [range(1, 3), range(2, 9)])
 def test_a_row_has_the_ranks_that_have_the_step(numbers: range) -> None:
-    table = StepTable.of_numbers(numbers, [{1: step(1), 2: step(2)}, {2: step(2)}])
+    table = RunRecords.of([[RUN, step(1), step(2)], [RUN, step(2)]]).steps.only(numbers)
     assert set(table.rows[-1]) == {0, 1}
     assert len(table) == (2 if 1 in numbers else 1)
+
+
+def test_a_run_that_went_back_is_what_it_made_since() -> None:
+    """Report, page, analyzer and chaos agree on it: steps beyond the one that was made again are gone."""
+    less = replace(RUN, world_size=1)
+    records = RunRecords.of([[RUN, step(1), step(2), step(3), less, step(2)], [RUN, step(1), step(2), step(3)]])
+    assert list(records.attempts) == [1, 2]
+    assert [set(row) for row in records.steps.rows] == [{0, 1}, {0}]
+    assert records.run is less

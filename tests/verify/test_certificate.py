@@ -567,9 +567,9 @@ def test_a_model_that_is_made_only_once_is_refused() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"),
     [
-        (lambda o, t: F.cross_entropy(o, t, reduction="none"), r"a value of shape \[11\]"),
-        (lambda o, t: float(F.cross_entropy(o, t)), "a value of type float"),
-        (lambda o, t: (F.cross_entropy(o, t), 1, 2), "a value of type tuple"),
+        (lambda o, t: F.cross_entropy(o, t, reduction="none"), r"loss_fn returned shape \[11\]"),
+        (lambda o, t: float(F.cross_entropy(o, t)), "loss_fn returned float"),
+        (lambda o, t: (F.cross_entropy(o, t), 1, 2), "loss_fn returned tuple"),
     ],
 )
 def test_losses_of_another_form_are_refused(loss: Any, message: str) -> None:
@@ -694,7 +694,7 @@ def test_processes_are_asked_for_with_what_they_need(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(certificates, "run_processes", run_processes)
     case = ConfigCase(built_in("mlp"), batch=5)
-    found = certify(case, Settings.of(ranks=2, steps=2), backend="gloo")
+    found = certify(case, Settings.of(ranks=2, steps=2, backend="gloo"))
     assert found.passed
     assert found.backend == "gloo"
     assert calls == [(run_distributed, 2)]

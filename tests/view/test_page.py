@@ -13,6 +13,7 @@ from view_runs import steps_of, write_run
 
 from paceline.records.records import to_line
 from paceline.view.html import write_report
+from paceline.view.runs import read_runs
 
 if TYPE_CHECKING:
     from browser import Browser, Page
@@ -35,7 +36,7 @@ def assert_no_overflow(page: Page) -> None:
 def test_a_report_in_a_browser(browser: Browser, tmp_path: Path) -> None:
     """Charts, the map, the timeline, zoom, keys and the dark theme of a report, without a server."""
     folder = write_run(tmp_path / "<b>run<img src=x>", ranks=4, steps=200, slow=1.9)
-    write_report([folder], tmp_path / "report.html")
+    write_report(read_runs([folder]), tmp_path / "report.html")
     with browser.page((tmp_path / "report.html").as_uri()) as page:
         page.wait(DRAWN)
         assert page.ask("document.querySelector('h1').textContent") == "<b>run<img src=x>"  # shown, and not run

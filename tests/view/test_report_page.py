@@ -29,7 +29,7 @@ def data_of(page: str) -> Any:
 
 
 def test_a_report_is_one_file_of_modest_size(tmp_path: Path) -> None:
-    page = report_page([write_run(tmp_path / "one", steps=400), write_run(tmp_path / "other", steps=400)])
+    page = report_page(read_runs([write_run(tmp_path / "one", steps=400), write_run(tmp_path / "other", steps=400)]))
     assert len(live_page()[0]) < 300_000
     assert len(page) < 600_000
     assert not re.search(r'(src|href)="', page)
@@ -44,7 +44,7 @@ def test_no_text_of_a_run_leaves_its_place(tmp_path: Path) -> None:
     folder = tmp_path / "run<img src=x onerror=alert(1)>"
     run = replace(RUN, world_size=1, strategy=HOSTILE, device="@SCRIPT@", host=HOSTILE)
     write_records(folder, 0, run, *steps_of(0, 1, 8))
-    page = report_page([folder])
+    page = report_page(read_runs([folder]))
     assert page.count("<script") == live_page()[0].count("<script") == 2
     assert "alert(1)</script>" not in page
     assert data_of(page)["runs"][0]["facts"]["strategy"] == HOSTILE
@@ -68,7 +68,7 @@ def test_the_page_has_the_tables_of_the_report(tmp_path: Path) -> None:
         "down",
     ]
     assert tables["goodput and lost work"]["rows"][1][2] == "8 steps"
-    page = data_of(report_page([folder]))["runs"][0]["words"]["tables"]
+    page = data_of(report_page(read_runs([folder])))["runs"][0]["words"]["tables"]
     assert [table["title"] for table in page] == list(tables)
 
 
@@ -76,7 +76,7 @@ def test_a_page_keeps_the_prediction_from_before_the_start_and_labels_a_later_on
     folder = write_run(tmp_path / "run")
     before = Expectation(ranks=2, step_s=0.555, memory_bytes=2.0**30)
     (folder / "prediction.json").write_text(before.with_later(Expectation(ranks=2, step_s=0.274)).to_text())
-    shown = data_of(report_page([folder]))["runs"][0]
+    shown = data_of(report_page(read_runs([folder])))["runs"][0]
     assert (shown["predicted"]["step_s"], shown["predicted"]["is_later"]) == (0.555, False)
     assert (shown["predicted"]["later"]["step_s"], shown["predicted"]["later"]["is_later"]) == (0.274, True)
     rows = {table["title"]: table["rows"] for table in shown["words"]["tables"]}["Predicted and measured"]
@@ -91,7 +91,7 @@ def test_words_of_a_run_whose_records_cannot_be_summed_up(tmp_path: Path) -> Non
     path = folder / "records" / "rank-0.jsonl"
     path.write_text(path.read_text().replace('"step":3', '"step":', 1))
     assert "a record cannot be read" in summary_of(folder)["problem"]
-    told = data_of(report_page([folder]))["runs"][0]
+    told = data_of(report_page(read_runs([folder])))["runs"][0]
     assert told["curves"]["loss"]["mean"][0] == 1.0  # all else is shown
     assert len(told["problems"]) == 1
 

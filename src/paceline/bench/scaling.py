@@ -25,7 +25,7 @@ from paceline.config.schema import ParallelConfig
 from paceline.config.train_checks import short_run
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.predict.replay.replayed import ReplayedStep
-from paceline.records.summary import RankAttempt, StepTable, final_steps, read_run, split_attempts
+from paceline.records.summary import RunRecords, open_run
 from paceline.rehearse.prediction import predict_decided
 from paceline.rehearse.simulate.run import prepare, simulate
 from paceline.run.result import RunOptions
@@ -138,12 +138,12 @@ def _measure(config: Config, case: ScalingCase, steps: int, cluster: Cluster | N
     short = short_run(config, steps)
     if case.kind == "simulated":
         found = simulate(prepare(short, ranks=case.ranks))
-        return _totals([split_attempts(own) for own in found.records])
+        return _totals(RunRecords.of(found.records))
     with scratch_folder() as folder:
         quiet = short.with_values("monitor", folder=str(folder), console=False, tensorboard=False, trackers=())
         result = train(quiet, options=RunOptions(is_quiet=True))
         assert result is not None
-        return _totals(list(read_run(result.folder).values()))
+        return _totals(open_run(result.folder))
 
 
 def _predicted(found: ReplayedStep, case: ScalingCase) -> dict[str, Any]:
@@ -158,10 +158,9 @@ def _predicted(found: ReplayedStep, case: ScalingCase) -> dict[str, Any]:
     }
 
 
-def _totals(attempts: Sequence[Sequence[RankAttempt]]) -> dict[str, Any]:
-    by_rank = [final_steps(own) for own in attempts]
-    table = StepTable.of_numbers(sorted(by_rank[0]), by_rank).without_warm_up()
-    totals, rate, run = table.totals(), table.samples_per_s or 0.0, attempts[0][0].run
+def _totals(records: RunRecords) -> dict[str, Any]:
+    table = records.steps.without_warm_up()
+    totals, rate, run = table.totals(), table.samples_per_s or 0.0, records.run
     return {
         "samples_per_s": rate,
         "units_per_s": rate * run.units_per_sample,

@@ -18,7 +18,7 @@ from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault
 from paceline.chaos.notes import Fired, Passed, Started
 from paceline.config import Config
 from paceline.health.straggler import find_straggler
-from paceline.records.summary import RankAttempt, StepTable, final_steps
+from paceline.records.summary import RankAttempt, RunRecords, StepTable
 
 How = Literal["went on", "went back", "restarted", "stopped", "not recovered", "never happened"]
 
@@ -152,8 +152,9 @@ def _handled_inside(found: Handling, at: Fired, attempts: Sequence[RankAttempt])
 def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt]]) -> str:
     """Says which rank was the slow one in the steps of a slow rank, as every run's report does; empty if none was."""
     first = handling.fault.step or 0
-    numbers = range(first, first + handling.fault.length)
-    found = find_straggler(StepTable.of_numbers(numbers, [final_steps(attempts) for attempts in by_rank]).rows)
+    there = {rank: own for rank, own in enumerate(by_rank) if own}
+    steps = RunRecords(there).steps.only(range(first, first + handling.fault.length)) if there else StepTable([])
+    found = find_straggler(steps.rows)
     return "" if found is None else str(found)
 
 

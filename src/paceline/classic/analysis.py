@@ -27,16 +27,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.suggest import near_folders
-from paceline.errors import RunFolderError, UsageError
+from paceline.errors import UsageError
 from paceline.health.straggler import find_straggler
 from paceline.notebook import Shown, curve, is_notebook, new_figure, table
 from paceline.records.comparison import scaling_between
 from paceline.records.facts import RunFacts
 from paceline.records.goodput import find_goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
-from paceline.records.records import EvalRecord, HostRecord, Record, RunRecord, StepRecord, strict_json
-from paceline.records.summary import PHASES, StepTable, add_up, read_file, read_run, split_attempts
+from paceline.records.records import EvalRecord, HostRecord, RunRecord, StepRecord, strict_json
+from paceline.records.summary import PHASES, RunRecords, StepTable, add_up, open_run
 from paceline.terminal import echo
 from paceline.units import format_bytes, format_seconds
 
@@ -69,29 +68,24 @@ class TrainingMetrics(Mapping[str, _Curve]):
         self.phases, self.limits = {}, UNKNOWN
 
     @classmethod
-    def from_records(cls, records: Sequence[Sequence[Record]], hosts: Sequence[HostRecord] = ()) -> TrainingMetrics:
-        """Reads them from the records of each rank and of the hosts. Raises UsageError where there is no step."""
-        steps = [{each.step: each for each in own if isinstance(each, StepRecord)} for own in records]
-        known = sorted(set.intersection(*(set(own) for own in steps))) if steps else []
-        if not known:
+    def from_records(cls, records: RunRecords) -> TrainingMetrics:
+        """Makes them of what the ranks and hosts of a run wrote. Raises UsageError where there is no step."""
+        if not records.attempts:
             raise UsageError("there are no steps in these records\n  metrics are made of them\n  train first")
-        evaluations = [each for each in records[0] if isinstance(each, EvalRecord)]
-        epochs: dict[int, list[int]] = {}
-        for step in known:
-            epochs.setdefault(max(1, math.ceil(steps[0][step].epoch - 1e-9)), []).append(step)
-        rows = [
-            _epoch_row(epoch, StepTable.of_numbers(numbers, steps), evaluations, hosts)
-            for epoch, numbers in epochs.items()
-        ]
-        run = next(each for each in records[0] if isinstance(each, RunRecord))
+        evaluations = [each for attempt in records.lead for each in attempt.evaluations]
+        epochs: dict[int, list[Mapping[int, StepRecord]]] = {}
+        for row in records.steps.rows:
+            epoch = next(iter(row.values())).epoch
+            epochs.setdefault(max(1, math.ceil(epoch - 1e-9)), []).append(row)
+        rows = [_epoch_row(epoch, StepTable(own), evaluations, records.hosts) for epoch, own in epochs.items()]
+        run, steps = records.run, records.steps
         curves = {name: [row[name] for row in rows] for name in rows[0]}
-        found = cls(curves, ranks=len(records), strategy=run.strategy, total_steps=len(known))
+        found = cls(curves, ranks=len(records.ranks), strategy=run.strategy, total_steps=len(steps))
         found.run = run
-        whole = StepTable.of_numbers(known, steps)
-        totals = [add_up(whole.of_rank(rank)) for rank in range(len(records))]
+        totals = [add_up(steps.of_rank(rank)) for rank in records.ranks]
         found.phases = {phase: [getattr(each, phase) for each in totals] for phase in PHASES}
-        goodput, straggler = find_goodput(split_attempts(records[0])), find_straggler(whole.rows)
-        found.limits = judge_run(RunFacts(run=run, steps=whole, goodput=goodput, straggler=straggler))
+        goodput, straggler = find_goodput(records.lead), find_straggler(steps.rows)
+        found.limits = judge_run(RunFacts(run=run, steps=steps, goodput=goodput, straggler=straggler))
         return found
 
     @property
@@ -135,9 +129,9 @@ def _epoch_row(
     epoch: int, table: StepTable, evaluations: Sequence[EvalRecord], hosts: Sequence[HostRecord]
 ) -> dict[str, float | None]:
     totals, ranks, took_s = table.totals(), len(table.rows[0]), table.took_s
-    begin_s, end_s = table.rows[0][0].time - table.rows[0][0].step_s, table.rows[-1][0].time
-    first, last = table.rows[0][0].step, table.rows[-1][0].step
-    evaluation = next((each for each in reversed(evaluations) if first <= each.step <= last), None)
+    first, last = (next(iter(table.rows[place].values())) for place in (0, -1))
+    begin_s, end_s = first.time - first.step_s, last.time
+    evaluation = next((each for each in reversed(evaluations) if first.step <= each.step <= last.step), None)
     return {
         "epoch": epoch,
         "train_loss": totals.loss,
@@ -368,24 +362,9 @@ def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
             f"metrics is of type {type(metrics).__name__}\n  it is what SimulatedTrainer.train() returned, or the "
             "folder of a run\n  pass one of them"
         )
-    return metrics if isinstance(metrics, TrainingMetrics) else _read_folder(Path(metrics))
-
-
-def _read_folder(folder: Path) -> TrainingMetrics:
-    attempts = read_run(folder)
-    if not attempts:
-        raise RunFolderError(
-            f"no run in {folder}: it has no records/rank-<r>.jsonl\n  metrics are made of records\n"
-            f"  {near_folders(folder) or 'give the folder of a run, such as runs/<name>'}"
-        )
-    hosts = [
-        record
-        for path in sorted((folder / "records").glob("host-*.jsonl"))
-        for record in read_file(path, HostRecord)
-        if isinstance(record, HostRecord)
-    ]
-    ranks = [[record for each in own for record in (each.run, *each.records)] for own in attempts.values()]
-    return TrainingMetrics.from_records(ranks, hosts)
+    if isinstance(metrics, TrainingMetrics):
+        return metrics
+    return TrainingMetrics.from_records(open_run(Path(metrics), with_hosts=True))
 
 
 def _sum(values: _Curve) -> float:

@@ -11,11 +11,9 @@ from __future__ import annotations
 import time
 import warnings
 import weakref
-from collections import deque
 from pathlib import Path
 from typing import SupportsFloat
 
-from paceline.classic.step_metrics import StepMetrics, StepTimes
 from paceline.comm.torch_dist import launched_rank
 from paceline.records.gpus import open_gpus
 from paceline.records.records import EventRecord
@@ -70,30 +68,3 @@ class DistributedMonitor:
             self._measured_s = time.monotonic()
             values |= self._gpus.read()
         self._sink.write(EventRecord(name="scalars", step=self.num_steps, detail=values, time=time.time()))
-
-
-class StepLog:
-    """Logs the steps of a trainer when the device has passed them, so that no step waits; the rest at the end."""
-
-    def __init__(self, log_dir: Path, rank: int) -> None:
-        self._waiting: deque[tuple[int, StepMetrics, StepTimes]] = deque()
-        self._monitor = DistributedMonitor(log_dir, rank)
-        self.close = weakref.finalize(self, _log_rest, self._waiting, self._monitor)
-
-    def add(self, step: int, metrics: StepMetrics, times: StepTimes) -> None:
-        """Takes a step, and logs those that are over."""
-        self._waiting.append((step, metrics, times))
-        while self._waiting and self._waiting[0][2].is_past():
-            _log_step(self._monitor, *self._waiting.popleft()[:2])
-
-
-def _log_rest(waiting: deque[tuple[int, StepMetrics, StepTimes]], monitor: DistributedMonitor) -> None:
-    for step, metrics, _ in waiting:
-        _log_step(monitor, step, metrics)
-    monitor.close()
-
-
-def _log_step(monitor: DistributedMonitor, step: int, metrics: StepMetrics) -> None:
-    if metrics["samples"]:  # without any there is no loss
-        times = {"step_time": metrics["step_time"], "comm_time": metrics["communication_time"]}
-        monitor.log_training_step(metrics["loss"], metrics["samples"], step=step, **times)

@@ -23,6 +23,7 @@ from paceline.errors import UsageError
 from paceline.records.console import ProgressView
 from paceline.records.records import Record, RunRecord
 from paceline.records.sinks import Sink
+from paceline.records.summary import RunRecords
 from paceline.rehearse.simulate.recording import write_records
 from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
 from paceline.rehearse.simulate.timeline import write_trace
@@ -105,7 +106,7 @@ class SimulatedTrainer:
             self.simulation = simulate(self.config, self.conditions, view=view, watch=self._keep)
         if folder is not None:
             write_records(self.simulation.records, Path(folder), self.simulation.hosts)
-        metrics = TrainingMetrics.from_records(self.simulation.records, self.simulation.hosts)
+        metrics = TrainingMetrics.from_records(RunRecords.of(self.simulation.records, self.simulation.hosts))
         is_even = metrics.run.global_batch % metrics.ranks == 0
         metrics.alone = self._train_alone(metrics.run) if self._is_on_gpus and is_even else None
         return metrics
@@ -116,7 +117,7 @@ class SimulatedTrainer:
         one = self.config.with_values("parallel", ranks=1, node_ranks=None)
         one = one.with_values("train", steps=_STEPS_ALONE, epochs=None, global_batch=batch, eval_every=None)
         conditions = replace(self.conditions, slow={}, slow_links={})
-        return TrainingMetrics.from_records(simulate(one, conditions).records)
+        return TrainingMetrics.from_records(RunRecords.of(simulate(one, conditions).records))
 
     def write_trace(self, path: str | Path) -> None:
         """Writes the time line of the training, for Chrome or Perfetto. Raises UsageError before there is one."""

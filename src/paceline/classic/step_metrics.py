@@ -7,14 +7,24 @@ hundred steps. On a CPU there is nothing to wait for.
 
 from __future__ import annotations
 
+import operator
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 
-from paceline.clock import Mark
-from paceline.comm.traced import Trace
+from paceline.classic.monitor import DistributedMonitor
+from paceline.records.meter import StepMeter
+from paceline.records.records import StepRecord
+from paceline.train.step import StepOutcome
+from paceline.train.trainer import StepResult
+
+
+def _of_loss(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """Makes an operator of metrics, which calculates with their loss."""
+    return lambda metrics, other: calculate(float(metrics), other)
 
 
 class StepMetrics(Mapping[str, Any]):
@@ -53,39 +63,12 @@ class StepMetrics(Mapping[str, Any]):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
         return np.array(float(self), dtype=dtype)  # else numpy would take the names for a row of texts
 
-    def __add__(self, other: Any) -> Any:
-        return float(self) + other
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Any:
-        return float(self) - other
-
-    def __rsub__(self, other: Any) -> Any:
-        return other - float(self)
-
-    def __mul__(self, other: Any) -> Any:
-        return float(self) * other
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return float(self) / other
-
-    def __rtruediv__(self, other: Any) -> Any:
-        return other / float(self)
-
-    def __lt__(self, other: Any) -> bool:
-        return float(self) < float(other)
-
-    def __gt__(self, other: Any) -> bool:
-        return float(self) > float(other)
-
-    def __le__(self, other: Any) -> bool:
-        return float(self) <= float(other)
-
-    def __ge__(self, other: Any) -> bool:
-        return float(self) >= float(other)
+    __add__ = __radd__ = _of_loss(operator.add)
+    __mul__ = __rmul__ = _of_loss(operator.mul)
+    __sub__, __rsub__ = _of_loss(operator.sub), _of_loss(lambda loss, other: other - loss)
+    __truediv__, __rtruediv__ = _of_loss(operator.truediv), _of_loss(lambda loss, other: other / loss)
+    __lt__, __gt__ = _of_loss(operator.lt), _of_loss(operator.gt)
+    __le__, __ge__ = _of_loss(operator.le), _of_loss(operator.ge)
 
     def __round__(self, digits: int | None = None) -> float:
         return round(float(self), digits)
@@ -97,69 +80,51 @@ class StepMetrics(Mapping[str, Any]):
         return f"StepMetrics({dict(self)})"
 
 
-class StepTimes:
-    """How long a step took, and how long it stood still for communication."""
+class TimedCalls:
+    """Times the calls of a trainer by a meter, which knows a time when the device has passed it; none waits for it.
 
-    __slots__ = ("_end", "_marks", "_seconds")
+    With a ``log``, calls that had samples are logged then, and the rest when it is closed.
+    """
 
-    def __init__(self, start: Mark, end: Mark, waits: list[tuple[Mark, Mark]]) -> None:
-        self._end = end
-        self._marks: tuple[Mark, list[tuple[Mark, Mark]]] | None = (start, waits)
-        self._seconds = (0.0, 0.0)
+    def __init__(self, meter: StepMeter, log: DistributedMonitor | None = None) -> None:
+        self.step_s = self.comm_s = 0.0  # of all calls that the device has passed
+        self.start = meter.start
+        self._meter = meter
+        self._log = log
+        self._nothing = StepOutcome(loss_sum=torch.zeros(()), count=0.0, grad_norm=torch.zeros(()))
+        self._waiting: deque[tuple[list[StepRecord], StepMetrics]] = deque()
 
-    def is_past(self) -> bool:
-        """Says whether the times can be read without waiting."""
-        return self._marks is None or self._end.is_past()
+    def stop(self, number: int = 0, **values: Any) -> StepMetrics:
+        """Ends a call; returns its values with its times."""
+        times: list[StepRecord] = []
 
-    def read(self) -> tuple[float, float]:
-        """Returns the seconds of the step, and those of them spent waiting. The first call may wait for the device."""
-        if self._marks is not None:
-            start, waits = self._marks
-            waited = sum(end.seconds_since(begin) for begin, end in waits)
-            self._seconds = (self._end.seconds_since(start), waited)
-            self._marks = None  # an event is a resource of the driver: who keeps metrics need not keep its events
-        return self._seconds
+        def read() -> StepRecord:
+            if not times:
+                self.settle(wait=True)  # sync point
+            return times[0]
 
-    def step_s(self) -> float:
-        return self.read()[0]
+        values["compute_time"] = lambda: read().step_s - read().comm_s
+        values["communication_time"] = lambda: read().comm_s
+        values["step_time"] = lambda: read().step_s
+        metrics = StepMetrics(values)
+        self._meter.finish(StepResult(number, 0, [], 0.0, self._nothing, 1, is_last=False))
+        self._waiting.append((times, metrics))
+        self.settle()
+        return metrics
 
-    def communication_s(self) -> float:
-        """Returns the seconds that compute waited for communication: what overlap did not hide."""
-        return self.read()[1]
+    def settle(self, *, wait: bool = False) -> None:
+        """Reads the times of calls that the device has passed; with ``wait``, of all."""
+        for record in self._meter.drain(wait=wait):
+            times, metrics = self._waiting.popleft()
+            times.append(record)
+            self.step_s += record.step_s
+            self.comm_s += record.comm_s
+            samples = metrics.get("samples", 0)
+            if self._log is not None and samples:  # without any there is no loss
+                self._log.log_training_step(metrics["loss"], samples, record.step_s, record.comm_s, record.step)
 
-    def compute_s(self) -> float:
-        """Returns the seconds of the step without the waits."""
-        step_s, waited_s = self.read()
-        return step_s - waited_s
-
-
-class StepTimer:
-    """Times steps by marks on the device, and adds them up as the device passes them."""
-
-    def __init__(self, trace: Trace) -> None:
-        self._trace = trace
-        self._start: Mark = trace.mark()
-        self._unread: deque[StepTimes] = deque()
-        self._step_s = self._communication_s = 0.0
-
-    def start(self) -> None:
-        """Begins a step; waits since the last one, such as those of a checkpoint, belong to none."""
-        self._trace.take_waits()
-        self._start = self._trace.mark()
-
-    def stop(self) -> StepTimes:
-        times = StepTimes(self._start, self._trace.mark(), self._trace.take_waits())
-        self._unread.append(times)
-        self._add_up(wait=False)
-        return times
-
-    def totals(self) -> tuple[float, float]:
-        """Returns the seconds of all steps so far, and those of them spent waiting; waits for the device."""
-        self._add_up(wait=True)
-        return self._step_s, self._communication_s
-
-    def _add_up(self, *, wait: bool) -> None:
-        while self._unread and (wait or self._unread[0].is_past()):
-            step_s, waited_s = self._unread.popleft().read()
-            self._step_s += step_s
-            self._communication_s += waited_s
+    def close(self) -> None:
+        """Logs the rest."""
+        self.settle(wait=True)
+        if self._log is not None:
+            self._log.close()

@@ -1,120 +1,42 @@
-"""One call a microbatch: the trainer for a plain training script.
+"""The trainer for plain scripts: one call a microbatch (``microbatches.py``), or whole epochs.
 
-    trainer = DistributedTrainer(model, gradient_accumulation_steps=4, gradient_clip_val=1.0)
-    optimizer = torch.optim.AdamW(trainer.parameters(), lr=3e-4)
-    for epoch in range(epochs):
-        for step, batch in enumerate(loader):             # this rank's share, (inputs, targets)
-            metrics = trainer.train_step(batch, optimizer, criterion, step)
-        trainer.flush(optimizer)                          # microbatches that do not fill a group
-        trainer.save_checkpoint(epoch, optimizer, loss=metrics["loss"])
+    history = trainer.fit(loader, optimizer, criterion, epochs=20, eval_loader=held_out, patience=3)
+    result = trainer.evaluate(held_out, criterion, metrics={"accuracy": accuracy})     # the same on every rank
+    outputs = trainer.predict(loader)                                                  # of this rank's samples
 
-A convenience over public parts: ``connect``, ``parallelize``, and ``train_step`` of ``train/step.py``. One call is one
-microbatch, and every ``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses,
-divided once by the number of samples of all ranks and microbatches of the update: the gradient of one process on all
-of them, also where some are smaller than others. A mean of means would not be that. An update whose gradients are not
-finite is left out on all ranks, and ten in a row end the run.
+In ``fit`` and ``evaluate`` a plain ``DataLoader`` of all the data, the same on every rank, is shared out as by
+``paceline.shard``: a step has the samples that it has in one process. Any other loader is this rank's own share. Shares
+may differ in length: a rank that has no batch left takes part without samples, so that nobody waits for it. That costs
+one small all-reduce a batch where there are several ranks.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from pathlib import Path
-from typing import Any, SupportsFloat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
-from torch import nn
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
-from paceline.checkpoint.find import find_checkpoint
-from paceline.checkpoint.loops import warn_of
-from paceline.checkpoint.manifest import MODEL, State, prefixed
-from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
-from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
-from paceline.checkpoint.retention import Retention
-from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
-from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
-from paceline.classic.choices import checkpoint_parts, usual_precision
 from paceline.classic.config import DistributedConfig as DistributedConfig
-from paceline.classic.criterion import Criterion, CriterionLoss, count_samples
-from paceline.classic.fitting import Fitting
-from paceline.classic.monitor import StepLog
-from paceline.classic.step_metrics import StepMetrics, StepTimer
+from paceline.classic.microbatches import MicrobatchTrainer
 from paceline.clock import on_device
-from paceline.comm.base import Communicator, clock_of
-from paceline.comm.objects import ask_first_rank, gather_objects
-from paceline.comm.torch_dist import connect
-from paceline.comm.traced import Trace, TracedCommunicator
-from paceline.data.loader import StepBatch
-from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
-from paceline.engines.apply import parallelize
-from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.precision import PRECISIONS
-from paceline.engines.torch_helpers import adopt_optimizer
-from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
-from paceline.plan.layout import Offload
-from paceline.records.meter import peak_memory_bytes
-from paceline.train.loss import LossValue
-from paceline.train.randomness import capture_random_states, restore_random_states
-from paceline.train.scaler import make_scaler
-from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
-from paceline.train.survive.bad_steps import BadStep, BadSteps
-from paceline.train.survive.overflow import Wording, explain_bad_steps, find_overflow
+from paceline.comm.objects import gather_objects
+from paceline.data.own_loader import OwnLoader, shard_weighed
+from paceline.engines.agree import tensors_in
+from paceline.engines.replicas import fingerprint
+from paceline.errors import UsageError
+from paceline.train.metrics import score_all
+from paceline.train.output_loss import Criterion, count_samples
+from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+from paceline.train.step import place
 
-_WORDING = Wording(
-    step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
-)
+Metric: TypeAlias = Callable[[Any, Any], Any]
+"""``metric(outputs, targets)`` returns (sum, count), or one number: the mean over the batch's samples."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainerOptions:
-    """What a trainer takes besides, by name.
-
-    ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``checkpoint_dir`` is where
-    ``save_checkpoint`` writes; of what it wrote the newest ``keep_checkpoints`` stay (None: all), besides the best.
-    ``log_dir``, if given, gets the loss, samples and times of each call in ``trainer/``: lines of JSON of each rank,
-    and curves for TensorBoard, as a ``DistributedMonitor`` writes them.
-    ``comm`` is for ranks that are connected already, virtual ones for instance, and ``shard_ranks`` for the groups of
-    hybrid.
-    """
-
-    enable_activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    checkpoint_dir: str | Path = "./checkpoints"
-    keep_checkpoints: int | None = None
-    log_dir: str | Path | None = None
-    comm: Communicator | None = None
-    shard_ranks: int = 0
-
-    def problems(self, strategy: Any) -> list[Problem]:
-        checkpoints, comm, offload = self.enable_activation_checkpointing, self.comm, self.cpu_offload
-        return [
-            *check_type("enable_activation_checkpointing", checkpoints, bool, "True or False"),
-            *check_type("cpu_offload", offload, bool, "True or False"),
-            *expect(
-                offload is not True or strategy != "ddp",
-                "cpu_offload = True with strategy = 'ddp'",
-                "data parallelism keeps whole parameters on the device",
-                "use strategy = 'fsdp', which works on one rank too",
-            ),
-            *expect(
-                self.keep_checkpoints is None or (type(self.keep_checkpoints) is int and self.keep_checkpoints >= 1),
-                f"keep_checkpoints = {self.keep_checkpoints!r}",
-                "it is how many of the newest checkpoints stay, at least 1",
-                "for all of them, leave it out",
-            ),
-            *check_type("checkpoint_dir", self.checkpoint_dir, (str, Path), "a path"),
-            *check_type("log_dir", self.log_dir, (str, Path, type(None)), "a path"),
-            *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
-        ]
-
-
-_OPTIONS = tuple(field.name for field in fields(TrainerOptions))
-
-
-class DistributedTrainer(Fitting):
+class DistributedTrainer(MicrobatchTrainer):
     """Trains a plain module on the ranks that a launcher started, or on one where none did.
 
     All ranks make the same calls in the same order. ``mixed_precision`` is bf16 where the device has it and fp16 with a
@@ -123,357 +45,186 @@ class DistributedTrainer(Fitting):
     Raises UsageError with all problems of the arguments at once.
     """
 
-    def __init__(
+    def fit(
         self,
-        model: nn.Module,
-        strategy: str = "ddp",
-        mixed_precision: bool | str = False,
-        gradient_accumulation_steps: int = 1,
-        gradient_clip_val: float | None = None,
-        **options: Any,
-    ) -> None:
-        more = TrainerOptions(**{name: value for name, value in options.items() if name in _OPTIONS})
-        clip, steps = plain_number(gradient_clip_val), gradient_accumulation_steps
-        names, is_named = tuple(PRECISIONS), not isinstance(mixed_precision, bool)
-        problems = [
-            *check_type("model", model, nn.Module, "an nn.Module"),
-            *check_choice("strategy", strategy, STRATEGIES, says="is unknown"),
-            *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
-            *expect(
-                type(steps) is int and steps >= 1,
-                f"gradient_accumulation_steps = {steps!r}",
-                "it is a whole number of microbatches, of at least 1",
-                "for no accumulation, leave it out",
-            ),
-            *expect(
-                clip is None or (type(clip) in (int, float) and clip > 0),
-                f"gradient_clip_val = {gradient_clip_val!r}",
-                "it is the largest global norm of a gradient, a number above 0",
-                "for no clipping, leave it out",
-            ),
-            *more.problems(strategy),
-            *check_names(options, _OPTIONS),
-        ]
-        refuse("DistributedTrainer", problems)
-        self.strategy = strategy
-        self.gradient_accumulation_steps = gradient_accumulation_steps
-        self.gradient_clip_val = gradient_clip_val
-        self.checkpoint_dir = Path(more.checkpoint_dir)
-        self.log_dir = None if more.log_dir is None else Path(more.log_dir)
-        ranks = connect() if more.comm is None else more.comm
-        self._log = None if self.log_dir is None else StepLog(self.log_dir / "trainer", ranks.rank)
-        trace = Trace(ranks.device, clock=clock_of(ranks))
-        precision = usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
-        checkpointing = checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
-        self._built = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
-        self.engine = parallelize(
-            model,
-            TracedCommunicator(ranks, trace),
-            strategy,
-            precision=precision,
-            checkpoint_activations=checkpointing,
-            offload=_offload(strategy) if more.cpu_offload else Offload(),
-            shard_ranks=more.shard_ranks,
-        )
-        if isinstance(self.engine, ModuleEngine) and ranks.takes_real_time:  # calls of train_step are an own loop
-            self.engine.watch_replicas()
-        self.fit_state = {}
-        self.num_updates = 0
-        self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
-        self._scaler = make_scaler(self.engine.precision, ranks.device)
-        self._bad_updates = BadSteps()
-        self._timer = StepTimer(trace)
-        self._optimizer: torch.optim.Optimizer | None = None
-        self._writer: CheckpointWriter | None = None
-        self._retention = Retention(last=more.keep_checkpoints)
-        # The last microbatch and its loss, for a replay; before the first call one without samples.
-        unused = CriterionLoss(nn.functional.cross_entropy, self.engine.precision)
-        self._last: tuple[list[Any], CriterionLoss] = ([None], unused)
-        self._num_steps = self._num_samples = 0
-        self._num_pending = 0  # microbatches since the last update, and the losses of those that had samples
-        self._pending: list[LossValue] = []
-        self._applied_samples = 0  # in updates; rank 0 carries those of the checkpoint that was loaded
+        loader: Iterable[Any],
+        optimizer: torch.optim.Optimizer,
+        criterion: Criterion,
+        epochs: int = 1,
+        *,
+        eval_loader: Iterable[Any] | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        patience: int | None = None,
+        on_epoch: Callable[[dict[str, float]], None] | None = None,
+        resume: bool = False,
+    ) -> list[dict[str, float]]:
+        """Trains for ``epochs``; returns what each gave, the same on every rank, and saves a checkpoint after each.
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Iterates over what an optimizer of this rank updates."""
-        return self.engine.parameters()
-
-    def train_step(
-        self, batch: Any, optimizer: torch.optim.Optimizer, criterion: Criterion, step: int | None = None
-    ) -> StepMetrics:
-        """Trains on one microbatch of this rank; every ``gradient_accumulation_steps`` calls, updates the parameters.
-
-        ``batch`` is (inputs, targets), on any device. With no rows, or None for no samples on this rank, the call
-        takes part in the update alone; its loss is then nan. ``criterion(outputs, targets)`` returns the mean over
-        the batch's samples; one with ``reduction='sum'`` is taken as a sum. Samples count alike: a criterion that
-        divides by something else, such as class weights or targets not ignored, is weighed by samples all the same.
-        ``step`` is a label that comes back in the metrics. The trainer counts by itself, as an enumeration starts
-        again with each epoch.
-
-        The metrics are those of this call on this rank: loss (the mean over its samples), compute_time,
-        communication_time (what backward did not hide), step_time (both), samples, grad_norm (before clipping; None
-        without an update), learning_rate, is_update, is_skipped (an update that was left out, as its norm is not
-        finite), step. On CUDA, reading the loss, the norm or a time waits for the device; the call itself does not.
-
-        Raises UsageError for an optimizer of other parameters, and for a batch or a loss of another form; TrainingError
-        after ten updates in a row whose gradients are not finite.
+        The best by loss, that of ``eval_loader`` if there is one, is kept as ``best``. After ``patience`` epochs in a
+        row without a better one the training ends. ``resume`` goes on from the newest checkpoint, with the count of
+        those epochs. A loader whose sampler has ``set_epoch`` is told the epoch. A plain ``DataLoader`` of all the data
+        is shared out among the ranks. All ranks call it.
         """
-        self._use(optimizer)
-        self._timer.start()
-        samples = count_samples(batch)
-        placed = place(batch, self.engine.device, None) if samples else None
-        loss = CriterionLoss(criterion, self.engine.precision)
-        self._expect_elements(samples)
-        is_update = self._num_pending + 1 == self.gradient_accumulation_steps
-        learning_rate, norm = _learning_rate(optimizer), None
-        self._last = ([placed], loss)
-        if is_update:
-            norm = self._update(optimizer, [placed])
-        else:
-            factor = None if self._scaler is None else self._scaler.factors(self.engine.comm.size, None)[0]
-            with self.engine.no_sync():
-                self._run_passes(Passes(self.engine, [placed], loss, factor))
-        self._num_steps += 1
-        self._num_samples += samples
-        times = self._timer.stop()
-        values = {
-            "loss": math.nan if loss.mean is None else loss.mean.item,
-            "compute_time": times.compute_s,
-            "communication_time": times.communication_s,
-            "step_time": times.step_s,
-            "samples": samples,
-            "grad_norm": None if norm is None else norm.item,
-            "learning_rate": learning_rate,
-            "is_update": is_update,
-            "is_skipped": False if norm is None else lambda: not math.isfinite(norm.item()),
-            "step": step,
-        }
-        metrics = StepMetrics(values)
-        if self._log is not None:
-            self._log.add(self._num_steps, metrics, times)
-        return metrics
-
-    def flush(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Updates the parameters with what is accumulated, for the end of an epoch that does not fill a last group.
-
-        The update weighs each of its samples alike, however few they are. Without a flush they join the first group
-        of the next epoch. Called by all ranks; says whether there was anything, on any rank.
-        """
-        self._use(optimizer)
-        self._timer.start()
-        total = on_device(self._pending_samples, self.engine.device)
-        self.engine.comm.all_reduce(total).wait()
-        has_gradients = total.item() > 0  # sync point
-        if has_gradients:
-            self._update(optimizer, [])
-        self._forget_gradients()
-        self._timer.stop()
-        return has_gradients
-
-    def save_checkpoint(
-        self, epoch: int, optimizer: torch.optim.Optimizer, loss: SupportsFloat, is_best: bool = False
-    ) -> Path:
-        """Saves the state after the last update as ``checkpoint_dir/step-<updates>``; returns its path on every rank.
-
-        Called by all ranks. Each writes what it holds; rank 0's ``epoch``, ``loss`` and ``is_best`` count. The best is
-        kept as a copy in ``checkpoint_dir/best``. Gradients that wait for their group to fill are not saved: it warns
-        when there are any. Raises CheckpointError on every rank when one cannot write.
-        """
-        comm = self.engine.comm
-        if self._num_pending and comm.rank == 0:
-            warnings.warn(
-                f"{self._num_pending} of {self.gradient_accumulation_steps} microbatches are accumulated and not yet "
-                "applied: the checkpoint does not hold them\n  call trainer.flush(optimizer) before saving",
-                stacklevel=2,
-            )
-        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
-        if self._writer is None:
-            self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
-        path = self._writer.save(
-            self._state(optimizer, {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state})
-        )
-        ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
-        return path
-
-    def load_checkpoint(
-        self, path: str | Path | None = None, optimizer: torch.optim.Optimizer | None = None
-    ) -> dict[str, Any]:
-        """Continues from a checkpoint: of ``path``, of the newest in that folder, or of the newest that was saved.
-
-        Called by all ranks, which all read the files that rank 0 chooses. Returns its epoch, loss and step (updates
-        done). Without an optimizer only the model is loaded. Gradients accumulated so far are dropped. Random states
-        are restored if the number of ranks is the same. Raises CheckpointError on every rank if one cannot read it.
-        """
-        chosen = self._choose_checkpoint(path)
-        with raised_on_all(self.engine.comm):
-            checkpoint = open_checkpoint(chosen)
-            if optimizer is not None:
-                self._adopt(optimizer)
-            self._restore(checkpoint, optimizer)
-            extra = checkpoint.values.get("extra", {})
-            self.fit_state = extra.get("fit") or {}
-        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.num_updates}
-
-    def get_performance_metrics(self) -> dict[str, Any]:
-        """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
-
-        Local, so any rank may ask at any time: ``samples_per_second`` is this rank's rate times the world size,
-        everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
-        ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
-        """
-        step_s, waited_s = self._timer.totals()
-        list(self._bad_updates.settle())  # counts them; whether there are too many is for the next update to say
-        rate = self._num_samples / step_s if step_s > 0 else 0.0
-        num_steps = max(self._num_steps, 1)
-        return {
-            "samples_per_second": rate * self.engine.comm.size,
-            "samples_per_second_per_gpu": rate,
-            "communication_overhead_percent": 100 * waited_s / step_s if step_s > 0 else 0.0,
-            "average_step_time": step_s / num_steps,
-            "average_communication_time": waited_s / num_steps,
-            "total_samples": self._num_samples,
-            "total_steps": self._num_steps,
-            "total_updates": self.num_updates,
-            "skipped_updates": self._bad_updates.num_skipped,
-            "world_size": self.engine.comm.size,
-            "strategy": self.strategy,
-            "peak_memory_bytes": peak_memory_bytes(self.engine.device),
-        }
-
-    # One microbatch, one update.
-
-    def _use(self, optimizer: torch.optim.Optimizer) -> None:
-        """Checks an optimizer when it first comes: its parameters are ours, and no group of gradients is open."""
-        if optimizer is self._optimizer:
-            return
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise UsageError(f"optimizer is of type {type(optimizer).__name__}\n  it is a torch.optim.Optimizer")
-        if self._num_pending:
+        if patience is not None and (type(patience) is not int or patience < 1):
             raise UsageError(
-                f"another optimizer came after {self._num_pending} of {self.gradient_accumulation_steps} microbatches\n"
-                "  the microbatches of a group make one update of one optimizer\n"
-                "  call trainer.flush with the former optimizer first"
+                f"patience = {patience!r}\n  it is a number of epochs, at least 1\n  for none, leave it out"
             )
-        self._adopt(optimizer)
-        try:
-            self.engine.check_optimizer(optimizer)
-        except UsageError as error:
-            raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
-        self._optimizer = optimizer
+        self.fit_state = {} if not resume else self.fit_state
+        first, history = (int(self.load_checkpoint(None, optimizer)["epoch"]) + 1 if resume else 0), []
+        for epoch in range(first, epochs):
+            if patience is not None and self.fit_state.get("without_gain", 0) >= patience:
+                break
+            result: dict[str, float] = {"epoch": epoch, "loss": self._train_epoch(loader, optimizer, criterion, epoch)}
+            if eval_loader is not None:
+                found = self.evaluate(eval_loader, criterion, metrics)
+                result.update({f"eval_{name}": value for name, value in found.items() if name != "samples"})
+            value, best = result.get("eval_loss", result["loss"]), self.fit_state.get("best", math.inf)
+            is_best = value < best
+            bad = 0 if is_best else self.fit_state.get("without_gain", 0) + 1
+            self.fit_state = {"best": value if is_best else best, "without_gain": bad}
+            self.save_checkpoint(epoch, optimizer, value, is_best=is_best)
+            history.append(result)
+            if on_epoch is not None:
+                on_epoch(result)
+        return history
 
-    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
-        """Lets an optimizer that was built of the model's own parameters update those that the engine has for them."""
-        built = {name: parameter for name, each in self._built.items() if (parameter := each()) is not None}
-        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        is_built = theirs <= {id(parameter) for parameter in built.values()}
-        if is_built and not theirs <= {id(parameter) for parameter in self.engine.parameters()}:
-            adopt_optimizer(self.engine, optimizer, built, optimizer.state_dict())
+    @torch.no_grad()
+    def evaluate(
+        self, loader: Iterable[Any], criterion: Criterion, metrics: Mapping[str, Metric] | None = None
+    ) -> dict[str, float]:
+        """Returns the mean loss over all samples of all ranks, each metric, and ``samples``. Exact for ragged batches.
 
-    @property
-    def _pending_samples(self) -> int:
-        return int(sum(value.count for value in self._pending))
-
-    def _expect_elements(self, samples: int) -> None:
-        """Tells a scaler that knows no count of elements yet how many the first update will have."""
-        if self._scaler is not None and not self._scaler.knows_elements:
-            first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
-            self.engine.comm.all_reduce(first).wait()
-            self._scaler.note_elements(first)
-
-    def _run_passes(self, passes: Passes) -> list[LossValue]:
-        """Adds the gradients of microbatches to those that wait; returns the losses of all of them.
-
-        Batches keep the dtypes that they came with.
+        All ranks call it. Parameters and modes stay as they are. A plain ``DataLoader`` is shared out as in ``fit``.
         """
-        found = accumulate(replace(passes, dtype=None))
-        self._num_pending += len(passes.microbatches)
-        self._pending += [LossValue(value.total.detach(), value.count) for value in found]
-        return self._pending
+        names, device = list(metrics or {}), self.engine.device
+        weighed = {name: _weighed(name, metric) for name, metric in (metrics or {}).items()}
+        score = score_all(self.loss_of(criterion), weighed)
+        sums = torch.zeros(2 + 2 * len(names), dtype=torch.float64, device=device)
+        for value, rest in self._forward(self._shared(loader), score):
+            sums += torch.stack([on_device(number, device) for number in (value.total, value.count, *rest)])
+        self.engine.comm.all_reduce(sums).wait()
+        total, samples, *found = sums.tolist()  # sync point
+        means = {name: found[2 * i] / max(found[2 * i + 1], 1e-30) for i, name in enumerate(names)}
+        return {"loss": total / max(samples, 1.0), **means, "samples": int(samples)}
 
-    def _update(self, optimizer: torch.optim.Optimizer, microbatches: list[Any]) -> torch.Tensor:
-        """Makes the step of which ``microbatches`` are the last, with those that wait; returns the gradient norm."""
-        batch = StepBatch(microbatches=microbatches, global_samples=1)  # how many there are is counted
-        outcome = train_step(
-            self.engine, optimizer, batch, self._last[1], self._policy, scaler=self._scaler, passes=self._run_passes
-        )
-        self.num_updates += 1
-        self._applied_samples += self._pending_samples
-        self._forget_gradients()
-        for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
-            self._stop_if_stuck(bad)
-        return outcome.grad_norm
+    @torch.no_grad()
+    def predict(self, loader: Iterable[Any]) -> Any:
+        """Returns the model's outputs for this rank's batches, in order, on the CPU: one tensor, or a list of others.
 
-    def _stop_if_stuck(self, bad: BadStep) -> None:
-        """Raises TrainingError if this bad update is one too many in a row; all ranks come here together."""
-        if bad.num_in_a_row < self._policy.max_bad_steps:
-            return
-        microbatches, loss = bad.batch
-        finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
-        raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
+        A batch is inputs, or (inputs, targets), of which the targets are left out. All ranks call it.
+        """
 
-    def _forget_gradients(self) -> None:
-        """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""
-        for parameter in self.engine.parameters():
-            parameter.grad = None
-        self._num_pending, self._pending = 0, []
+        def run(model: Callable[..., Any], batch: Any) -> Any:
+            return model(batch[0] if isinstance(batch, tuple | list) and len(batch) == 2 else batch)
 
-    # Checkpoints.
+        outputs = [each.cpu() if isinstance(each, torch.Tensor) else each for each in self._forward(loader, run)]
+        return torch.cat(outputs) if outputs and all(isinstance(each, torch.Tensor) for each in outputs) else outputs
 
-    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
-        comm, held = self.engine.comm, list(self.engine.shards())
-        list(self._bad_updates.settle())
-        tensors, found = optimizer_shards(optimizer, held)
-        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
-        return State(
-            step=self.num_updates,
-            position=sum(gather_objects(comm, self._applied_samples)),
-            shards=[*prefixed(MODEL, held), *tensors],
-            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
-            own={"random": capture_random_states(comm.device)},
-            found=found,
-            about={"strategy": self.strategy},
-        )
+    def _train_epoch(
+        self, loader: Iterable[Any], optimizer: torch.optim.Optimizer, criterion: Criterion, epoch: int
+    ) -> float:
+        """Trains on a whole loader, and returns the mean loss over all samples of all ranks."""
+        sampler: Any = getattr(loader, "sampler", None)
+        if hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(epoch)
+        sums = torch.zeros(2, dtype=torch.float64, device=self.engine.device)
+        for step, batch in enumerate(self._together(self._shared(loader, epoch))):
+            metrics = self.train_step(batch, optimizer, criterion, step)
+            if samples := metrics["samples"]:
+                sums += torch.tensor([metrics["loss"] * samples, samples], dtype=torch.float64).to(sums.device)
+        self.flush(optimizer)
+        self.engine.comm.all_reduce(sums).wait()
+        total, samples = sums.tolist()
+        return float(total / max(samples, 1.0))
 
-    def _choose_checkpoint(self, path: str | Path | None) -> Path:
-        """Lets rank 0 look for the newest checkpoint that is whole, so that all ranks read the same one."""
-        where = self.checkpoint_dir if path is None else Path(path)
-
-        def choose() -> Path:
-            fix = "save_checkpoint writes into checkpoint_dir: check the path, or start without loading"
-            return find_checkpoint(str(where), where, tell=warn_of, fix=fix)
-
-        return ask_first_rank(self.engine.comm, choose)
-
-    def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
-        comm, values = self.engine.comm, checkpoint.values
+    def _forward(self, loader: Iterable[Any], function: Callable[[Callable[..., Any], Any], Any]) -> Iterator[Any]:
+        """Yields what a function of the model and a batch gives for each batch, in evaluation mode."""
+        engine = self.engine
+        engine.share_buffers()
+        modes = [(module, module.training) for module in engine.module.modules()]
+        engine.eval()
         try:
-            fill_model(checkpoint, self.engine)
-            if optimizer is not None:
-                load_optimizer(checkpoint, optimizer, list(self.engine.shards()))
-        except (MisfitError, RuntimeError, ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
-                "  build both as they were when it was saved"
-            ) from error
-        self._forget_gradients()
-        if self._scaler is not None and "scaler" in values:
-            self._scaler.load_state_dict(values["scaler"])
-        if "bad_steps" in values:
-            self._bad_updates.load_state_dict(values["bad_steps"])
-        self.num_updates = checkpoint.step
-        self._applied_samples = checkpoint.position if comm.rank == 0 else 0
-        if checkpoint.manifest.world == comm.size:
-            restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
+            for batch in self._together(loader):
+                if batch is None:
+                    engine.sit_out()
+                    continue
+                with engine.precision.context(engine.device):
+                    yield engine.apply_loss(function, place(batch, engine.device, None))
+        finally:
+            for module, was_training in modes:
+                module.training = was_training
+
+    def _shared(self, loader: Iterable[Any], epoch: int = 0) -> Iterable[Any]:
+        """Returns what shares a plain ``DataLoader`` out, if all ranks have the same; else the loader itself."""
+        comm = self.engine.comm
+        if comm.size == 1:
+            return loader
+        everyone = gather_objects(comm, _describe(loader, comm.device))
+        first = everyone[0]
+        if (
+            first is None
+            or not isinstance(loader, DataLoader)
+            or any(each is None or each[1:] != first[1:] for each in everyone)
+        ):
+            return loader
+        shared = shard_weighed(loader, comm, seed=first[0])
+        shared.load_state_dict({**shared.state_dict(), "position": epoch * shared.order.samples_per_epoch})
+        return shared
+
+    def _together(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields this rank's batches, and None while others still have some."""
+        comm, batches = self.engine.comm, iter(loader)
+        while True:
+            batch = next(batches, None)
+            if isinstance(loader, OwnLoader) and any(not each.numel() for each in tensors_in(batch)):
+                batch = None  # others have samples
+            left = torch.tensor([float(batch is not None)], device=comm.device)
+            if comm.size > 1:
+                comm.all_reduce(left).wait()
+            if not left.item():  # sync point
+                return
+            yield batch
 
 
-def _offload(strategy: str) -> Offload:
-    """Returns all that a strategy can keep on the host."""
-    return Offload(optimizer=True, gradients=True, parameters=strategy not in ("zero1", "zero2"))
+def _describe(loader: Iterable[Any], device: torch.device) -> tuple[int, ...] | None:
+    """Returns the seed and the settings of a plain ``DataLoader``, with a fingerprint of some samples; None for others.
+
+    The samples are read from one random state on all ranks, as a data set may change them by chance.
+    """
+    sampler = loader.sampler if isinstance(loader, DataLoader) else None
+    is_shuffled = isinstance(sampler, RandomSampler) and not sampler.replacement
+    if not isinstance(loader, DataLoader) or loader.batch_size is None:
+        return None
+    dataset: Any = loader.dataset
+    if not (is_shuffled or isinstance(sampler, SequentialSampler)) or not len(dataset):
+        return None
+    before = capture_random_states(device)
+    seed_everything(0)
+    try:
+        length = len(dataset)
+        samples = loader.collate_fn([dataset[place] for place in sorted({0, length // 2, length - 1})])
+    finally:
+        restore_random_states(before, device)
+    seed = torch.initial_seed() if loader.generator is None else loader.generator.initial_seed()
+    return seed % 2**63, length, loader.batch_size, is_shuffled, loader.drop_last, fingerprint(samples)
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    rate = optimizer.param_groups[0]["lr"]
-    return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
+def _weighed(name: str, metric: Metric) -> Callable[[Callable[..., Any], Any], Any]:
+    """Returns a metric of outputs and targets as one of a model and a batch, which gives sum and count."""
+
+    def weigh(model: Callable[..., Any], batch: Any) -> tuple[Any, Any]:
+        value, samples = metric(model(batch[0]), batch[1]), count_samples(batch)
+        if isinstance(value, tuple) and len(value) == 2:
+            return value
+        if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            return value * samples, samples
+        raise UsageError(
+            f"the metric {name} returned {type(value).__name__}\n"
+            "  a metric returns (sum, count), or one number: the mean over the batch\n"
+            "  return correct.sum(), correct.numel()"
+        )
+
+    return weigh
 
 
 EnhancedDistributedTrainer = DistributedTrainer

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.destination import check_page, check_picture, check_table
 from paceline.cli.options import print_json
 from paceline.terminal import echo
+
+if TYPE_CHECKING:
+    from paceline.records.report import RunSummary
 
 
 def report(
@@ -58,25 +62,24 @@ def report(
             console.print(*([""] if number else []), render(run), sep="\n")
         for part in [*map(draw_comparison, changes), *draw_scaling(points)]:
             console.print("", part, sep="\n")
-    _write_files(folders, html=html, csv=csv, figures={"png": png, "svg": svg}, as_json=as_json)
+    files = {"html": html, "png": png, "svg": svg, "csv": csv}
+    _write_files(summaries, {kind: path for kind, path in files.items() if path}, as_json=as_json)
 
 
-def _write_files(
-    folders: list[Path], *, html: Path | None, csv: Path | None, figures: dict[str, Path | None], as_json: bool
-) -> None:
-    if not (html or csv or any(figures.values())):
+def _write_files(summaries: list[RunSummary], files: dict[str, Path], *, as_json: bool) -> None:
+    """Writes files by their kind, of records that are read once for all of them."""
+    if not files:
         return
     from paceline.view.export import write_csv, write_figure
     from paceline.view.html import write_report
     from paceline.view.runs import read_runs
 
-    runs = read_runs(folders)
-    if html:
-        write_report(folders, html)
-    if csv:
-        write_csv(runs, csv)
-    for kind, path in figures.items():
-        if path:
+    runs = read_runs([summary.folder for summary in summaries])
+    for kind, path in files.items():
+        if kind == "html":
+            write_report(runs, path, summaries)
+        elif kind == "csv":
+            write_csv(runs, path)
+        else:
             write_figure(runs, path, kind)
-    for path in filter(None, (html, *figures.values(), csv)):
         echo(f"wrote {path}", err=as_json)

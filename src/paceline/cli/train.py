@@ -16,6 +16,7 @@ from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.config import Config
+    from paceline.records.report import RunSummary
     from paceline.run.find_rate import RateFinding
     from paceline.run.result import RunResult
 
@@ -146,22 +147,23 @@ def show_result(result: RunResult, *, as_json: bool) -> None:
     console.print(render(result.summary))
     lines = [f"The run is in {result.folder}: records, checkpoints, logs, config.", "Try next:"]
     lines += _next_steps(result.folder, result.config)
-    if (path := write_small_report(result.folder)) is not None:
+    if (path := write_small_report(result.folder, result.summary)) is not None:
         lines += ["", f"Its report, for a browser, is {path}"]
     console.print("", *lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
 
 
-def write_small_report(folder: Path) -> Path | None:
+def write_small_report(folder: Path, summary: RunSummary) -> Path | None:
     """Writes ``report.html`` into a run's folder, unless its records are so large that it would take seconds."""
     from paceline.errors import PacelineError
     from paceline.view.html import write_report
+    from paceline.view.runs import read_runs
 
     size = sum(path.stat().st_size for path in (folder / "records").glob("*.jsonl"))
     if size > _MOST_REPORTED_BYTES:
         return None
     path = folder / "report.html"
     try:
-        write_report([folder], path)
+        write_report(read_runs([folder]), path, [summary])
     except PacelineError:  # a full disk, say: the run is done all the same
         return None
     return path

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from paceline.cli.layout_options import with_layout_options
 from paceline.cli.options import Overrides, print_json
 from paceline.errors import UsageError
 
@@ -30,8 +31,14 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 }
 # What the ranks compute in is an option of this verb; as built, the model is as exact as it can be.
 _EXACT = {"dtype": "float64", "precision": "fp32"}
+# Fields of a layout that are no options here: they change what is computed, or no engine reads them.
+_NOT_VERIFIED = (
+    *("algorithm", "compile", "compression", "offload", "tunes_buckets", "gathers_logits"),
+    *("microbatch", "node_ranks", "context", "expert"),
+)
 
 
+@with_layout_options(without=_NOT_VERIFIED)
 def verify(
     config: str | None = typer.Argument(
         None,
@@ -39,32 +46,26 @@ def verify(
         help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors.",
     ),
     overrides: Overrides = None,
-    strategy: str = typer.Option(None, help="ddp, zero1, zero2, zero3, fsdp or hybrid; by default the config's."),
     ranks: int = typer.Option(4, help="How many ranks."),
-    shard_ranks: int = typer.Option(None, help="hybrid: ranks of a shard group; by default half of them."),
     steps: int = typer.Option(3, help="Optimizer steps to compare."),
-    accumulate: int = typer.Option(1, "--accumulate", "--microbatches", help="Microbatches a step."),
-    pipeline: int = typer.Option(None, help="Ranks that a pipeline of stages runs over; by default the config's."),
-    tensor: int = typer.Option(None, help="Ranks that split each layer; by default the config's."),
-    data: int = typer.Option(None, help="Ranks that share the batch; follows from the others."),
-    schedule: str = typer.Option(None, help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or a CSV file."),
-    chunks: int = typer.Option(None, help="Stages on each rank of the pipeline, where the schedule takes several."),
-    sequence_parallel: bool = typer.Option(False, "--sequence-parallel", help="tensor: split along the sequence too."),
     clip: str = typer.Option("1.0", help="Largest global gradient norm, or none."),
-    precision: str = typer.Option("fp32", help="fp32 (verified in float64), bf16, bf16_master, fp16, fp8 or fp8_row."),
-    checkpoint_activations: bool = typer.Option(False, "--checkpoint-activations", help="Compute blocks again."),
-    checkpoint_policy: str = typer.Option(None, help="What is computed again: full, matmuls, every_2, ..."),
+    checkpoints: bool = typer.Option(False, "--checkpoint-activations", help="Compute blocks again, by policy full."),
     batch: int = typer.Option(None, help="Global batch; by default a ragged one."),
     backend: str = typer.Option("virtual", help="virtual: threads of this process; gloo or shared_memory: processes."),
     tolerance: float = typer.Option(None, help="Largest difference allowed; by default as the precision needs."),
     model: str = typer.Option(None, "--model", help="The same as the argument CONFIG."),
     as_json: bool = typer.Option(False, "--json", help="Print the certificate as JSON."),
+    **layout: Any,
 ) -> None:
     """Prove that training on N ranks computes what one process would.
 
     Trains the same model on the same data twice: in one process, and on N ranks with the batch cut unevenly. Compares
     loss, every gradient, the clip norm, parameters and buffers after each step: in float64, or in mixed precision
     within the rounding of it. Leaves with exit code 1 on a mismatch, naming the first module and step that diverge.
+
+    Options that the run is spread by go before the config. Without them it is spread as the config says, but for
+    precision (fp32, verified in float64), accumulate (1) and the size of buckets (small). Lists are written as in a
+    config, [layers.0, layers.1]; a schedule is a name or a CSV file.
 
     Examples:
 
@@ -80,20 +81,19 @@ def verify(
     from paceline.verify.certificate import certify
     from paceline.verify.settings import Settings, check_settings, complete
 
-    is_spread = any(degree is not None and degree > 1 for degree in (pipeline, tensor))
-    name = model or config or ("gpt" if is_spread else "mlp")
-    roomy = _with_room(name, pipeline or 1, tensor or 1, schedule or "", chunks)
+    options = ({"checkpoint_activations": "full"} if checkpoints else {}) | layout
+    pipeline, tensor = options.get("pipeline", 1), options.get("tensor", 1)
+    name = model or config or ("gpt" if max(pipeline, tensor) > 1 else "mlp")
+    roomy = _with_room(name, pipeline, tensor, options.get("schedule", ""), options.get("chunks"))
     loaded = _load(name, [*roomy, *(overrides or [])])
-    options: dict[str, Any] = {"pipeline": pipeline, "tensor": tensor, "data": data or 0, "chunks": chunks}
-    options |= {"sequence_parallel": sequence_parallel or None, "accumulate": accumulate, "precision": precision}
-    options["checkpoint_activations"] = checkpoint_policy or ("full" if checkpoint_activations else None)
-    layout = _layout(loaded, strategy=strategy, schedule=schedule, shard_ranks=shard_ranks, **options)
-    said = strategy or loaded.parallel.strategy
-    settings = complete(Settings(layout=layout, strategy=said, ranks=ranks, steps=steps, clip=_clip_norm(clip)))
-    check_settings(settings, backend=backend, tolerance=tolerance, batch=batch)
-    size = batch or 2 * settings.data_ranks * accumulate + 1  # one over: no two shares weigh the same
+    spread = _layout(loaded, options)
+    said = options.get("strategy", loaded.parallel.strategy)
+    how: dict[str, Any] = {"steps": steps, "clip": _clip_norm(clip), "backend": backend, "tolerance": tolerance}
+    settings = complete(Settings(layout=spread, strategy=said, ranks=ranks, **how))
+    check_settings(settings, batch=batch)
+    size = batch or 2 * settings.data_ranks * settings.accumulate + 1  # one over: no two shares weigh the same
     case = ConfigCase(loaded, batch=size, layers_as_blocks=name in BUILT_IN)
-    certificate = certify(case, settings, backend=backend, tolerance=tolerance)  # type: ignore[arg-type]
+    certificate = certify(case, settings)
     if as_json:
         print_json({"case": name, **certificate.to_json()})
     else:
@@ -114,7 +114,7 @@ def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int
     return changes
 
 
-def _layout(config: Config, *, schedule: str | None, strategy: str | None, **options: Any) -> Layout:
+def _layout(config: Config, options: dict[str, Any]) -> Layout:
     """Puts the options on top of the layout that the config asks for; its buckets are small ones."""
     from paceline.config import layout_of
     from paceline.plan.layout import Compression, Offload
@@ -122,18 +122,20 @@ def _layout(config: Config, *, schedule: str | None, strategy: str | None, **opt
     from paceline.verify.settings import SMALL_BUCKETS
 
     asked = layout_of(config)
-    changes = {name: value for name, value in options.items() if value is not None}
-    said: Any = strategy or config.parallel.strategy
-    changes["strategy"] = "fsdp" if said == "zero3" else said
-    if changes["strategy"] != "hybrid" and options["shard_ranks"] is None:
-        changes["shard_ranks"] = 0
-    if schedule is not None:  # another one may take other chunks
-        made = read_csv(Path(schedule)) if schedule.endswith(".csv") else schedule
-        changes = {"schedule": made, "chunks": 0, **changes}
-    if options["pipeline"] is not None and options["pipeline"] != asked.pipeline:  # a cut is for the stages it has
-        changes = {"stages": "estimated", "stage_layers": None, **changes}
+    said = options.get("strategy", config.parallel.strategy)
     plain = {"offload": Offload(), "compression": Compression(), "compile": "none", "algorithm": "native"}
-    return replace(asked, **{**plain, **SMALL_BUCKETS, "tunes_buckets": False, **changes})
+    changes: dict[str, Any] = plain | SMALL_BUCKETS | {"tunes_buckets": False, "data": 0, "accumulate": 1}
+    changes |= {"precision": "fp32"} if said == "hybrid" else {"precision": "fp32", "shard_ranks": 0}
+    if "schedule" in options:  # another one may take other chunks
+        changes["chunks"] = 0
+    if options.get("pipeline", asked.pipeline) != asked.pipeline:  # a cut is for the stages it has
+        changes |= {"stages": "estimated", "stage_layers": None}
+    changes |= options | {"strategy": "fsdp" if said == "zero3" else said}
+    if changes.get("stages") == "auto":
+        changes["stages"] = "estimated"
+    if str(changes.get("schedule", "")).endswith(".csv"):
+        changes["schedule"] = read_csv(Path(changes["schedule"]))
+    return replace(asked, **changes)
 
 
 def _clip_norm(text: str) -> float | None:

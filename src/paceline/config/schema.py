@@ -28,6 +28,7 @@ from paceline.config.sections import (
     Section,
     Seed,
 )
+from paceline.plan.field_types import MEANINGS
 from paceline.plan.layout import Algorithm, Buffers, Checkpointing, Compression, Layout, OffloadPart, Policy
 
 # YAML has lists and no tuples, so these are converted; what they hold is strict all the same.
@@ -64,9 +65,7 @@ class ParallelConfig(Section):
     """On how many ranks, and how the model is spread over them."""
 
     strategy: Literal["ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto"] = Field(
-        default="ddp",
-        description="ddp: every rank holds the whole model; zero1, zero2, zero3 (the same as fsdp): the ranks share "
-        "optimizer state, gradients too, parameters too; hybrid: fsdp inside groups; auto: the cheapest that fits",
+        default="ddp", description=MEANINGS["strategy"]
     )
     sharding_strategy: Literal["manual", "auto"] = Field(
         default="manual",
@@ -84,50 +83,24 @@ class ParallelConfig(Section):
         default=True, description="on CPUs (Linux): each rank keeps to its share of the host's cores, if they divide"
     )
     node_ranks: Count | None = Field(default=None, description="ranks that share a host; null: detected")
-    shard_ranks: Count | None = Field(
-        default=None, description="hybrid: ranks that hold one copy of the model together; null: node_ranks"
-    )
+    shard_ranks: Count | None = Field(default=None, description=MEANINGS["shard_ranks"])
     reshard_after_forward: bool | Count = Field(
-        default=_LAYOUT.reshard_after_forward,
-        description="fsdp: free gathered parameters after forward, keep them, or spread them over this many ranks",
+        default=_LAYOUT.reshard_after_forward, description=MEANINGS["reshard_after_forward"]
     )
-    units: Texts | None = Field(
-        default=None, description="fsdp: modules that are gathered as one, by name; null: the model's repeated blocks"
-    )
-    unit_mb: Positive | None = Field(
-        default=None, description="fsdp: gather modules together up to this size, in MiB; null: the model's blocks"
-    )
-    prefetch: Count = Field(default=_LAYOUT.prefetch, description="fsdp: units that are gathered ahead of their use")
-    sync_batchnorm: bool = Field(
-        default=_LAYOUT.sync_batchnorm,
-        description="batch norm takes its statistics over all ranks, as one process would",
-    )
-    pipeline: Count = Field(
-        default=_LAYOUT.pipeline, description="ranks that run the model's layers one after another, in stages"
-    )
-    tensor: Count = Field(
-        default=_LAYOUT.tensor, description="ranks that share each layer: heads, features, vocabulary"
-    )
-    data: Count | None = Field(
-        default=None, description="ranks that share the batch; null: ranks / (pipeline x tensor)"
-    )
+    units: Texts | None = Field(default=None, description=MEANINGS["units"])
+    unit_mb: Positive | None = Field(default=None, description=MEANINGS["unit_mb"])
+    prefetch: Count = Field(default=_LAYOUT.prefetch, description=MEANINGS["prefetch"])
+    sync_batchnorm: bool = Field(default=_LAYOUT.sync_batchnorm, description=MEANINGS["sync_batchnorm"])
+    pipeline: Count = Field(default=_LAYOUT.pipeline, description=MEANINGS["pipeline"])
+    tensor: Count = Field(default=_LAYOUT.tensor, description=MEANINGS["tensor"])
+    data: Count | None = Field(default=None, description=MEANINGS["data"])
     schedule: Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"] = Field(
-        default="1f1b", description="pipeline: in which order microbatches run forward and backward"
+        default="1f1b", description=MEANINGS["schedule"]
     )
-    chunks: Count | None = Field(
-        default=None, description="pipeline: stages of each rank; null: 1, or 2 for interleaved and zb-v"
-    )
-    stages: Literal["auto", "measured"] | Texts = Field(
-        default="auto",
-        description="pipeline: auto cuts by estimated cost, measured by timing the layers; or names of the layers at "
-        "which a new stage begins",
-    )
-    stage_layers: Counts | None = Field(
-        default=None, description="pipeline: how many blocks each stage runs; null: see stages"
-    )
-    sequence_parallel: bool = Field(
-        default=False, description="tensor: between split layers, each rank works on a part of the tokens"
-    )
+    chunks: Count | None = Field(default=None, description=MEANINGS["chunks"])
+    stages: Literal["auto", "measured"] | Texts = Field(default="auto", description=MEANINGS["stages"])
+    stage_layers: Counts | None = Field(default=None, description=MEANINGS["stage_layers"])
+    sequence_parallel: bool = Field(default=False, description=MEANINGS["sequence_parallel"])
     schedule_file: str | None = Field(
         default=None, description="pipeline: a CSV file with a schedule of your own; null: see schedule"
     )
@@ -150,11 +123,7 @@ class ParallelConfig(Section):
 class MemoryConfig(Section):
     """What is traded for memory: time, by computing again or by moving to the host."""
 
-    checkpoint_activations: Checkpointing = Field(
-        default="none",
-        description="what backward computes again: nothing, blocks (all but their inputs), all but matrix products, or "
-        "every n-th block",
-    )
+    checkpoint_activations: Checkpointing = Field(default="none", description=MEANINGS["checkpoint_activations"])
     offload: Annotated[tuple[OffloadPart, ...], Strict(False)] = Field(
         default=(), description="what lives in the host's memory: optimizer, gradients, parameters"
     )
@@ -261,18 +230,11 @@ class CommConfig(Section):
         default=None,
         description="algorithm = auto: a benchmark's record of all-reduces, asked in place of formulas; null: formulas",
     )
-    bucket_mb: Literal["auto"] | Positive = Field(
-        default=_LAYOUT.bucket_mb,
-        description="gradients reduced together, in MiB; auto: what the first steps show to wait least",
-    )
-    first_bucket_mb: Positive = Field(
-        default=_LAYOUT.first_bucket_mb, description="size of the first bucket, in MiB: small starts early"
-    )
+    bucket_mb: Literal["auto"] | Positive = Field(default=_LAYOUT.bucket_mb, description=MEANINGS["bucket_mb"])
+    first_bucket_mb: Positive = Field(default=_LAYOUT.first_bucket_mb, description=MEANINGS["first_bucket_mb"])
     timeout_s: Positive = Field(default=300.0, description="seconds until a rank that does not answer is an error")
-    buffers: Buffers = Field(
-        default="broadcast", description="buffers such as batch-norm statistics: rank 0's for all, or each its own"
-    )
-    overlap: bool = Field(default=_LAYOUT.overlap, description="reduce gradients while backward still runs")
+    buffers: Buffers = Field(default="broadcast", description=MEANINGS["buffers"])
+    overlap: bool = Field(default=_LAYOUT.overlap, description=MEANINGS["overlap"])
     interface: str | None = Field(
         default=None,
         description="network interface of Gloo and NCCL, as eth0; null: loopback on one host, else their choice",
@@ -374,17 +336,12 @@ class TrainConfig(Section):
         description="samples that a rank processes at once; null: global_batch / (accumulate x ranks); auto: the most "
         "that fit into memory",
     )
-    accumulate: Count | None = Field(
-        default=None, description="microbatches of a step; null: global_batch / (microbatch x ranks), or 1"
-    )
+    accumulate: Count | None = Field(default=None, description=MEANINGS["accumulate"])
     seed: Seed = Field(default=0, description="seed of weights, dropout and data order")
     deterministic: bool = Field(default=False, description="only deterministic kernels; slower, bit-for-bit the same")
     dtype: Literal["float32", "float64"] = Field(default="float32", description="dtype in which the model is built")
     precision: Literal["auto", "fp32", "bf16", "fp16", "bf16_master", "fp8", "fp8_row"] = Field(
-        default="auto",
-        description="fp32: computes in dtype; bf16, fp16: autocast; bf16_master: bf16 parameters with fp32 masters; "
-        "fp8: so, and linear layers of blocks in 8 bits, scaled tensor by tensor; fp8_row: scaled row by row; "
-        "auto: bf16_master on GPUs with bf16, else fp32",
+        default="auto", description=MEANINGS["precision"]
     )
     cuda_graphs: bool | Literal["auto"] = Field(
         default="auto",
@@ -399,11 +356,7 @@ class TrainConfig(Section):
         default="auto",
         description="auto: cross entropy; or package.module:function of (model, batch) that returns (sum, count)",
     )
-    fused_loss: Literal["auto"] | bool = Field(
-        default=_LAYOUT.fused_loss,
-        description="compute the loss with the output layer, in chunks, so that there are never the logits of all "
-        "tokens; auto: on a GPU, for vocabularies of 8192 and more",
-    )
+    fused_loss: Literal["auto"] | bool = Field(default=_LAYOUT.fused_loss, description=MEANINGS["fused_loss"])
     eval_every: Count | Literal["epoch"] | None = Field(
         default=None, description="steps between evaluations; epoch: after each; null: at the end only"
     )

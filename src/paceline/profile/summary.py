@@ -88,12 +88,13 @@ class ProfileSummary:
 
     def lines(self) -> list[str]:
         """Returns it for people."""
-        error = f"clocks agree to within {_seconds(self.clock_error_s)}"
-        told = [f"{self.steps} steps of {_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
+        error = f"clocks agree to within {format_seconds(self.clock_error_s)}"
+        told = [f"{self.steps} steps of {format_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
         told.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
         for each in self.ranks:
             per = [
-                _seconds(value / max(self.steps, 1)) for value in (each.communication_s, each.exposed_s, each.hidden_s)
+                format_seconds(value / max(self.steps, 1))
+                for value in (each.communication_s, each.exposed_s, each.hidden_s)
             ]
             memory = f"{format_bytes(each.peak_bytes):>12}  {each.peak_phase}"
             told.append(f"{each.rank:<6}{per[0]:>14}{per[1]:>11}{per[2]:>11}{memory}")
@@ -107,12 +108,12 @@ class ProfileSummary:
                 ]
         if self.actions:
             told += ["", "actions of the schedule, mean: "]
-            told[-1] += ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in self.actions.items())
+            told[-1] += ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in self.actions.items())
         return told
 
     def _cost(self, operator: Operator, title: str) -> str:
         seconds = operator.device_s if title == "kernels" else operator.host_s
-        return _seconds(seconds / max(self.steps * len(self.ranks), 1))
+        return format_seconds(seconds / max(self.steps * len(self.ranks), 1))
 
 
 def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
@@ -233,7 +234,3 @@ def length(intervals: Sequence[Interval]) -> float:
 def length_in_both(one: Sequence[Interval], other: Sequence[Interval]) -> float:
     """Returns how long an interval of each kind lasts at once: |A| + |B| - |A or B|."""
     return length(one) + length(other) - length([*one, *other])
-
-
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds > 0 else "0 s"

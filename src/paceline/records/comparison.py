@@ -15,14 +15,14 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from paceline.errors import UsageError
 from paceline.records.console import format_loss
-from paceline.records.records import strict_json
+from paceline.records.records import RunRecord, strict_json
 from paceline.records.tables import new_table
 from paceline.units import format_bytes, format_seconds
 
@@ -50,25 +50,11 @@ class ScalingPoint:
     scaling: str = ""
 
 
-class ScaledRun(Protocol):
-    """What decides whether rates of two runs can be compared: of a run's first record, or its summary."""
+def scaling_between(run: RunRecord | RunSummary, base: RunRecord | RunSummary) -> str:
+    """Says how a run scales one on at most as many ranks: ``strong`` or ``weak``. Raises UsageError if it does not.
 
-    @property
-    def world_size(self) -> int: ...
-    @property
-    def num_parameters(self) -> int: ...
-    @property
-    def global_batch(self) -> int: ...
-    @property
-    def backend(self) -> str: ...
-    @property
-    def compute(self) -> str: ...
-    @property
-    def peak_flops(self) -> float | None: ...
-
-
-def scaling_between(run: ScaledRun, base: ScaledRun) -> str:
-    """Says how a run scales one on at most as many ranks: ``strong`` or ``weak``. Raises UsageError if it does not."""
+    Takes the first records of two runs, or their summaries.
+    """
     shared, batch = (run.global_batch, base.global_batch), (run.world_size, base.world_size)
     is_strong, is_weak = shared[0] == shared[1], shared[0] * batch[1] == shared[1] * batch[0]
     peaks = [f"{each.peak_flops:.3g} FLOP/s" for each in (run, base) if each.peak_flops is not None]
@@ -94,7 +80,7 @@ def scaling_between(run: ScaledRun, base: ScaledRun) -> str:
     return "strong" if is_strong else "weak"
 
 
-def _kind_of_ranks(run: ScaledRun) -> str:
+def _kind_of_ranks(run: RunRecord | RunSummary) -> str:
     return "simulated" if run.backend == "virtual" else "real"
 
 
@@ -266,7 +252,7 @@ def _shown(name: str, value: float) -> str:
     if name == "memory_bytes":
         return format_bytes(value)
     if name == "seconds":
-        return format_seconds(value) if value > 0 else "0 s"
+        return format_seconds(value)
     if name in ("comm_share", "mfu", "goodput", "test_accuracy"):
         return f"{100 * value:.1f} %"
     return format_loss(value) if name.endswith("loss") else f"{value:,.1f}"

@@ -9,6 +9,7 @@ from paceline.health.straggler import Straggler
 from paceline.records.goodput import Goodput
 from paceline.records.records import RunRecord
 from paceline.records.summary import StepTable
+from paceline.records.traffic import TrafficRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class RunFacts:
     memory: MemoryUse = field(default_factory=MemoryUse)
     priced_comm_s: float | None = None
     num_hosts: int = 1
+    traffic: tuple[TrafficRow, ...] = ()  # most bytes first
 
     @property
     def is_inside_a_host(self) -> bool:

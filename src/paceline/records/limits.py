@@ -204,9 +204,10 @@ def _cut_share(steps: StepTable, first: int) -> tuple[float, list[str]]:
 
 def _restarts(goodput: Goodput) -> Limit:
     count = "1 restart" if goodput.restarts == 1 else f"{goodput.restarts} restarts"
+    repeated_s, down_s = format_seconds(goodput.repeated_s), format_seconds(goodput.down_s)
     told = (
-        f"{count}: {goodput.repeated_steps:,} recorded steps were made again ({_seconds(goodput.repeated_s)}), and "
-        f"{_seconds(goodput.down_s)} passed before training went on; goodput {100 * goodput.share:.0f} %"
+        f"{count}: {goodput.repeated_steps:,} recorded steps were made again ({repeated_s}), and "
+        f"{down_s} passed before training went on; goodput {100 * goodput.share:.0f} %"
     )
     return _limit("restarts", goodput.lost_share, (told,))
 
@@ -228,8 +229,4 @@ def _limit(what: Cause, share: float, evidence: Sequence[str]) -> Limit:
 
 
 def _of(part_s: float, whole_s: float) -> str:
-    return f"{_seconds(part_s)} of {_seconds(whole_s)}"
-
-
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds > 0 else "0 s"
+    return f"{format_seconds(part_s)} of {format_seconds(whole_s)}"

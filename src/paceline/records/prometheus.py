@@ -27,10 +27,10 @@ from paceline.records.records import (
     StepRecord,
     parse_line,
 )
+from paceline.records.summary import PHASES
 from paceline.untrusted import open_regular
 
 _TAIL_BYTES = 2**18
-_PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
 
 METRICS = {
     "paceline_step": "updates that the rank has made",
@@ -178,7 +178,7 @@ def _of_step(labels: dict[str, str], record: StepRecord, run: RunRecord | None) 
         "paceline_mfu": record.mfu,
     }
     yield from ((name, labels, value) for name, value in values.items() if value is not None)
-    for phase in _PHASES:
+    for phase in PHASES:
         yield "paceline_phase_seconds", {**labels, "phase": phase.removesuffix("_s")}, getattr(record, phase)
     if run is not None:
         rate = record.samples_per_s * run.units_per_sample

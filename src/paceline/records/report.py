@@ -15,14 +15,14 @@ How ranks and steps become one number is said in ``summary.py``. Here besides, f
 Rate and step time leave out the warm-up. A prediction is of the last attempt that made a step, and compared with its
 steps alone.
 
-A resumed run appends to the same files, so a step may be there twice, and from another number of ranks. What counts
-for a step is the last attempt that rank 0 (or the lowest rank there is) made at it.
+A resumed run appends to the same files, so a step may be there twice, and from another number of ranks: ``RunRecords``
+in ``summary.py`` says what counts.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -32,19 +32,17 @@ from rich.console import Group, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from paceline.config.suggest import near_folders
-from paceline.errors import RunFolderError
-from paceline.health.straggler import Straggler, find_straggler
+from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
 from paceline.records.console import format_loss, format_percent, parameters_text
 from paceline.records.facts import MemoryUse
-from paceline.records.goodput import Goodput, find_goodput
+from paceline.records.goodput import Goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
-from paceline.records.records import EndRecord, RunRecord, StepRecord, strict_json
+from paceline.records.records import RunRecord, strict_json
 from paceline.records.run_facts import find_facts
-from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, StepTable, add_up, read_run
+from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, add_up, open_run
 from paceline.records.tables import draw_tables, plain_tables
-from paceline.records.traffic import TrafficRow, find_traffic
+from paceline.records.traffic import TrafficRow
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
 from paceline.untrusted import is_number
@@ -123,23 +121,12 @@ class RunSummary(Shown):
 
 def summarize(run_folder: Path) -> RunSummary:
     """Reads the records of a run. Raises RunFolderError for a folder without records, or with a damaged one."""
-    attempts = read_run(run_folder)
-    if not attempts:
-        raise _no_run(run_folder)
-    last_steps = {rank: _last_steps(own) for rank, own in attempts.items()}
-    lead, lead_steps = next(iter(attempts.values())), next(iter(last_steps.values()))
-    run = lead[-1].run
-    steps = _steps_that_count(last_steps)
-    table = StepTable(steps.values())
-    # Every rank records the same result; after a resume on fewer ranks, some have only an older one.
-    evaluations = [[each for attempt in own for each in attempt.evaluations] for own in attempts.values()]
-    evaluation = max((own[-1] for own in evaluations if own), key=lambda record: record.time, default=None)
-    end = _end(own[-1].end for rank, own in attempts.items() if rank < run.world_size)
+    records = open_run(run_folder)
+    run, table, evaluation, end = records.run, records.steps, records.evaluation, records.end
     comm_s, step_s = table.mean_s("comm_s"), table.mean_s("step_s")
-    samples_per_s, straggler = table.without_warm_up().samples_per_s, find_straggler(table.rows)
-    prediction = _compared(run_folder, lead, lead_steps, steps)
-    goodput, traffic = find_goodput(lead), find_traffic(attempts)
-    facts, gains = find_facts(run_folder, attempts, table, straggler, goodput, traffic, prediction)
+    samples_per_s = table.without_warm_up().samples_per_s
+    prediction = _compared(run_folder, records)
+    facts, gains = find_facts(run_folder, records, prediction)
     return RunSummary(
         name=run_folder.resolve().name,
         folder=run_folder,
@@ -151,8 +138,8 @@ def summarize(run_folder: Path) -> RunSummary:
         num_parameters=run.num_parameters,
         num_trained=run.num_trained,
         global_batch=run.global_batch,
-        steps=max(steps, default=0),
-        seconds=sum(attempt.seconds for attempt in lead),
+        steps=max(records.attempts, default=0),
+        seconds=sum(attempt.seconds for attempt in records.lead),
         final_loss=table.last(FINAL_STEPS).totals().loss,
         test_loss=None if evaluation is None else evaluation.loss,
         test_accuracy=None if evaluation is None else evaluation.accuracy,
@@ -160,24 +147,15 @@ def summarize(run_folder: Path) -> RunSummary:
         samples_per_s=samples_per_s,
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
-        ranks=tuple(
-            _rank_summary(rank, own[-1].run, table, [attempt for attempt, _ in lead_steps.values()])
-            for rank, own in attempts.items()
-        ),
+        ranks=tuple(_rank_summary(rank, records) for rank in records.ranks),
         prediction=prediction,
-        straggler=straggler,
-        late=tuple(
-            f"at step {event.step}: {event.detail.get('sentence', '')}"
-            for own in attempts.values()
-            for attempt in own
-            for event in attempt.events
-            if event.name == "straggler"
-        ),
+        straggler=facts.straggler,
+        late=tuple(f"at step {each.step}: {each.detail.get('sentence', '')}" for each in records.events("straggler")),
         limits=judge_run(facts, gains),
-        goodput=goodput,
-        traffic=traffic,
+        goodput=facts.goodput,
+        traffic=facts.traffic,
         memory=facts.memory,
-        start=_start(lead),
+        start=_start(records.lead),
         **_speed(run, samples_per_s),
     )
 
@@ -246,69 +224,21 @@ def render(summary: RunSummary) -> RenderableType:
     return Group(*parts)
 
 
-def _no_run(run_folder: Path) -> RunFolderError:
-    records = run_folder / "records"
-    what = "has no rank-<r>.jsonl with a record in it" if records.is_dir() else "does not exist"
-    return RunFolderError(
-        f"no run to report on in {run_folder}: {records} {what}\n"
-        "  every rank writes its records there from its first moment on\n"
-        f"  {near_folders(run_folder) or 'give the folder of a run, or start one with: paceline train CONFIG'}"
-    )
-
-
-def _last_steps(attempts: Sequence[RankAttempt]) -> dict[int, tuple[RankAttempt, StepRecord]]:
-    """Returns, by step in order, the record of a rank with its attempt; of a step made twice, the later."""
-    found = {record.step: (attempt, record) for attempt in attempts for record in attempt.steps}
-    return dict(sorted(found.items()))
-
-
-def _steps_that_count(
-    last_steps: Mapping[int, Mapping[int, tuple[RankAttempt, StepRecord]]],
-) -> dict[int, dict[int, StepRecord]]:
-    """Returns, by step in order, the record of each rank that took part in the attempt that counts."""
-    lead = next(iter(last_steps.values()))
-    return {
-        step: {
-            rank: own[step][1]
-            for rank, own in last_steps.items()
-            if step in own and own[step][0].run.world_size == attempt.run.world_size
-        }
-        for step, (attempt, _) in lead.items()
-    }
-
-
-def _end(ends: Iterable[EndRecord | None]) -> EndRecord | None:
-    """Returns the worst end among the ranks: one that failed, else none at all, else one that was stopped."""
-    known = list(ends)
-    failed = next((end for end in known if end is not None and end.status == "failed"), None)
-    if failed is not None or None in known:
-        return failed
-    return next((end for end in known if end is not None and end.status == "stopped"), known[0])
-
-
-def _compared(
-    run_folder: Path,
-    attempts: Sequence[RankAttempt],
-    last_steps: Mapping[int, tuple[RankAttempt, StepRecord]],
-    steps: Mapping[int, Mapping[int, StepRecord]],
-) -> Compared | None:
-    """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was.
-
-    ``attempts`` and ``last_steps`` are those of the lowest rank.
-    """
+def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
+    """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was."""
     expected = read_expectation(run_folder)
     if expected is None:
         return None
-    last = next((each for each in reversed(attempts) if any(each is made for made, _ in last_steps.values())), None)
+    last = next(reversed(records.attempts.values()), None)
     if last is None or last.run.world_size != expected.ranks:
         return compare(expected, None, None)
-    made = StepTable(ranks for step, ranks in steps.items() if last_steps[step][0] is last)
+    made = records.steps.only({step for step, attempt in records.attempts.items() if attempt is last})
     return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
 
 
-def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequence[RankAttempt]) -> RankSummary:
-    """Adds up one rank's steps; ``attempts`` has the one that counts of each step of the run."""
-    totals = add_up(table.of_rank(rank))
+def _rank_summary(rank: int, records: RunRecords) -> RankSummary:
+    """Adds up one rank's steps."""
+    run, totals = records.ranks[rank][-1].run, add_up(records.steps.of_rank(rank))
     times: dict[str, float] = {name: getattr(totals, name) for name in PHASES}
     return RankSummary(
         rank=rank,
@@ -319,7 +249,7 @@ def _rank_summary(rank: int, run: RunRecord, table: StepTable, attempts: Sequenc
         step_s=totals.median_s,
         total_s=totals.step_s,
         memory_bytes=totals.memory_bytes,
-        absent_steps=sum(attempt.run.world_size <= rank for attempt in attempts),
+        absent_steps=sum(attempt.run.world_size <= rank for attempt in records.attempts.values()),
         **times,
     )
 
@@ -350,11 +280,11 @@ def _headline(summary: RunSummary) -> Table:
         for row in _speed_rows(summary, summary.samples_per_s):
             table.add_row(*row)
         share = f"{format_percent(summary.comm_share)} of step time, mean of the ranks"
-        table.add_row("time in communication", _format_seconds(summary.comm_s), share)
+        table.add_row("time in communication", format_seconds(summary.comm_s), share)
     table.add_row("steps", f"{summary.steps:,}", "")
-    table.add_row("duration", _format_seconds(summary.seconds), "")
+    table.add_row("duration", format_seconds(summary.seconds), "")
     if summary.start:
-        table.add_row("first step after", _format_seconds(summary.start["seconds"]), _start_parts(summary.start))
+        table.add_row("first step after", format_seconds(summary.start["seconds"]), _start_parts(summary.start))
     return table
 
 
@@ -394,7 +324,7 @@ def _rank_table(summary: RunSummary) -> Table:
         table.add_row(
             f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}",
             format_count(rank.samples),
-            _format_seconds(rank.step_s),
+            format_seconds(rank.step_s),
             *(f"{100 * seconds / rank.total_s:.1f}" if rank.total_s > 0 else "-" for seconds in times),
             format_bytes(rank.memory_bytes),
         )
@@ -435,7 +365,3 @@ def _doubts(summary: RunSummary) -> list[str]:
         for rank in summary.ranks
         if rank.steps + rank.absent_steps < most
     ]
-
-
-def _format_seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds > 0 else "0 s"

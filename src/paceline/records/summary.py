@@ -1,6 +1,8 @@
 """Adds up step records: the one place where the records of ranks become numbers.
 
-    files of a run  --read_run-->  attempts of each rank  --StepTable-->  one row a step  --> medians, sums, shares
+    files of a run  --open_run-->  RunRecords: attempts of each rank, one row a step  --> medians, sums, shares
+
+The report, the words of the page, the classic analyzer, chaos and the benches all take their numbers from here.
 
 For step s and the ranks r that took part in it:
 
@@ -16,7 +18,7 @@ The first tenth of the steps, and at least one, pays for start-up: ``without_war
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter
@@ -24,8 +26,18 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+from paceline.config.suggest import near_folders
 from paceline.errors import RunFolderError
-from paceline.records.records import EndRecord, EvalRecord, EventRecord, Record, RunRecord, StepRecord, read_records
+from paceline.records.records import (
+    EndRecord,
+    EvalRecord,
+    EventRecord,
+    HostRecord,
+    Record,
+    RunRecord,
+    StepRecord,
+    read_records,
+)
 
 PHASES = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
 """What a step consists of, as fields of a step record."""
@@ -96,6 +108,25 @@ def read_run(run_folder: Path) -> dict[int, list[RankAttempt]]:
     return dict(sorted(found.items()))
 
 
+def open_run(run_folder: Path, *, with_hosts: bool = False) -> RunRecords:
+    """Reads what the ranks of a run wrote, and its hosts if asked.
+
+    Raises RunFolderError for a folder without records of a rank, or with a damaged one.
+    """
+    ranks = read_run(run_folder)
+    if not ranks:
+        records = run_folder / "records"
+        what = "has no rank-<r>.jsonl with a record in it" if records.is_dir() else "does not exist"
+        raise RunFolderError(
+            f"no run to report on in {run_folder}: {records} {what}\n"
+            "  every rank writes its records there from its first moment on\n"
+            f"  {near_folders(run_folder) or 'give the folder of a run, or start one with: paceline train CONFIG'}"
+        )
+    paths = sorted((run_folder / "records").glob("host-*.jsonl")) if with_hosts else []
+    hosts = [each for path in paths for each in read_file(path, HostRecord) if isinstance(each, HostRecord)]
+    return RunRecords(ranks, hosts)
+
+
 def read_file(path: Path, first: type[Record]) -> list[Record]:
     """Reads one file of records, which begins with one of the type ``first``. Raises RunFolderError if it cannot."""
     try:
@@ -118,12 +149,17 @@ def read_file(path: Path, first: type[Record]) -> list[Record]:
 
 def final_steps(attempts: Sequence[RankAttempt]) -> dict[int, StepRecord]:
     """Returns the steps of a rank that its final state is made of: a step made again replaces it and all later ones."""
-    steps: dict[int, StepRecord] = {}
-    for record in chain.from_iterable(attempt.steps for attempt in attempts):
-        for later in [number for number in steps if number >= record.step]:
-            del steps[later]
-        steps[record.step] = record
-    return steps
+    return {step: record for step, (_, record) in _steps_with_attempts(attempts).items()}
+
+
+def _steps_with_attempts(attempts: Sequence[RankAttempt]) -> dict[int, tuple[RankAttempt, StepRecord]]:
+    found: dict[int, tuple[RankAttempt, StepRecord]] = {}
+    for attempt in attempts:
+        for record in attempt.steps:
+            if found and record.step <= next(reversed(found)):
+                found = {step: made for step, made in found.items() if step < record.step}
+            found[record.step] = attempt, record
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,13 +243,12 @@ class StepTable:
     def __init__(self, rows: Iterable[Mapping[int, StepRecord]]) -> None:
         self.rows = tuple(row for row in rows if row)
 
-    @classmethod
-    def of_numbers(cls, numbers: Iterable[int], by_rank: Sequence[Mapping[int, StepRecord]]) -> StepTable:
-        """Makes a row for each step number, of the ranks that have it; ``by_rank`` has their records by step."""
-        return cls({rank: own[number] for rank, own in enumerate(by_rank) if number in own} for number in numbers)
-
     def __len__(self) -> int:
         return len(self.rows)
+
+    def only(self, numbers: Collection[int]) -> StepTable:
+        """Returns the steps of these numbers alone."""
+        return StepTable(row for row in self.rows if next(iter(row.values())).step in numbers)
 
     def last(self, num_steps: int) -> StepTable:
         """Returns the last steps alone."""
@@ -260,3 +295,53 @@ class StepTable:
         """Returns the seconds of a phase, such as ``comm_s``: the mean of the ranks, added up over the steps."""
         seconds = attrgetter(phase)
         return float(sum(sum(map(seconds, row.values())) / len(row) for row in self.rows))
+
+
+class RunRecords:
+    """What the ranks of a run wrote, and the table of its steps.
+
+    ``ranks`` has the attempts of each rank that left any, the lowest rank first: ``lead`` are its attempts, ``run`` is
+    the first record of the last of them. What counts for a step is the last attempt that the lowest rank made at it:
+    ``attempts`` has it by step. A row of ``steps`` has the ranks that took part in that attempt.
+    """
+
+    def __init__(self, ranks: Mapping[int, Sequence[RankAttempt]], hosts: Sequence[HostRecord] = ()) -> None:
+        self.ranks = ranks
+        self.hosts = hosts
+        self.lead = next(iter(ranks.values()))
+        self.run = self.lead[-1].run
+        made = {rank: _steps_with_attempts(own) for rank, own in ranks.items()}
+        self.attempts = {step: attempt for step, (attempt, _) in next(iter(made.values())).items()}
+        self.steps = StepTable(
+            {
+                rank: own[step][1]
+                for rank, own in made.items()
+                if step in own and own[step][0].run.world_size == attempt.run.world_size
+            }
+            for step, attempt in self.attempts.items()
+        )
+
+    @classmethod
+    def of(cls, records: Sequence[Sequence[Record]], hosts: Sequence[HostRecord] = ()) -> RunRecords:
+        """Takes the records of each rank, in the order of ranks."""
+        return cls(dict(enumerate(map(split_attempts, records))), hosts)
+
+    def events(self, name: str) -> list[EventRecord]:
+        """Returns the events of a name of all ranks, rank by rank."""
+        attempts = chain.from_iterable(self.ranks.values())
+        return [event for attempt in attempts for event in attempt.events if event.name == name]
+
+    @property
+    def evaluation(self) -> EvalRecord | None:
+        """The last evaluation. Every rank records the same; after a resume on fewer, some have only an older one."""
+        found = [[each for attempt in own for each in attempt.evaluations] for own in self.ranks.values()]
+        return max((own[-1] for own in found if own), key=lambda record: record.time, default=None)
+
+    @property
+    def end(self) -> EndRecord | None:
+        """The worst end among the ranks: one that failed, else none at all, else one that was stopped."""
+        known = [own[-1].end for rank, own in self.ranks.items() if rank < self.run.world_size]
+        failed = next((end for end in known if end is not None and end.status == "failed"), None)
+        if failed is not None or None in known:
+            return failed
+        return next((end for end in known if end is not None and end.status == "stopped"), known[0])

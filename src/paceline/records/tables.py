@@ -66,8 +66,8 @@ def _phase_table(ranks: Sequence[RankSummary]) -> PlainTable | None:
         seconds = {rank.rank: float(getattr(rank, phase)) / rank.steps for rank in known}
         least, most = min(seconds, key=lambda rank: seconds[rank]), max(seconds, key=lambda rank: seconds[rank])
         share = sum(float(getattr(rank, phase)) for rank in known) / total
-        ends = (_seconds(seconds[least]), str(least), _seconds(seconds[most]), str(most))
-        mean = _seconds(sum(seconds.values()) / len(seconds))
+        ends = (format_seconds(seconds[least]), str(least), format_seconds(seconds[most]), str(most))
+        mean = format_seconds(sum(seconds.values()) / len(seconds))
         rows.append((_NAMES.get(phase, phase.removesuffix("_s")), mean, f"{100 * share:.1f} %", *ends))
     columns = ("phase", "mean", "share", "least", "rank", "most", "rank")
     return PlainTable(title="phases, seconds of a step", columns=columns, rows=tuple(rows))
@@ -79,7 +79,7 @@ def _traffic_table(traffic: Sequence[TrafficRow]) -> PlainTable | None:
     rows = [
         (
             row.kind,
-            *(row.group, str(row.ranks), format_count(row.calls), format_bytes(row.bytes), _seconds(row.seconds)),
+            *(row.group, str(row.ranks), format_count(row.calls), format_bytes(row.bytes), format_seconds(row.seconds)),
             *(f"{rate / 1e9:.2f}" if rate > 0 else "-" for rate in (row.bandwidth, row.bus_bandwidth)),
         )
         for row in traffic
@@ -107,14 +107,10 @@ def _goodput_table(goodput: Goodput | None) -> PlainTable | None:
     if goodput is None or not (goodput.restarts or goodput.repeated_steps or goodput.skipped_steps):
         return None
     rows = [
-        ("steps that count", _seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput"),
-        ("steps made again", _seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps"),
-        ("down", _seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs"),
+        ("steps that count", format_seconds(goodput.useful_s), f"{100 * goodput.share:.1f} % of the run: goodput"),
+        ("steps made again", format_seconds(goodput.repeated_s), f"{goodput.repeated_steps:,} steps"),
+        ("down", format_seconds(goodput.down_s), f"{goodput.restarts} restarts, {goodput.roll_backs} roll-backs"),
     ]
     if goodput.skipped_steps:
         rows.append(("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite"))
     return PlainTable(title="goodput and lost work", columns=("", "time", ""), rows=tuple(rows))
-
-
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds > 0 else "0 s"

@@ -18,9 +18,10 @@ from paceline.engines.engine import Engine
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
 from paceline.train.assemble import DataAndModel, build_workload
-from paceline.train.loss import Loss, LossValue, build_loss
+from paceline.train.loss import Loss, build_loss
 from paceline.train.normalise import Normalise
 from paceline.train.optim import build_optimizer
+from paceline.train.output_loss import OutputLoss
 
 
 class Case(Protocol):
@@ -57,40 +58,13 @@ class FunctionCase:
         return self.batch(step)
 
     def make_loss(self) -> Loss:
-        return _OutputLoss(self.loss)
+        return OutputLoss(self.loss, "loss_fn", may_count=True)
 
     def make_optimizer(self, named: Any, engine: Engine | None = None) -> torch.optim.Optimizer:
         del engine
         parameters = [parameter for _, parameter in named]
         make = self.optimizer or (lambda p: torch.optim.AdamW(p, lr=1e-3, weight_decay=0.1))
         return make(parameters)
-
-
-class _OutputLoss:
-    """``function(outputs, targets)``: a mean over samples, or (sum, count)."""
-
-    elements_per_sample = None
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        inputs, targets = batch
-        value = self._function(model(inputs), targets)
-        if isinstance(value, tuple) and len(value) == 2:
-            total, count = value
-        else:
-            count = float(num_samples(targets))
-            total = value * count if isinstance(value, torch.Tensor) else value
-        if isinstance(total, torch.Tensor) and total.dtype in (torch.bfloat16, torch.float16):
-            total = total.float()  # it will be added up with others
-        if not isinstance(total, torch.Tensor) or total.numel() != 1:
-            what = f"shape {list(total.shape)}" if isinstance(total, torch.Tensor) else f"type {type(value).__name__}"
-            raise UsageError(f"loss_fn returned a value of {what}\n  return a mean over samples, or (sum, count)")
-        return LossValue(total.reshape(()), count)
-
-    def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        return self(model, batch)
 
 
 class ConfigCase:

@@ -13,8 +13,8 @@ import pickle
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +22,6 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import share_memory
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.apply import layout_from
 from paceline.errors import RankFailedError, UsageError
 from paceline.notebook import Shown
 from paceline.run.processes import run_processes
@@ -42,7 +41,7 @@ from paceline.verify.measure import (
 )
 from paceline.verify.reference import Reference, run_reference
 from paceline.verify.runs import run_distributed
-from paceline.verify.settings import SMALL_BUCKETS, Settings, check_settings, complete
+from paceline.verify.settings import Settings, check_settings, complete
 from paceline.verify.values import Calls, Gradients, StepValues
 
 # Where two runs part: the first module whose output differs, or else whose gradient does.
@@ -187,9 +186,6 @@ def _hint(model: nn.Module, settings: Settings) -> str:
     return ""
 
 
-Backend = Literal["virtual", "gloo", "shared_memory"]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Certificate(Shown):
     """What was verified, and how far the two runs were apart.
@@ -237,20 +233,6 @@ class Certificate(Shown):
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thoroughness:
-    """How long and how strictly is verified.
-
-    The backends ``gloo`` and ``shared_memory`` are real processes, and need functions that can be pickled.
-    """
-
-    steps: int = 3
-    clip: float | None = 1.0
-    backend: Backend = "virtual"
-    tolerance: float | None = None  # None: what rounding explains
-    make_optimizer: Callable[..., torch.optim.Optimizer] | None = None
-
-
 def verify(
     make_model: Callable[[], nn.Module],
     make_batch: Callable[[int], Any],
@@ -258,6 +240,7 @@ def verify(
     *,
     strategy: str = "ddp",
     ranks: int = 4,
+    make_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
     **options: Any,
 ) -> Certificate:
     """Verifies that ``strategy`` on ``ranks`` ranks trains ``make_model()`` exactly as one process would.
@@ -265,36 +248,29 @@ def verify(
     ``make_batch(step)`` gives the global batch as (inputs, targets); ``loss_fn(outputs, targets)`` a mean over
     samples, or (sum, count) where elements weigh otherwise. Dropout modules are switched off, as their numbers depend
     on the rank. ``options`` are fields of a ``Layout``, as for ``parallelize`` (``precision="bf16"``, ``accumulate=3``,
-    ``pipeline=2, schedule="zb-h1"``), and of ``Thoroughness``: ``steps``, ``clip``, ``backend``, ``tolerance``,
-    ``make_optimizer``. ``precision="fp32"`` is verified in float64, any other against one process of the same policy.
+    ``pipeline=2, schedule="zb-h1"``), and besides ``steps`` (3), ``clip`` (1.0), ``backend`` ("virtual"; "gloo" and
+    "shared_memory" are real processes, whose functions can be pickled) and ``tolerance`` (None: what rounding
+    explains). ``precision="fp32"`` is verified in float64, any other against one process of the same policy.
     Without ``shard_ranks`` hybrid shards over half of the ranks.
 
     Raises UsageError, before anything starts, with all that is wrong with the arguments.
     """
-    names = {each.name for each in dataclasses.fields(Thoroughness)}
-    how = Thoroughness(**{name: value for name, value in options.items() if name in names})
-    case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=how.make_optimizer)
-    asked = layout_from({name: value for name, value in options.items() if name not in names})
-    said: Any = "fsdp" if strategy == "zero3" else strategy
-    layout = replace(asked, strategy=said, **SMALL_BUCKETS)
-    settings = Settings(layout=layout, strategy=strategy, ranks=ranks, steps=how.steps, clip=how.clip)
-    return certify(case, settings, backend=how.backend, tolerance=how.tolerance)
+    case = FunctionCase(model=make_model, batch=make_batch, loss=loss_fn, optimizer=make_optimizer)
+    return certify(case, Settings.of(strategy=strategy, ranks=ranks, **options))
 
 
-def certify(
-    case: Case, settings: Settings, *, backend: Backend = "virtual", tolerance: float | None = None
-) -> Certificate:
+def certify(case: Case, settings: Settings) -> Certificate:
     """Runs a case both ways and compares. Raises UsageError for a case that cannot be compared."""
-    settings = dataclasses.replace(complete(settings), caches_casts=backend != "virtual")
-    check_settings(settings, backend=backend, tolerance=tolerance)
-    if backend != "virtual":
+    settings = dataclasses.replace(complete(settings), caches_casts=settings.backend != "virtual")
+    check_settings(settings)
+    if settings.backend != "virtual":
         _check_picklable(case)
     start = time.perf_counter()
-    reference, per_rank = _both(case, settings, backend)
-    bound = bound_for(settings, reference.pieces, tolerance)
+    reference, per_rank = _both(case, settings)
+    bound = bound_for(settings, reference.pieces)
     follows = False
-    if settings.is_exact and tolerance is None and not _agree(reference, per_rank, bound):
-        followed = _one_process(case, settings, backend, per_rank[0])
+    if settings.is_exact and settings.tolerance is None and not _agree(reference, per_rank, bound):
+        followed = _one_process(case, settings, per_rank[0])
         of_noise = noise_bound(settings, reference, followed)
         if of_noise is not None:
             reference, bound, follows = followed, of_noise, True
@@ -309,9 +285,9 @@ def certify(
     divergence = None
     if first_bad is not None:
         recorded = dataclasses.replace(settings, record_step=first_bad)
-        again, ranks = _both(case, recorded, backend)
+        again, ranks = _both(case, recorded)
         if follows:
-            again = _one_process(case, recorded, backend, ranks[0])
+            again = _one_process(case, recorded, ranks[0])
         divergence = locate(case, recorded, bound, again.steps[first_bad], [values[first_bad] for values in ranks])
     return _certificate(
         case,
@@ -321,7 +297,6 @@ def certify(
         max_abs_error=largest.largest,
         errors=errors,
         divergence=divergence,
-        backend=backend,
         seconds=time.perf_counter() - start,
     )
 
@@ -342,7 +317,7 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
         strategy=settings.strategy or layout.strategy,
         shard_ranks=layout.shard_ranks or None,
         schedule=None if layout.pipeline == 1 else str(layout.schedule),
-        **{name: getattr(settings, name) for name in ("ranks", "steps", "clip", "accumulate")},
+        **{name: getattr(settings, name) for name in ("ranks", "backend", "steps", "clip", "accumulate")},
         **{name: getattr(layout, name) for name in ("pipeline", "tensor", "checkpoint_activations", "precision")},
         num_parameters=sum(p.numel() for p in case.make_model().parameters()),
         batch=reference.samples,
@@ -351,18 +326,18 @@ def _certificate(case: Case, settings: Settings, reference: Reference, bound: Bo
     )
 
 
-def _both(case: Case, settings: Settings, backend: Backend) -> tuple[Reference, list[list[StepValues]]]:
+def _both(case: Case, settings: Settings) -> tuple[Reference, list[list[StepValues]]]:
     """Runs one process and the ranks. In mixed precision one process follows the ranks, so these go first."""
 
     if settings.is_exact:  # a case that cannot be compared is refused before any rank starts
-        reference = _one_process(case, settings, backend, None)
-        return reference, _run(backend, settings.ranks, run_distributed, case, settings)
-    per_rank: list[list[StepValues]] = _run(backend, settings.ranks, run_distributed, case, settings)
-    return _one_process(case, settings, backend, per_rank[0]), per_rank
+        reference = _one_process(case, settings, None)
+        return reference, _run(case, settings)
+    per_rank: list[list[StepValues]] = _run(case, settings)
+    return _one_process(case, settings, per_rank[0]), per_rank
 
 
-def _one_process(case: Case, settings: Settings, backend: Backend, followed: list[StepValues] | None) -> Reference:
-    threads = torch.get_num_threads() if backend == "virtual" else 1  # as many as a rank has: they cut sums
+def _one_process(case: Case, settings: Settings, followed: list[StepValues] | None) -> Reference:
+    threads = torch.get_num_threads() if settings.backend == "virtual" else 1  # as many as a rank has: they cut sums
     # The caller's random numbers go on as if nothing had happened.
     with torch.random.fork_rng(devices=[]), compute_threads(threads):
         return run_reference(case, settings, followed)
@@ -376,24 +351,21 @@ def _agree(reference: Reference, per_rank: Sequence[list[StepValues]], bound: Bo
     )
 
 
-def _run(backend: str, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    def work(comm: Communicator) -> Any:
-        return function(comm, *args)
-
+def _run(case: Case, settings: Settings) -> list[list[StepValues]]:
+    """Trains on the ranks."""
     try:
-        if backend == "virtual":
-            return run_virtual(work, ranks)
-        if backend == "shared_memory":
-            function, args = _sharing_memory, (function, *args)
-        return run_processes(function, ranks, args=args, threads=1)
+        if settings.backend == "virtual":
+            return run_virtual(lambda comm: run_distributed(comm, case, settings), settings.ranks)
+        work = _sharing_memory if settings.backend == "shared_memory" else run_distributed
+        return run_processes(work, settings.ranks, args=(case, settings), threads=1)
     except RankFailedError as error:
         if isinstance(error.__cause__, UsageError):  # of the caller, whichever rank met it first
             raise error.__cause__ from None
         raise
 
 
-def _sharing_memory(comm: Communicator, function: Callable[..., Any], *args: Any) -> Any:
-    return function(share_memory(comm), *args)
+def _sharing_memory(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
+    return run_distributed(share_memory(comm), case, settings)
 
 
 def _check_picklable(case: Case) -> None:

@@ -65,7 +65,7 @@ class Bound:
         return absolute(ours, expected, scale) if self.floor is None else relative(ours, expected, scale, self.floor)
 
 
-def bound_for(settings: Settings, pieces: int, tolerance: float | None = None) -> Bound:
+def bound_for(settings: Settings, pieces: int) -> Bound:
     """Returns the bound for a run that is compared with one process on batches of ``pieces``.
 
     Let u be half the distance of two half-precision numbers: 2^-8 of their size in bf16, 2^-11 in fp16. A gradient of a
@@ -82,6 +82,7 @@ def bound_for(settings: Settings, pieces: int, tolerance: float | None = None) -
     bf16 puts on the other side of an edge is off by that much, so the bound for the same pieces is the same share of
     this u. Elsewhere it is u: casts round alike whatever lies beside, and what differs is rounded to bf16 before.
     """
+    tolerance = settings.tolerance
     if settings.is_exact:
         return Bound(tolerance=tolerance or TOLERANCE, reason="sums in another order, in float64")
     half = settings.policy.autocast_dtype or settings.policy.param_dtype

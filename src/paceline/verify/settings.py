@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
-from paceline.engines.apply import STRATEGY_NAMES
+from paceline.engines.apply import STRATEGY_NAMES, layout_from
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
-from paceline.plan.field_types import unknown_schedule, unknown_word
-from paceline.plan.layout import CHECKPOINTS, Layout
+from paceline.plan.field_types import field_problems, unknown_word
+from paceline.plan.layout import Layout
 from paceline.plan.rules import rules
 
-BACKENDS = ("virtual", "gloo", "shared_memory")
+Backend: TypeAlias = Literal["virtual", "gloo", "shared_memory"]
+BACKENDS: tuple[str, ...] = get_args(Backend)
 VERIFIED = tuple(name for name in STRATEGY_NAMES if name != "auto")
 # Buckets far smaller than real ones: even a small model is cut into several.
 SMALL_BUCKETS: dict[str, Any] = {"bucket_mb": 0.02, "first_bucket_mb": 0.005}
@@ -24,7 +25,10 @@ SMALL_BUCKETS: dict[str, Any] = {"bucket_mb": 0.02, "first_bucket_mb": 0.005}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How a case is run. ``record_step`` asks for the activations of one step.
+    """How a case is run: spread by ``layout``, for how long, on which backend, and how strictly it is compared.
+
+    The backends ``gloo`` and ``shared_memory`` are real processes, and need functions that can be pickled.
+    ``record_step`` asks for the activations of one step.
 
     ``caches_casts``: whether autocast casts a weight once in a pass, though it be used twice. Threads share that cache,
     so that one virtual rank would clear another's, and round other numbers than one process.
@@ -35,16 +39,22 @@ class Settings:
     ranks: int = 4
     steps: int = 3
     clip: float | None = 1.0
+    backend: Backend = "virtual"
+    tolerance: float | None = None  # None: what rounding explains
     caches_casts: bool = True
     record_step: int | None = None
 
     @classmethod
-    def of(cls, *, ranks: int = 4, steps: int = 3, clip: float | None = 1.0, **layout: Any) -> Settings:
-        """Makes settings of a layout's fields: ``Settings.of(ranks=2, strategy="fsdp", accumulate=3)``."""
-        said = layout.get("strategy", "")
-        if said == "zero3":
-            layout["strategy"] = "fsdp"
-        return cls(layout=Layout(**{**SMALL_BUCKETS, **layout}), strategy=said, ranks=ranks, steps=steps, clip=clip)
+    def of(cls, **options: Any) -> Settings:
+        """Makes settings of their own fields and a layout's: ``Settings.of(ranks=2, strategy="fsdp", accumulate=3)``.
+
+        Raises UsageError for names that neither has.
+        """
+        own = {each.name for each in fields(cls)} - {"layout", "strategy"}
+        said = options.get("strategy", "")
+        given = {name: value for name, value in options.items() if name not in own}
+        layout = layout_from({**SMALL_BUCKETS, **given, **({"strategy": "fsdp"} if said == "zero3" else {})})
+        return cls(layout=layout, strategy=said, **{name: options[name] for name in own if name in options})
 
     def with_layout(self, **changes: Any) -> Settings:
         return replace(self, layout=replace(self.layout, **changes))
@@ -80,45 +90,38 @@ def complete(settings: Settings) -> Settings:
     return settings.with_layout(shard_ranks=settings.data_ranks // 2)
 
 
-def check_settings(
-    settings: Settings, *, backend: str = "virtual", tolerance: float | None = None, batch: int | None = None
-) -> None:
+def check_settings(settings: Settings, *, batch: int | None = None) -> None:
     """Raises UsageError with everything that is wrong with completed settings, before anything is started."""
-    problems = [
-        *_unknown_names(settings, backend),
-        *_numbers_and_rules(settings, tolerance, batch),
-        *_precision(settings),
-    ]
+    problems = [*_unknown_names(settings), *_numbers_and_rules(settings, batch), *_precision(settings)]
     if problems:
         raise UsageError("\n".join(map(str, problems)))
 
 
-def _unknown_names(settings: Settings, backend: str) -> Iterator[Problem]:
+def _unknown_names(settings: Settings) -> Iterator[Problem]:
     layout, strategy = settings.layout, str(settings.layout.strategy)
     if strategy == "auto":
         rule = "a run decides by its memory, and each strategy is verified by itself"
         yield Problem(what="strategy = 'auto'", rule=rule, fix=f"give one of {', '.join(VERIFIED)}")
     yield from unknown_word("strategy", strategy, (*VERIFIED, "auto"))
     yield from unknown_word("precision", layout.precision, tuple(PRECISIONS))
-    yield from unknown_word("checkpoint_activations", layout.checkpoint_activations, CHECKPOINTS)
-    yield from unknown_word("backend", backend, BACKENDS)
-    yield from unknown_schedule(layout.schedule)
+    yield from unknown_word("backend", settings.backend, BACKENDS)
 
 
-def _numbers_and_rules(settings: Settings, tolerance: float | None, batch: int | None) -> Iterator[Problem]:
-    layout, batch = settings.layout, 1 if batch is None else batch
-    counts = {"ranks": settings.ranks, "steps": settings.steps, "accumulate": layout.accumulate, "batch": batch}
-    for name, value in {**counts, "pipeline": layout.pipeline, "tensor": layout.tensor}.items():
+def _numbers_and_rules(settings: Settings, batch: int | None) -> Iterator[Problem]:
+    counts = {"ranks": settings.ranks, "steps": settings.steps, "batch": 1 if batch is None else batch}
+    for name, value in counts.items():
         if value < 1:
             yield Problem(what=f"{name} = {value}", rule="there is at least one", fix=f"give {name} = 1 or more")
     if settings.clip is not None and not settings.clip > 0:
         rule = "a largest norm is above 0"
         yield Problem(what=f"clip = {settings.clip}", rule=rule, fix="give a number above 0, or none")
+    tolerance = settings.tolerance
     if tolerance is not None and not (tolerance > 0 and math.isfinite(tolerance)):
         rule = "a difference is allowed up to a number above 0"
         yield Problem(what=f"tolerance = {tolerance}", rule=rule, fix="leave it out")
-    if layout.pipeline >= 1 and layout.tensor >= 1:
-        yield from rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
+    layout = settings.layout  # whose strategy may be none of a layout, which is told above
+    wrong = field_problems(replace(layout, strategy="ddp"))
+    yield from wrong or rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
 
 
 def _precision(settings: Settings) -> Iterator[Problem]:

@@ -11,6 +11,7 @@ import hashlib
 from collections.abc import Sequence
 from functools import cache
 from importlib import resources
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from pydantic_core import to_json
 
 from paceline import __version__
 from paceline.errors import RunFolderError
+from paceline.records.report import RunSummary
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
-from paceline.view.runs import ShownRun, read_runs
+from paceline.view.runs import ShownRun
 from paceline.view.words import summary_of
 
 _STYLES = ("uPlot.min.css", "page.css")
@@ -32,14 +34,14 @@ def live_page() -> tuple[str, str]:
     return _page("null", connect="'self'")
 
 
-def report_page(folders: Sequence[Path]) -> str:
-    """Returns the page of finished or running runs with all data inside."""
-    return _page(as_json(report_data(folders)), connect="'none'")[0]
+def report_page(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) -> str:
+    """Returns the page of finished or running runs with all data inside; ``summaries`` are theirs, where known."""
+    return _page(as_json(report_data(runs, summaries)), connect="'none'")[0]
 
 
-def write_report(folders: Sequence[Path], path: Path) -> None:
+def write_report(runs: Sequence[ShownRun], path: Path, summaries: Sequence[RunSummary] = ()) -> None:
     """Writes the page of runs to a file. Raises RunFolderError where it cannot be written."""
-    text = report_page(folders)
+    text = report_page(runs, summaries)
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -48,10 +50,10 @@ def write_report(folders: Sequence[Path], path: Path) -> None:
         ) from error
 
 
-def report_data(folders: Sequence[Path]) -> dict[str, Any]:
+def report_data(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) -> dict[str, Any]:
     """Returns what a report shows of runs."""
-    runs = read_runs(folders)
-    return {"version": __version__, "runs": [_whole(run) for run in runs], "differences": differences_of(runs)}
+    shown = [_whole(run, summary) for run, summary in zip_longest(runs, summaries)]
+    return {"version": __version__, "runs": shown, "differences": differences_of(runs)}
 
 
 def differences_of(runs: Sequence[ShownRun]) -> list[tuple[str, list[str]]]:
@@ -67,7 +69,7 @@ def as_json(value: Any) -> str:
     return text
 
 
-def _whole(run: ShownRun) -> dict[str, Any]:
+def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
     told = describe(run, Window(points=_POINTS))
     names = told["heat_names"]
     columns = max(60, min(_HEAT_POINTS, _HEAT_VALUES // max(1, len(run.columns.ranks))))
@@ -75,7 +77,7 @@ def _whole(run: ShownRun) -> dict[str, Any]:
     last = float(steps[-1]) if len(steps) else 0.0
     first = float(steps[max(0, len(steps) - 8)]) if len(steps) else 0.0
     return told | {
-        "words": summary_of(run.folder),
+        "words": summary_of(run.folder, summary),
         "heats": {name: heat(run, name, Window(points=columns)) for name in names},
         "timeline": timeline(run, first, last, most=8),
         "config": config_of(run),

@@ -26,10 +26,13 @@ from paceline.units import format_bytes, format_count, format_flops, format_seco
 _MOST_RANKS = 256  # of a table
 
 
-def summary_of(folder: Path) -> dict[str, Any]:
-    """Returns what there is to say about a run; a sentence under ``problem`` where its records cannot be read."""
+def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any]:
+    """Returns what there is to say about a run; a sentence under ``problem`` where its records cannot be read.
+
+    They are not read again where the caller has a ``summary`` of them.
+    """
     try:
-        summary = summarize(folder)
+        summary = summary or summarize(folder)
     except PacelineError as error:
         return {"problem": str(error)}
     return {

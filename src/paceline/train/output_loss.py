@@ -1,6 +1,6 @@
-"""Batches and criterions as a plain training script has them: (inputs, targets), and a function of outputs and targets.
+"""A loss as a plain training script has it: a function of outputs and targets, for batches of (inputs, targets).
 
-A criterion is told nothing of ranks or microbatches. Whether its number is a mean or a sum is read from its
+The function is told nothing of ranks or microbatches. Whether its number is a mean or a sum is read from its
 ``reduction``, so that the step of ``train/step.py`` knows how it weighs.
 """
 
@@ -12,11 +12,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.train.loss import LossValue
 
-Criterion: TypeAlias = Callable[[Any, Any], torch.Tensor]
+Criterion: TypeAlias = Callable[[Any, Any], Any]
 
 
 def count_samples(batch: Any) -> int:
@@ -33,34 +32,40 @@ def count_samples(batch: Any) -> int:
     return tensors[0].shape[0]
 
 
-class CriterionLoss:
-    """A user's criterion as a loss of ``train/loss.py``: the sum over samples, and their number.
+class OutputLoss:
+    """``function(outputs, targets)`` as a loss of ``train/loss.py``: a mean over samples, or their sum.
 
-    ``mean`` is the mean loss of the last batch, detached. The criterion gets fp32 where parameters are less.
+    ``mean`` is the mean of the last batch, detached. With ``in_full`` the function gets fp32 in the place of halves.
+    With ``may_count`` it may return (sum, count), where elements weigh otherwise.
     """
 
     elements_per_sample = None
 
-    def __init__(self, criterion: Criterion, precision: Precision) -> None:
+    def __init__(
+        self, function: Criterion, name: str = "criterion", *, in_full: bool = False, may_count: bool = False
+    ) -> None:
         self.mean: torch.Tensor | None = None
-        self._criterion = criterion
-        self._precision = precision
-        self._reduction = _reduction_of(criterion)
+        self._function = function
+        self._name = name
+        self._in_full = in_full
+        self._may_count = may_count
+        self._is_sum = _reduction_of(function) == "sum"
 
     def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
-        """Runs model and criterion. Raises UsageError for a loss that is not one number."""
+        """Runs model and function. Raises UsageError for a loss that is not one number."""
         inputs, targets = batch
         outputs = model(inputs)
-        if self._precision.param_dtype is not None:
-            outputs = tree_map(_in_full, outputs)
-        loss = self._criterion(outputs, targets)
+        value = self._function(tree_map(_full, outputs) if self._in_full else outputs, targets)
+        is_pair = self._may_count and isinstance(value, tuple) and len(value) == 2
+        loss, count = value if is_pair else (value, float(count_samples(batch)))
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-            raise UsageError(f"criterion returned {what}\n  a loss is one number\n  return loss.mean()")
-        loss, samples = loss.reshape(()), count_samples(batch)
-        is_sum = self._reduction == "sum"
-        self.mean = loss.detach() / samples if is_sum else loss.detach()
-        return LossValue(loss if is_sum else loss * samples, float(samples))
+            fix = "return loss.mean()" + (", or (sum, count)" if self._may_count else "")
+            raise UsageError(f"{self._name} returned {what}\n  a loss is one number\n  {fix}")
+        loss = _full(loss.reshape(()))  # it will be added up with others
+        is_total = is_pair or self._is_sum
+        self.mean = loss.detach() / count if is_total else loss.detach()
+        return LossValue(loss if is_total else loss * count, count)
 
     score = __call__
 
@@ -77,6 +82,6 @@ def _reduction_of(criterion: Any) -> str:
     return str(reduction)
 
 
-def _in_full(value: Any) -> Any:
+def _full(value: Any) -> Any:
     is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
     return value.float() if is_half else value

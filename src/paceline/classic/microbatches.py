@@ -1,0 +1,469 @@
+"""One call a microbatch: the trainer for a plain training script.
+
+    trainer = DistributedTrainer(model, gradient_accumulation_steps=4, gradient_clip_val=1.0)
+    optimizer = torch.optim.AdamW(trainer.parameters(), lr=3e-4)
+    for epoch in range(epochs):
+        for step, batch in enumerate(loader):             # this rank's share, (inputs, targets)
+            metrics = trainer.train_step(batch, optimizer, criterion, step)
+        trainer.flush(optimizer)                          # microbatches that do not fill a group
+        trainer.save_checkpoint(epoch, optimizer, loss=metrics["loss"])
+
+A convenience over public parts: ``connect``, ``parallelize``, and ``train_step`` of ``train/step.py``. One call is one
+microbatch, and every ``gradient_accumulation_steps`` calls make one update. Gradients are those of *summed* losses,
+divided once by the number of samples of all ranks and microbatches of the update: the gradient of one process on all
+of them, also where some are smaller than others. A mean of means would not be that. An update whose gradients are not
+finite is left out on all ranks, and ten in a row end the run.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, SupportsFloat
+
+import torch
+from torch import nn
+
+from paceline.checkpoint.find import find_checkpoint
+from paceline.checkpoint.loops import warn_of
+from paceline.checkpoint.manifest import MODEL, State, prefixed
+from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
+from paceline.checkpoint.retention import Retention
+from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
+from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
+from paceline.classic.choices import checkpoint_parts, usual_precision
+from paceline.classic.monitor import DistributedMonitor
+from paceline.classic.step_metrics import StepMetrics, TimedCalls
+from paceline.clock import on_device
+from paceline.comm.base import Communicator, clock_of
+from paceline.comm.objects import ask_first_rank, gather_objects
+from paceline.comm.torch_dist import connect
+from paceline.comm.traced import Trace, TracedCommunicator
+from paceline.data.loader import StepBatch
+from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
+from paceline.engines.apply import parallelize
+from paceline.engines.module_engine import ModuleEngine
+from paceline.engines.precision import PRECISIONS
+from paceline.engines.torch_helpers import adopt_optimizer
+from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.plan.layout import Offload
+from paceline.records.meter import StepMeter, peak_memory_bytes
+from paceline.train.loss import LossValue
+from paceline.train.output_loss import Criterion, OutputLoss, count_samples
+from paceline.train.randomness import capture_random_states, restore_random_states
+from paceline.train.scaler import make_scaler
+from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
+from paceline.train.survive.bad_steps import BadStep, BadSteps
+from paceline.train.survive.overflow import Wording, explain_bad_steps, find_overflow
+
+_WORDING = Wording(
+    step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerOptions:
+    """What a trainer takes besides, by name.
+
+    ``cpu_offload`` keeps on the host whatever the strategy can keep there. ``checkpoint_dir`` is where
+    ``save_checkpoint`` writes; of what it wrote the newest ``keep_checkpoints`` stay (None: all), besides the best.
+    ``log_dir``, if given, gets the loss, samples and times of each call in ``trainer/``: lines of JSON of each rank,
+    and curves for TensorBoard, as a ``DistributedMonitor`` writes them.
+    ``comm`` is for ranks that are connected already, virtual ones for instance, and ``shard_ranks`` for the groups of
+    hybrid.
+    """
+
+    enable_activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    checkpoint_dir: str | Path = "./checkpoints"
+    keep_checkpoints: int | None = None
+    log_dir: str | Path | None = None
+    comm: Communicator | None = None
+    shard_ranks: int = 0
+
+    def problems(self, strategy: Any) -> list[Problem]:
+        checkpoints, comm, offload = self.enable_activation_checkpointing, self.comm, self.cpu_offload
+        return [
+            *check_type("enable_activation_checkpointing", checkpoints, bool, "True or False"),
+            *check_type("cpu_offload", offload, bool, "True or False"),
+            *expect(
+                offload is not True or strategy != "ddp",
+                "cpu_offload = True with strategy = 'ddp'",
+                "data parallelism keeps whole parameters on the device",
+                "use strategy = 'fsdp', which works on one rank too",
+            ),
+            *expect(
+                self.keep_checkpoints is None or (type(self.keep_checkpoints) is int and self.keep_checkpoints >= 1),
+                f"keep_checkpoints = {self.keep_checkpoints!r}",
+                "it is how many of the newest checkpoints stay, at least 1",
+                "for all of them, leave it out",
+            ),
+            *check_type("checkpoint_dir", self.checkpoint_dir, (str, Path), "a path"),
+            *check_type("log_dir", self.log_dir, (str, Path, type(None)), "a path"),
+            *([] if comm is None else check_type("comm", comm, Communicator, "a communicator, as connect() gives")),
+        ]
+
+
+_OPTIONS = tuple(field.name for field in fields(TrainerOptions))
+
+
+class MicrobatchTrainer:
+    """The part of a trainer that trains on one microbatch a call: see ``DistributedTrainer``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strategy: str = "ddp",
+        mixed_precision: bool | str = False,
+        gradient_accumulation_steps: int = 1,
+        gradient_clip_val: float | None = None,
+        **options: Any,
+    ) -> None:
+        more = TrainerOptions(**{name: value for name, value in options.items() if name in _OPTIONS})
+        asked = (model, strategy, mixed_precision, gradient_accumulation_steps, gradient_clip_val)
+        problems = [*_problems(*asked), *more.problems(strategy), *check_names(options, _OPTIONS)]
+        refuse("DistributedTrainer", problems)
+        self.strategy = strategy
+        self.gradient_accumulation_steps = gradient_accumulation_steps
+        self.gradient_clip_val = gradient_clip_val
+        self.checkpoint_dir = Path(more.checkpoint_dir)
+        self.log_dir = None if more.log_dir is None else Path(more.log_dir)
+        ranks = connect() if more.comm is None else more.comm
+        trace = Trace(ranks.device, clock=clock_of(ranks))
+        precision = usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
+        checkpointing = checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
+        self._built = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
+        self.engine = parallelize(
+            model,
+            TracedCommunicator(ranks, trace),
+            strategy,
+            precision=precision,
+            checkpoint_activations=checkpointing,
+            offload=_offload(strategy) if more.cpu_offload else Offload(),
+            shard_ranks=more.shard_ranks,
+        )
+        if isinstance(self.engine, ModuleEngine) and ranks.takes_real_time:  # calls of train_step are an own loop
+            self.engine.watch_replicas()
+        self.fit_state: dict[str, Any] = {}  # the best loss so far, and epochs since
+        self.num_updates = 0
+        self._policy = StepPolicy(clip_norm=gradient_clip_val, max_bad_steps=10)
+        self._scaler = make_scaler(self.engine.precision, ranks.device)
+        self._bad_updates = BadSteps()
+        log = None if self.log_dir is None else DistributedMonitor(self.log_dir / "trainer", ranks.rank)
+        self._calls = TimedCalls(StepMeter(ranks.device, trace), log)
+        weakref.finalize(self, self._calls.close)
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._writer: CheckpointWriter | None = None
+        self._retention = Retention(last=more.keep_checkpoints)
+        # The last microbatch and its loss, for a replay; before the first call one without samples.
+        unused = self.loss_of(nn.functional.cross_entropy)
+        self._last: tuple[list[Any], OutputLoss] = ([None], unused)
+        self._num_steps = self._num_samples = 0
+        self._num_pending = 0  # microbatches since the last update, and the losses of those that had samples
+        self._pending: list[LossValue] = []
+        self._applied_samples = 0  # in updates; rank 0 carries those of the checkpoint that was loaded
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Iterates over what an optimizer of this rank updates."""
+        return self.engine.parameters()
+
+    def train_step(
+        self, batch: Any, optimizer: torch.optim.Optimizer, criterion: Criterion, step: int | None = None
+    ) -> StepMetrics:
+        """Trains on one microbatch of this rank; every ``gradient_accumulation_steps`` calls, updates the parameters.
+
+        ``batch`` is (inputs, targets), on any device. With no rows, or None for no samples on this rank, the call
+        takes part in the update alone; its loss is then nan. ``criterion(outputs, targets)`` returns the mean over
+        the batch's samples; one with ``reduction='sum'`` is taken as a sum. Samples count alike: a criterion that
+        divides by something else, such as class weights or targets not ignored, is weighed by samples all the same.
+        ``step`` is a label that comes back in the metrics. The trainer counts by itself, as an enumeration starts
+        again with each epoch.
+
+        The metrics are those of this call on this rank: loss (the mean over its samples), compute_time,
+        communication_time (what backward did not hide), step_time (both), samples, grad_norm (before clipping; None
+        without an update), learning_rate, is_update, is_skipped (an update that was left out, as its norm is not
+        finite), step. On CUDA, reading the loss, the norm or a time waits for the device; the call itself does not.
+
+        Raises UsageError for an optimizer of other parameters, and for a batch or a loss of another form; TrainingError
+        after ten updates in a row whose gradients are not finite.
+        """
+        self._use(optimizer)
+        self._calls.start()
+        samples = count_samples(batch)
+        placed = place(batch, self.engine.device, None) if samples else None
+        loss = self.loss_of(criterion)
+        self._expect_elements(samples)
+        is_update = self._num_pending + 1 == self.gradient_accumulation_steps
+        learning_rate, norm = _learning_rate(optimizer), None
+        self._last = ([placed], loss)
+        if is_update:
+            norm = self._update(optimizer, [placed])
+        else:
+            factor = None if self._scaler is None else self._scaler.factors(self.engine.comm.size, None)[0]
+            with self.engine.no_sync():
+                self._run_passes(Passes(self.engine, [placed], loss, factor))
+        self._num_steps += 1
+        self._num_samples += samples
+        return self._calls.stop(
+            self._num_steps,
+            loss=math.nan if loss.mean is None else loss.mean.item,
+            samples=samples,
+            grad_norm=None if norm is None else norm.item,
+            learning_rate=learning_rate,
+            is_update=is_update,
+            is_skipped=False if norm is None else lambda: not math.isfinite(norm.item()),
+            step=step,
+        )
+
+    def loss_of(self, criterion: Criterion) -> OutputLoss:
+        """Returns a criterion as the loss of a step; where parameters are less than fp32, it gets that all the same."""
+        return OutputLoss(criterion, in_full=self.engine.precision.param_dtype is not None)
+
+    def flush(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Updates the parameters with what is accumulated, for the end of an epoch that does not fill a last group.
+
+        The update weighs each of its samples alike, however few they are. Without a flush they join the first group
+        of the next epoch. Called by all ranks; says whether there was anything, on any rank.
+        """
+        self._use(optimizer)
+        self._calls.start()
+        total = on_device(self._pending_samples, self.engine.device)
+        self.engine.comm.all_reduce(total).wait()
+        has_gradients = total.item() > 0  # sync point
+        if has_gradients:
+            self._update(optimizer, [])
+        self._forget_gradients()
+        self._calls.stop()
+        return has_gradients
+
+    def save_checkpoint(
+        self, epoch: int, optimizer: torch.optim.Optimizer, loss: SupportsFloat, is_best: bool = False
+    ) -> Path:
+        """Saves the state after the last update as ``checkpoint_dir/step-<updates>``; returns its path on every rank.
+
+        Called by all ranks. Each writes what it holds; rank 0's ``epoch``, ``loss`` and ``is_best`` count. The best is
+        kept as a copy in ``checkpoint_dir/best``. Gradients that wait for their group to fill are not saved: it warns
+        when there are any. Raises CheckpointError on every rank when one cannot write.
+        """
+        comm = self.engine.comm
+        if self._num_pending and comm.rank == 0:
+            warnings.warn(
+                f"{self._num_pending} of {self.gradient_accumulation_steps} microbatches are accumulated and not yet "
+                "applied: the checkpoint does not hold them\n  call trainer.flush(optimizer) before saving",
+                stacklevel=2,
+            )
+        value = loss.detach() if isinstance(loss, torch.Tensor) else loss
+        if self._writer is None:
+            self._writer = CheckpointWriter(self.checkpoint_dir, self.engine.world, self._retention)
+        path = self._writer.save(
+            self._state(optimizer, {"epoch": int(epoch), "loss": float(value), "fit": self.fit_state})
+        )
+        ask_first_rank(comm, lambda: copy_checkpoint(path, "best") if is_best else None)
+        return path
+
+    def load_checkpoint(
+        self, path: str | Path | None = None, optimizer: torch.optim.Optimizer | None = None
+    ) -> dict[str, Any]:
+        """Continues from a checkpoint: of ``path``, of the newest in that folder, or of the newest that was saved.
+
+        Called by all ranks, which all read the files that rank 0 chooses. Returns its epoch, loss and step (updates
+        done). Without an optimizer only the model is loaded. Gradients accumulated so far are dropped. Random states
+        are restored if the number of ranks is the same. Raises CheckpointError on every rank if one cannot read it.
+        """
+        chosen = self._choose_checkpoint(path)
+        with raised_on_all(self.engine.comm):
+            checkpoint = open_checkpoint(chosen)
+            if optimizer is not None:
+                self._adopt(optimizer)
+            self._restore(checkpoint, optimizer)
+            extra = checkpoint.values.get("extra", {})
+            self.fit_state = extra.get("fit") or {}
+        return {"epoch": extra.get("epoch"), "loss": extra.get("loss"), "step": self.num_updates}
+
+    def get_performance_metrics(self) -> dict[str, Any]:
+        """Returns this rank's averages over all calls of ``train_step``, the first and slowest among them.
+
+        Local, so any rank may ask at any time: ``samples_per_second`` is this rank's rate times the world size,
+        everything else this rank's own. A step is a call of ``train_step``; time between calls does not count.
+        ``total_updates`` includes those of a checkpoint that was loaded. On CUDA it waits for the device.
+        """
+        self._calls.settle(wait=True)
+        step_s, waited_s = self._calls.step_s, self._calls.comm_s
+        list(self._bad_updates.settle())  # counts them; whether there are too many is for the next update to say
+        rate = self._num_samples / step_s if step_s > 0 else 0.0
+        num_steps = max(self._num_steps, 1)
+        return {
+            "samples_per_second": rate * self.engine.comm.size,
+            "samples_per_second_per_gpu": rate,
+            "communication_overhead_percent": 100 * waited_s / step_s if step_s > 0 else 0.0,
+            "average_step_time": step_s / num_steps,
+            "average_communication_time": waited_s / num_steps,
+            "total_samples": self._num_samples,
+            "total_steps": self._num_steps,
+            "total_updates": self.num_updates,
+            "skipped_updates": self._bad_updates.num_skipped,
+            "world_size": self.engine.comm.size,
+            "strategy": self.strategy,
+            "peak_memory_bytes": peak_memory_bytes(self.engine.device),
+        }
+
+    # One microbatch, one update.
+
+    def _use(self, optimizer: torch.optim.Optimizer) -> None:
+        """Checks an optimizer when it first comes: its parameters are ours, and no group of gradients is open."""
+        if optimizer is self._optimizer:
+            return
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise UsageError(f"optimizer is of type {type(optimizer).__name__}\n  it is a torch.optim.Optimizer")
+        if self._num_pending:
+            raise UsageError(
+                f"another optimizer came after {self._num_pending} of {self.gradient_accumulation_steps} microbatches\n"
+                "  the microbatches of a group make one update of one optimizer\n"
+                "  call trainer.flush with the former optimizer first"
+            )
+        self._adopt(optimizer)
+        try:
+            self.engine.check_optimizer(optimizer)
+        except UsageError as error:
+            raise UsageError(f"{error}\n  with a trainer: trainer.parameters()") from None
+        self._optimizer = optimizer
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets an optimizer that was built of the model's own parameters update those that the engine has for them."""
+        built = {name: parameter for name, each in self._built.items() if (parameter := each()) is not None}
+        theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        is_built = theirs <= {id(parameter) for parameter in built.values()}
+        if is_built and not theirs <= {id(parameter) for parameter in self.engine.parameters()}:
+            adopt_optimizer(self.engine, optimizer, built, optimizer.state_dict())
+
+    @property
+    def _pending_samples(self) -> int:
+        return int(sum(value.count for value in self._pending))
+
+    def _expect_elements(self, samples: int) -> None:
+        """Tells a scaler that knows no count of elements yet how many the first update will have."""
+        if self._scaler is not None and not self._scaler.knows_elements:
+            first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
+            self.engine.comm.all_reduce(first).wait()
+            self._scaler.note_elements(first)
+
+    def _run_passes(self, passes: Passes) -> list[LossValue]:
+        """Adds the gradients of microbatches to those that wait; returns the losses of all of them.
+
+        Batches keep the dtypes that they came with.
+        """
+        found = accumulate(replace(passes, dtype=None))
+        self._num_pending += len(passes.microbatches)
+        self._pending += [LossValue(value.total.detach(), value.count) for value in found]
+        return self._pending
+
+    def _update(self, optimizer: torch.optim.Optimizer, microbatches: list[Any]) -> torch.Tensor:
+        """Makes the step of which ``microbatches`` are the last, with those that wait; returns the gradient norm."""
+        batch = StepBatch(microbatches=microbatches, global_samples=1)  # how many there are is counted
+        outcome = train_step(
+            self.engine, optimizer, batch, self._last[1], self._policy, scaler=self._scaler, passes=self._run_passes
+        )
+        self.num_updates += 1
+        self._applied_samples += self._pending_samples
+        self._forget_gradients()
+        for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
+            self._stop_if_stuck(bad)
+        return outcome.grad_norm
+
+    def _stop_if_stuck(self, bad: BadStep) -> None:
+        """Raises TrainingError if this bad update is one too many in a row; all ranks come here together."""
+        if bad.num_in_a_row < self._policy.max_bad_steps:
+            return
+        microbatches, loss = bad.batch
+        finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
+        raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
+
+    def _forget_gradients(self) -> None:
+        """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""
+        for parameter in self.engine.parameters():
+            parameter.grad = None
+        self._num_pending, self._pending = 0, []
+
+    # Checkpoints.
+
+    def _state(self, optimizer: torch.optim.Optimizer, extra: dict[str, Any]) -> State:
+        comm, held = self.engine.comm, list(self.engine.shards())
+        list(self._bad_updates.settle())
+        tensors, found = optimizer_shards(optimizer, held)
+        scale = {} if self._scaler is None else {"scaler": self._scaler.state_dict()}
+        return State(
+            step=self.num_updates,
+            position=sum(gather_objects(comm, self._applied_samples)),
+            shards=[*prefixed(MODEL, held), *tensors],
+            values={"extra": extra, "bad_steps": self._bad_updates.state_dict(), **scale},
+            own={"random": capture_random_states(comm.device)},
+            found=found,
+            about={"strategy": self.strategy},
+        )
+
+    def _choose_checkpoint(self, path: str | Path | None) -> Path:
+        """Lets rank 0 look for the newest checkpoint that is whole, so that all ranks read the same one."""
+        where = self.checkpoint_dir if path is None else Path(path)
+
+        def choose() -> Path:
+            fix = "save_checkpoint writes into checkpoint_dir: check the path, or start without loading"
+            return find_checkpoint(str(where), where, tell=warn_of, fix=fix)
+
+        return ask_first_rank(self.engine.comm, choose)
+
+    def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
+        comm, values = self.engine.comm, checkpoint.values
+        try:
+            fill_model(checkpoint, self.engine)
+            if optimizer is not None:
+                load_optimizer(checkpoint, optimizer, list(self.engine.shards()))
+        except (MisfitError, RuntimeError, ValueError, KeyError) as error:
+            raise CheckpointError(
+                f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
+                "  build both as they were when it was saved"
+            ) from error
+        self._forget_gradients()
+        if self._scaler is not None and "scaler" in values:
+            self._scaler.load_state_dict(values["scaler"])
+        if "bad_steps" in values:
+            self._bad_updates.load_state_dict(values["bad_steps"])
+        self.num_updates = checkpoint.step
+        self._applied_samples = checkpoint.position if comm.rank == 0 else 0
+        if checkpoint.manifest.world == comm.size:
+            restore_random_states(checkpoint.own(comm.rank)["random"], comm.device)
+
+
+def _problems(model: Any, strategy: Any, mixed_precision: Any, steps: Any, clip_val: Any) -> list[Problem]:
+    names, is_named, clip = tuple(PRECISIONS), not isinstance(mixed_precision, bool), plain_number(clip_val)
+    return [
+        *check_type("model", model, nn.Module, "an nn.Module"),
+        *check_choice("strategy", strategy, STRATEGIES, says="is unknown"),
+        *(check_choice("mixed_precision", mixed_precision, names, also="True, False, or ") if is_named else []),
+        *expect(
+            type(steps) is int and steps >= 1,
+            f"gradient_accumulation_steps = {steps!r}",
+            "it is a whole number of microbatches, of at least 1",
+            "for no accumulation, leave it out",
+        ),
+        *expect(
+            clip is None or (type(clip) in (int, float) and clip > 0),
+            f"gradient_clip_val = {clip_val!r}",
+            "it is the largest global norm of a gradient, a number above 0",
+            "for no clipping, leave it out",
+        ),
+    ]
+
+
+def _offload(strategy: str) -> Offload:
+    """Returns all that a strategy can keep on the host."""
+    return Offload(optimizer=True, gradients=True, parameters=strategy not in ("zero1", "zero2"))
+
+
+def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
+    rate = optimizer.param_groups[0]["lr"]
+    return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
