@@ -26,7 +26,8 @@ from paceline.engines.pipeline import Pipeline
 from paceline.profile.spans import Operator, RankSpans, TraceSpan
 from paceline.run.variables import profile_request
 from paceline.schedule.grid import Action
-from paceline.train.trainer import StepResult, Trainer
+from paceline.train.step import StepResult
+from paceline.train.trainer import Trainer
 
 WARM_UP = 3
 ANCHOR = "paceline.anchor"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +52,7 @@ from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
+from paceline.train.hooks import BucketHook, CompileHook, NoteHook
 from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.metrics import load_metrics
@@ -61,7 +62,7 @@ from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import BucketHook, CompileHook, Hook, NoteHook, Trainer
+from paceline.train.trainer import Hook, Trainer
 from paceline.units import format_bytes
 
 
@@ -136,12 +137,14 @@ def build_trainer(
     work = _build_work(config, layout, comm, on_part)
     plan = _with_lengths(plan, config, work.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
-    sample, files = cost_of_sample(config, work.data, work.model), _kept(config, work)  # before an engine has it
-    talking, compressor = _build_comm(config, comm, trace, node_ranks), build_compressor(layout)
-    is_fused, policy = fuses_loss(config.train.loss, layout, work.model, comm.device.type), build_policy(config)
+    policy = build_policy(config)
+    compressor = build_compressor(layout)
+    # The engine takes the model over: what reads the plain model comes before it.
+    sample = cost_of_sample(config, work.data, work.model)
+    files = kept_files(work.model, work.data, model_folder(config.model))
+    loss = _build_loss(config, layout, work, comm.device)
+    engine = _build_engine(config, _build_comm(config, comm, trace, node_ranks), layout, work, compressor)
     notes: list[Hook] = []
-    loss = _build_loss(config, layout, work, comm.device, is_fused=is_fused)
-    engine = _build_engine(config, talking, layout, work, compressor)
     if plan.finds_microbatch:
         plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
         notes.append(NoteHook("microbatch", {"note": found}))
@@ -176,14 +179,14 @@ def build_trainer(
     return Trainer(parts, [*notes, *_notes(engine, choice), *_tuning(layout), *hooks], sink)
 
 
-def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torch.device, *, is_fused: bool) -> Loss:
+def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torch.device) -> Loss:
     """Makes the loss, before an engine has the model; one that is compiled as a whole may normalise its images."""
     loss = build_loss(
         config.train.loss,
         work.data.shape,
         may_ignore=may_ignore(config.data),
         compiles=layout.is_compiled,
-        is_fused=is_fused,
+        is_fused=fuses_loss(config.train.loss, layout, work.model, device.type),
         dtype=getattr(torch, config.train.dtype),
     )
     if isinstance(loss, OnNormalised) and normalises_inside(config, layout):
@@ -207,10 +210,6 @@ def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tu
 def _build_work(config: Config, layout: Layout, comm: Communicator, on_part: Callable[[str], None]) -> DataAndModel:
     channels_last = keeps_channels_last(config, layout, comm.device)
     return build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
-
-
-def _kept(config: Config, work: DataAndModel) -> Mapping[str, bytes]:
-    return kept_files(work.model, work.data, model_folder(config.model))
 
 
 def _build_engine(

@@ -49,7 +49,7 @@ from paceline.train.batch_search import microbatch_sizes
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
-from paceline.train.step import train_step
+from paceline.train.step import StepCallbacks, train_step
 
 # What memory of a dry run is for: what the engine, its optimizer and all else of a step hold.
 
@@ -270,7 +270,7 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microb
         recorder.lap(phase)
         functions.forget_copies()
 
-    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, lap, parts.scaler)
+    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, StepCallbacks(lap), parts.scaler)
     if parts.average is not None:
         parts.average.update()
     claim_states(recorder.memory, parts)

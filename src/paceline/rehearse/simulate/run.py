@@ -59,8 +59,9 @@ from paceline.records.summary import FINAL_STEPS, StepTable, Totals, add_up
 from paceline.rehearse.dryrun.operators import Operators, is_free, tensors_of
 from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
 from paceline.train.assemble import build_trainer
+from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.randomness import compute_threads
-from paceline.train.trainer import EvaluateHook, Every, Trainer
+from paceline.train.trainer import Trainer
 from paceline.units import format_seconds
 
 _HALVES = (torch.float16, torch.bfloat16)
