@@ -34,7 +34,7 @@ def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
     """Returns what is missing of a tensor, or there twice."""
     size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces if piece.region.size]
     found, problems = sum(region.size for region in regions), []
-    if found != size and not name.startswith(COMPRESSION):  # what compression owes may be nothing here and there
+    if found != size and not name.startswith(COMPRESSION):  # a rank may have no residual of compression
         problems.append(f"{found:,} of {size:,} elements are saved")
     parts: dict[Cuts, list[Region]] = {}
     for region in regions:

@@ -312,7 +312,7 @@ def _check_room(manifest: Manifest) -> None:
             if piece.file not in needed:
                 raise ValueError(f"{name} is in {str(piece.file)[:80]}, which is none of its files")
             needed[piece.file] += piece.region.size * ITEM_BYTES[tensor.dtype]
-        # What compression owes may be nothing here and there; there is at most one row for each rank.
+        # A rank may have no residual of compression; there is at most one row for each rank.
         if name.startswith(COMPRESSION) and tensor.num_bytes > manifest.world * manifest.num_bytes:
             raise ValueError(f"{name} has {tensor.num_bytes:,} bytes, and all files {manifest.num_bytes:,}")
     for file, num_bytes in needed.items():
@@ -425,7 +425,7 @@ class State:
 
     ``values`` are the same on every rank, and those of rank 0 are kept. ``own`` are this rank's. ``found`` are known to
     some ranks and needed by all: those of all ranks are kept, by their names. ``line`` is how the run came to
-    this step, as rank 0 knows it; None: it is told from what lies where it is saved. ``write.plain_state`` makes a
+    this step, as rank 0 knows it; None: it follows from what lies where it is saved. ``write.plain_state`` makes a
     state without shards, whose values are JSON values.
     """
 

@@ -93,8 +93,8 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
     except ConfigError as error:
         if not as_json:
             raise
-        told = [asdict(each) for each in error.problems]
-        echo(_to_json({"source": error.source, "ok": False, "problems": told}))
+        problems = [asdict(each) for each in error.problems]
+        echo(_to_json({"source": error.source, "ok": False, "problems": problems}))
         raise typer.Exit(1) from None
     fine = {"source": str(config), "ok": True, "problems": [], "notes": notes}
     echo(_to_json(fine) if as_json else f"{config}: no problems")

@@ -1,4 +1,4 @@
-"""Options that other launchers have, such as ``--batch-size 32``: each becomes what to write here, and is told."""
+"""Options that other launchers have, such as ``--batch-size 32``: each becomes what to write here, with a note."""
 
 from __future__ import annotations
 

@@ -184,7 +184,7 @@ def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl:
         for name in (variable, *ALIASES.get(variable, ()))
         if (theirs := exported.get(name)) is not None and not same_value(variable, ours.value, theirs.value)
     ]
-    # Those of one side alone are told elsewhere: when the config is loaded, and by the doctor.
+    # Those of one side alone are reported elsewhere: when the config is loaded, and by the doctor.
     known = {str(problem) for side in (given, exported) for problem in contradictions(side)}
     return problems + [each for each in contradictions({**exported, **given}) if str(each) not in known]
 

@@ -34,8 +34,8 @@ def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[
     if not any(warmup_problems(schedule, length, name)):
         return schedule.warmup, ""
     shorter = float(length // 10)
-    told = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
-    return shorter, f"{told}: it is {shorter:g} here"
+    problem = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
+    return shorter, f"{problem}: it is {shorter:g} here"
 
 
 def short_run(config: Config, steps: int) -> Config:

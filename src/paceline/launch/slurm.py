@@ -78,7 +78,7 @@ def machines(job: LaunchJob) -> TargetMachines:
     return TargetMachines(
         where=f"a node of queue {queue}",
         device_bytes=min((_gpu_memory(gres) or 0.0 for _, _, gres in able), default=0.0) or None,
-        host_bytes=memory * 2**20 if memory > 1 else None,  # 1: Slurm was not told
+        host_bytes=memory * 2**20 if memory > 1 else None,  # 1: Slurm does not know
     )
 
 
@@ -137,8 +137,8 @@ def _read_state(found: str, code: int | None) -> JobState:
     if name in _ENDED:
         own = re.search(r"\bExitCode=(\d+):(\d+)", found)
         if code is None:
-            told = int(own[1]) if own else FAILED
-            code = _CANCELLED if name == "CANCELLED" else told if told or name == "COMPLETED" else FAILED
+            left = int(own[1]) if own else FAILED
+            code = _CANCELLED if name == "CANCELLED" else left if left or name == "COMPLETED" else FAILED
         return JobState(kind="ended", words=f"{name.lower()}{why}", code=code)
     where = f" on {nodes[1]}" if nodes and nodes[1] != "(null)" else ""
     restarts = re.search(r"\bRestarts=([1-9]\d*)", found)

@@ -156,7 +156,7 @@ def beside(events: Sequence[Event], path: Path) -> list[Event]:
 
 
 def _is_event(value: Any) -> TypeGuard[Event]:
-    """Says whether a value of JSON is an event whose process and arguments can be told."""
+    """Says whether a value of JSON is an event whose process and arguments can be read."""
     if not isinstance(value, dict) or not isinstance(value.get("args", {}), dict):
         return False
     return isinstance(value.get("pid", 0), int | float | str)

@@ -89,26 +89,26 @@ class ProfileSummary:
     def lines(self) -> list[str]:
         """Returns it for people."""
         error = f"clocks agree to within {_seconds(self.clock_error_s)}"
-        told = [f"{self.steps} steps of {_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
-        told.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
+        lines = [f"{self.steps} steps of {_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
+        lines.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
         for each in self.ranks:
             per = [
                 _seconds(value / max(self.steps, 1)) for value in (each.communication_s, each.exposed_s, each.hidden_s)
             ]
             memory = f"{format_bytes(each.peak_bytes):>12}  {each.peak_phase}"
-            told.append(f"{each.rank:<6}{per[0]:>14}{per[1]:>11}{per[2]:>11}{memory}")
-        told += ["", "idle, of the step"]
-        told += [f"  {name:<26}{100 * share:>6.1f} %" for name, share in self.idle.items()]
+            lines.append(f"{each.rank:<6}{per[0]:>14}{per[1]:>11}{per[2]:>11}{memory}")
+        lines += ["", "idle, of the step"]
+        lines += [f"  {name:<26}{100 * share:>6.1f} %" for name, share in self.idle.items()]
         for title, rows in (("operators", self.operators), ("kernels", self.kernels)):
             if rows:
-                told += ["", f"{f'costliest {title}':<52}{'calls':>8}{'a step':>11}"]
-                told += [
+                lines += ["", f"{f'costliest {title}':<52}{'calls':>8}{'a step':>11}"]
+                lines += [
                     f"  {each.name[:48]:<50}{each.calls:>8}{self._cost(each, title):>11}" for each in rows[:_SHOWN]
                 ]
         if self.actions:
-            told += ["", "actions of the schedule, mean: "]
-            told[-1] += ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in self.actions.items())
-        return told
+            lines += ["", "actions of the schedule, mean: "]
+            lines[-1] += ", ".join(f"{kind} {_seconds(seconds)}" for kind, seconds in self.actions.items())
+        return lines
 
     def _cost(self, operator: Operator, title: str) -> str:
         seconds = operator.device_s if title == "kernels" else operator.host_s

@@ -117,8 +117,8 @@ def _module(frame: FrameType) -> nn.Module | None:
 
 def _name(module: nn.Module, model: nn.Module) -> str:
     name = next((name for name, each in model.named_modules() if each is module), "")
-    told = type(module).__name__ if list(module.children()) else repr(module)
-    return f"{name} is {told}" if name else ""
+    shown = type(module).__name__ if list(module.children()) else repr(module)
+    return f"{name} is {shown}" if name else ""
 
 
 def _inputs(data: DataSplits) -> str:

@@ -123,7 +123,7 @@ def _interval_sizes(path: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, t
         file, ordered = file_inside(path, name), sorted(intervals)
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a plain file")
-        size = file.stat().st_size if file.exists() else None  # what is missing is told by who reads it
+        size = file.stat().st_size if file.exists() else None  # whoever reads it reports what is missing
         if size is not None and max(end for _, end in ordered) > size:
             raise ValueError(f"{name} has {size:,} bytes, and more are needed")
         if any(right[0] < left[1] for left, right in itertools.pairwise(ordered)):

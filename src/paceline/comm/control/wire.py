@@ -170,7 +170,7 @@ class WireLink:
         answer = from_text(self._replies.check(mark, self._receive(length)))
         self._is_proven = True
         match answer:
-            case ["told", value]:
+            case ["answer", value]:
                 return value
             case ["timeout"]:
                 raise TimeoutError
