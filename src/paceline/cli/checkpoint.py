@@ -9,12 +9,14 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import typer
 
 from paceline.cli import checkpoint_text as text
+from paceline.cli.options import grouped
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -141,14 +143,23 @@ def diff(
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions:
+    """The ranks that would have saved the checkpoint."""
+
+    ranks: int = typer.Option(..., min=1, help="For so many ranks.")
+    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid.")
+    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks.")
+    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks.")
+
+
 @app.command()
+@grouped
 def reshard(
     source: str = _SOURCE,
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-<number> is written."),
-    ranks: int = typer.Option(..., min=1, help="For so many ranks."),
-    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
-    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks."),
-    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks."),
+    *,
+    asked: ReshardOptions,
     fast: bool = _FAST,
     force: bool = _FORCE,
     as_json: bool = _JSON,
@@ -171,8 +182,9 @@ def reshard(
     from paceline.plan.rules import check_layout
     from paceline.rehearse.dryrun.cut import cut_of_run
 
-    _check_word("--strategy", strategy, STRATEGIES)
-    layout = check_layout(Layout(strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor), ranks)
+    _check_word("--strategy", asked.strategy, STRATEGIES)
+    strategy = cast("Strategy", asked.strategy)
+    layout = check_layout(Layout(strategy=strategy, pipeline=asked.pipeline, tensor=asked.tensor), asked.ranks)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     values = checkpoint.manifest.about.get("config")
     cut = cut_of_run(config_from_dict(values), layout) if values and layout.is_split else None
