@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -153,8 +153,7 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
         memory={
             each.spans.rank: tuple(
-                MemoryPoint(at_s=point.at_s - zero_s, device=point.device, num_bytes=point.num_bytes)
-                for point in largest_by_time(each.memory, _POINTS)
+                replace(point, at_s=point.at_s - zero_s) for point in largest_by_time(each.memory, _POINTS)
             )
             for each in ranks
         },
