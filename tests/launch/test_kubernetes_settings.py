@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 
 from paceline.config import config_from_dict
 from paceline.errors import UsageError
-from paceline.launch.job import LaunchJob
+from paceline.launch.job import LaunchJob, read_time
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions, PodPlacement, PodResources, RunsVolume
 from paceline.launch.kubernetes_settings import SETTINGS, object_name, read_options
-from paceline.launch.time_limit import read_time
 
 ASKED = LaunchJob(
     name="digits",

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from paceline.errors import Problem
-from paceline.terminal import echo
+from paceline.terminal import echo, new_console
 
 if TYPE_CHECKING:
     from paceline.config import Config, LoadedConfig
@@ -55,6 +57,20 @@ def load_and_tell(
 def print_json(value: Any) -> None:
     """Prints plain values as JSON, for programs."""
     echo(json.dumps(value, indent=2, default=str))
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, num_bytes: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
+    """Shows a bar of bytes on a terminal while something long is done; yields what hears of bytes that are."""
+    if as_json or not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=new_console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=num_bytes)
+        yield lambda done: bar.advance(task, done)
 
 
 def grouped(verb: Callable[..., None]) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
 from paceline.errors import UsageError
-from paceline.launch.job import LaunchJob, refuse_settings
+from paceline.launch.job import LaunchJob, read_time, refuse_settings
 from paceline.launch.kubernetes_options import (
     MOST_NAME,
     AccessMode,
@@ -22,7 +22,6 @@ from paceline.launch.kubernetes_options import (
     PodResources,
     RunsVolume,
 )
-from paceline.launch.time_limit import read_time
 
 _NAME_PARTS = re.compile(r"[^a-z0-9]+")
 

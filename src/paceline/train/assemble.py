@@ -34,6 +34,7 @@ from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
+from paceline.mesh import divisors
 from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model
 from paceline.plan.groups import groups_of
@@ -47,7 +48,6 @@ from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.search.make_plan import RunMachine, make_plan, with_length
-from paceline.train.batch_search import microbatch_sizes
 from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
@@ -389,7 +389,7 @@ def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_
 
     Ranks may differ here: the search takes the smallest of what they say.
     """
-    sizes = [size for size in microbatch_sizes(plan.batch.samples_per_rank) if size <= most]
+    sizes = [size for size in divisors(plan.batch.samples_per_rank) if size <= most]
     settled = config.with_values("parallel", device=device)
     machine = detect_machine(with_gpus=device == "cuda")
     found = first_microbatch(settled, model, machine, sizes, ranks=plan.batch.ranks, node_ranks=node_ranks)

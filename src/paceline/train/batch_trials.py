@@ -17,8 +17,9 @@ from paceline.data.fetch import fetch_batch
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
+from paceline.mesh import divisors
 from paceline.search.choice import MARGIN
-from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
+from paceline.train.batch_search import Found, search_microbatch
 from paceline.train.loss import Loss
 from paceline.train.step import Passes, accumulate
 from paceline.train.survive.retry import PassState, can_fail_alone, drop_gradients, is_out_of_memory, release_memory
@@ -47,7 +48,7 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
     """
     gauge = MemoryGauge(engine.device)
     state = PassState(engine)
-    sizes = microbatch_sizes(limits.samples_per_rank)
+    sizes = divisors(limits.samples_per_rank)
     limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
     limit = round(limit * (1 - MARGIN))
     base = gauge.now_bytes() + optimizer_bytes(engine, slots=1) + limits.reserve_bytes  # a gradient is one slot more

@@ -29,6 +29,7 @@ from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
+from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
 from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
@@ -45,7 +46,6 @@ from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
 from paceline.search.choice import MARGIN
-from paceline.train.batch_search import microbatch_sizes
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
@@ -387,6 +387,6 @@ def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, ran
         smaller = replace(layout, microbatch=size, accumulate=samples // size)
         return replay(_Recording(config, smaller, calls).stages(rank), cluster).total_memory > limit
 
-    sizes = microbatch_sizes(samples)
+    sizes = divisors(samples)
     found = sizes[max(0, bisect.bisect_left(sizes, True, key=is_too_large) - 1)]
     return config.with_values("train", microbatch=found)
