@@ -52,7 +52,7 @@ from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
-from paceline.train.hooks import BucketHook, CompileHook, NoteHook
+from paceline.train.hooks import CompileHook, NoteHook, bucket_choice
 from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.metrics import load_metrics
@@ -245,7 +245,7 @@ def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, data: Dat
 def _tuning(layout: Layout) -> list[Hook]:
     """Returns the hooks that follow the first steps of a run."""
     compiling: list[Hook] = [CompileHook()] if layout.is_compiled else []
-    return [*compiling, BucketHook()] if layout.tunes_buckets else compiling
+    return [*compiling, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else compiling
 
 
 def _notes(engine: Engine, choice: WorkerChoice | None) -> list[Hook]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -53,19 +54,6 @@ class EvaluateHook:
 
 
 @dataclass(slots=True)
-class BucketHook:
-    """Records the buckets that the engine has chosen, when it has."""
-
-    is_recorded: bool = False
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        choice = None if self.is_recorded else trainer.parts.engine.bucket_choice
-        if choice is not None and trainer.sink is not None:
-            self.is_recorded = True
-            trainer.note("buckets", {**choice.detail()}, step=result.step)
-
-
-@dataclass(slots=True)
 class CompileHook:
     """Records what was compiled and how long that took, and what could not be."""
 
@@ -84,13 +72,20 @@ class CompileHook:
 
 @dataclass(slots=True)
 class NoteHook:
-    """Records something that was decided before the first step, after that step."""
+    """Records once what was decided: before the first step, or by a function that returns it when it has come."""
 
     name: str
-    detail: dict[str, Any]
+    detail: dict[str, Any] | Callable[[Trainer], dict[str, Any] | None]
     is_recorded: bool = False
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if not self.is_recorded:
+        detail = None if self.is_recorded else self.detail(trainer) if callable(self.detail) else self.detail
+        if detail is not None:
             self.is_recorded = True
-            trainer.note(self.name, self.detail, step=result.step)
+            trainer.note(self.name, detail, step=result.step)
+
+
+def bucket_choice(trainer: Trainer) -> dict[str, Any] | None:
+    """Returns the buckets that the engine has chosen, once it has."""
+    choice = trainer.parts.engine.bucket_choice
+    return None if choice is None else {**choice.detail()}
