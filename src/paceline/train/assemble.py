@@ -20,7 +20,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
-from paceline.config.data_sections import is_own_code, may_ignore
+from paceline.config.data_sections import may_ignore
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
@@ -56,6 +56,7 @@ from paceline.train.hooks import CompileHook, NoteHook, bucket_choice
 from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.metrics import load_metrics
+from paceline.train.model_errors import has_own_code
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import resolve_together
@@ -132,7 +133,7 @@ def build_trainer(
     if plan is None:
         config, plan = _plan_here(config, comm, node_ranks)
     layout = plan.layout
-    if layout.is_compiled and not _has_own_code(config):
+    if layout.is_compiled and not has_own_code(config):
         load_compiler()
     work = _build_work(config, layout, comm, on_part)
     plan = _with_lengths(plan, config, work.data)
@@ -252,11 +253,6 @@ def _notes(engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
     """Returns the hooks that record what was chosen for this run."""
     notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
     return notes if engine.float8 is None else [*notes, NoteHook("precision", {"layers": str(engine.float8)})]
-
-
-def _has_own_code(config: Config) -> bool:
-    """Says whether data or model are code of the user's, which may import anything."""
-    return config.model.kind in ("factory", "hf") or is_own_code(config.data)
 
 
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:

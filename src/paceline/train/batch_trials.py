@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.comm.objects import reduce_number
 from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
 from paceline.engines.engine import Engine
@@ -46,6 +47,10 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
     Raises TrainingError where not even one sample fits, or where a sharded engine runs out of memory in a trial.
     """
+
+    def agree(value: int) -> int:
+        return int(reduce_number(engine.gradient_comm, value, "min"))
+
     gauge = MemoryGauge(engine.device)
     state = PassState(engine)
     sizes = divisors(limits.samples_per_rank)
@@ -55,14 +60,14 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
     trials = _Trials(engine, loss, dataset, dtype, gauge)
     found = Found(samples=None, trials=())
     # The first pass makes the gradients, beside which the others are measured.
-    if _least(engine, int(trials.measure(sizes[0], 0) is not None)):
+    if agree(int(trials.measure(sizes[0], 0) is not None)):
         found = search_microbatch(
             sizes,
             lambda size: trials.measure(size, limits.reserve_bytes),
             base_bytes=base,
             limit_bytes=limit,
             first=limits.first,
-            agree=lambda value: _least(engine, value),
+            agree=agree,
         )
     trials.clean_up()  # not after an error: the other ranks may be elsewhere
     state.restore()
@@ -132,9 +137,3 @@ class _Trials:
             "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
             f"  {fits}, or memory.checkpoint_activations = full"
         )
-
-
-def _least(engine: Engine, value: int) -> int:
-    number = torch.tensor([value], dtype=torch.int64, device=engine.device)
-    engine.gradient_comm.all_reduce(number, "min").wait()
-    return int(number.item())  # sync point

@@ -40,9 +40,14 @@ def needs_values(error: BaseException) -> bool:
     return isinstance(error, _NEEDS_VALUES) or any(word in str(error) for word in _SPEAKS_OF_THEM)
 
 
+def has_own_code(config: Config) -> bool:
+    """Says whether model or data of a config are code of the user's, which may import anything."""
+    return config.model.kind in ("factory", "hf") or is_own_code(config.data)
+
+
 def is_users(config: Config) -> bool:
     """Says whether model, data or loss of a config are of the user's own code."""
-    return config.model.kind in ("factory", "hf") or is_own_code(config.data) or config.train.loss != "auto"
+    return has_own_code(config) or config.train.loss != "auto"
 
 
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:
