@@ -16,9 +16,10 @@ from made_records import END, RUN, STEP, write_records
 from rich.table import Table
 
 import paceline
+from paceline.errors import did_you_mean
 from paceline.records.console import ProgressView
 from paceline.records.records import EventRecord
-from paceline.terminal import new_console, plain
+from paceline.terminal import new_console, plain, table_lines
 
 ESCAPES = "\x1b[2J\x1b]0;title\x07 \x9b1A \r \u202e [bold]mark[/bold] :smile: done"
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
@@ -90,3 +91,16 @@ def test_nothing_else_writes_to_a_terminal() -> None:
     for path in [*package.glob("cli/*.py"), *package.glob("run/*.py"), *package.glob("records/*.py")]:
         found = re.search(r"typer\.echo\(|(?<![\w.])Console\(", path.read_text(encoding="utf-8"))
         assert found is None, f"{path}: {found and found[0]}: take echo or new_console of paceline.terminal"
+
+
+def test_columns_of_a_table_stand_below_one_another() -> None:
+    assert table_lines([("step", "size"), ("8", "1.5 MiB"), ("1024", "2")]) == [
+        "step  size",
+        "8     1.5 MiB",
+        "1024  2",
+    ]
+
+
+def test_a_word_that_is_not_known_is_answered_by_the_one_most_like_it() -> None:
+    assert did_you_mean("rng", ("ring", "tree"), "take one") == "did you mean ring?"
+    assert did_you_mean("xyz", ("ring", "tree"), "take one") == "take one"

@@ -162,7 +162,6 @@ OWN_READERS = {
     "bounded_yaml.py": "the reader of YAML",
     "untrusted.py": "the reader of JSON",
     "checkpoint/write.py": "a copy of what it has itself",
-    "comm/control/wire.py": "control messages, with bounds of their own",
     "comm/plain.py": "what ranks of the same job send one another",
     "data/documents.py": "lines of bounded length, of which those that cannot be read are skipped and counted",
     "comm/ledger/file.py": "the ledger of a rank on this host",

@@ -23,6 +23,7 @@ A message says what is wrong, with the actual values and names; then the rule; t
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -49,6 +50,14 @@ class Problem:
 
     def __str__(self) -> str:
         return "\n  ".join(part for part in (self.what, self.rule, self.fix) if part)
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "", *, cutoff: float = 0.6) -> str:
+    """Returns the fix for a word that is not known: the known one that is most like it, or ``otherwise``."""
+    import difflib
+
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    return f"did you mean {near[0]}?" if near else otherwise
 
 
 class ConfigError(PacelineError):

@@ -7,7 +7,7 @@ anything in square brackets taken for the markup of rich.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -29,6 +29,12 @@ def echo(text: object = "", *, err: bool = False, nl: bool = True) -> None:
     import typer
 
     typer.echo(plain(str(text)), err=err, nl=nl)
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns rows of cells as lines in which columns stand below one another."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def new_console(file: IO[str] | None = None, *, stderr: bool = False) -> Console:

@@ -28,12 +28,12 @@ _OTHERS = bytes(code for code in range(256) if code not in b'[]{}"')
 _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device", stat.S_IFSOCK: "a socket"}
 
 
-def parse_json(text: str | bytes | bytearray, most_bytes: int = MOST_JSON_BYTES) -> Any:
+def parse_json(text: str | bytes | bytearray, most_bytes: int = MOST_JSON_BYTES, most_levels: int = MOST_LEVELS) -> Any:
     """Reads JSON. Raises ValueError for what is no JSON, and for what is too long or nested too deeply."""
     if len(text) > most_bytes:
         raise ValueError(f"it has {len(text):,} bytes, and JSON is read up to {most_bytes:,}")
     shown = text if isinstance(text, str) else text.decode("utf-8")
-    _check_levels(shown.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text))
+    _check_levels(shown.encode("utf-8", "surrogatepass") if isinstance(text, str) else bytes(text), most_levels)
     try:
         value = json.loads(shown, parse_int=_integer)
         if "\\ud" in shown or "\\uD" in shown:  # half of a pair is no text: it cannot be printed or written
@@ -64,20 +64,20 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-def _check_levels(text: bytes) -> None:
+def _check_levels(text: bytes, most: int) -> None:
     """Raises ValueError for brackets within brackets beyond the bound: whoever walks the values calls itself so often.
 
     What is left of the text are its brackets outside of strings, and each round takes away the innermost pairs.
     """
     marks = text.replace(b"\\\\", b"").replace(b'\\"', b"").translate(_BRACKETS, _OTHERS)
     rest = b"".join(marks.split(b'"')[::2])
-    for _ in range(MOST_LEVELS):
+    for _ in range(most):
         fewer = rest.replace(b"[]", b"")
         if len(fewer) == len(rest):
             return  # none are left, or they are no pairs, which is no JSON
         rest = fewer
     if b"[]" in rest:
-        raise ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
+        raise ValueError(f"it is nested more than {most} levels deep")
 
 
 def kind_of(value: Any) -> str:

@@ -184,7 +184,7 @@ def test_a_server_without_the_secret_is_not_believed(tmp_path: Path) -> None:
         with link:
             link.sendall(bytes(NONCE_BYTES))
             link.recv(4096)
-            link.sendall(HEAD.pack(10, bytes(32)) + b'["told",1]')
+            link.sendall(HEAD.pack(10, bytes(32)) + b'["answer",1]')
             is_closed(link)
 
     with wire.listen(address) as listener:
@@ -244,7 +244,7 @@ def test_a_message_that_was_changed_or_sent_twice_is_refused(server: tuple[Addre
         forger = Forger(server[0], wire.read_secret(server[1]), 30)
         sealed = forger._requests.close(b'["count"]')
         forger._socket.sendall(sealed)
-        assert forger.hear() == ["told", 0]
+        assert forger.hear() == ["answer", 0]
         forger._socket.sendall(again(sealed))
         assert forger.hear() == ["refused", "a control message has a wrong seal"]
         forger.close()

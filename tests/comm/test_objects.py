@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.objects import broadcast_object, gather_objects, reduce_number
 from paceline.comm.plain import from_bytes, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
@@ -203,3 +203,15 @@ def test_any_bytes_are_a_value_or_refused(content: bytes) -> None:
     bomb = pickle.dumps(os.getpid)
     with pytest.raises(CommunicationError):
         from_bytes(bomb)
+
+
+def test_one_number_is_reduced_over_all_ranks() -> None:
+    def work(comm: Communicator) -> tuple[float, float, float]:
+        number = comm.rank + 1
+        return (
+            reduce_number(comm, number, "sum"),
+            reduce_number(comm, number, "min"),
+            reduce_number(comm, number, "max"),
+        )
+
+    assert run_virtual(work, ranks=3) == [(6.0, 1.0, 3.0)] * 3

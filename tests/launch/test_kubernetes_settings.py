@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,12 +11,26 @@ from hypothesis import strategies as st
 
 from paceline.config import config_from_dict
 from paceline.errors import UsageError
+from paceline.launch.job import LaunchJob, read_time
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions, PodPlacement, PodResources, RunsVolume
-from paceline.launch.kubernetes_settings import SETTINGS, AskedPods, object_name, read_options
-from paceline.launch.time_limit import read_time
+from paceline.launch.kubernetes_settings import SETTINGS, object_name, read_options
 
-ASKED = AskedPods(name="digits", nodes=4, least=2, gpus=8, ranks=8, queue="training", time="1:30:00")
+ASKED = LaunchJob(
+    name="digits",
+    target="kubernetes",
+    run="digits",
+    config="digits.yaml",
+    workdir="/",
+    folder="/",
+    python="python",
+    nodes=4,
+    least=2,
+    gpus=8,
+    ranks=8,
+    queue="training",
+    time="1:30:00",
+)
 IMAGE = {"image": "paceline:0.1"}
 
 
@@ -41,7 +55,7 @@ def test_all_words_together() -> None:
         "access_mode": "ReadWriteMany",
     }
     assert set(words) == set(SETTINGS)
-    assert read_options(ASKED, words) == KubernetesOptions(
+    assert read_options(replace(ASKED, settings=words)) == KubernetesOptions(
         name="digits",
         image="paceline:0.1",
         kind="jobset",
@@ -67,9 +81,9 @@ def test_all_words_together() -> None:
 
 
 def test_a_queue_is_one_of_the_scheduler_that_is_named() -> None:
-    found = read_options(ASKED, {**IMAGE, "gang": "kueue"})
+    found = read_options(replace(ASKED, settings={**IMAGE, "gang": "kueue"}))
     assert found.placement == PodPlacement(gang="kueue", queue="training")
-    assert read_options(dataclasses.replace(ASKED, queue=None), IMAGE).placement == PodPlacement()
+    assert read_options(replace(ASKED, queue=None, settings=IMAGE)).placement == PodPlacement()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +101,7 @@ def test_a_queue_is_one_of_the_scheduler_that_is_named() -> None:
 )
 def test_what_is_wrong_is_told_with_what_it_should_be(words: dict[str, str], message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        read_options(ASKED, words)
+        read_options(replace(ASKED, settings=words))
     assert message in str(caught.value)
 
 

@@ -14,9 +14,9 @@ import pytest
 from paceline.chrome_trace import TRACKS, span, write_events
 from paceline.config import load_config, run_checks
 from paceline.errors import UsageError
-from paceline.profile.merge import ANCHOR, RankProfile, beside, merged_events, place_rank
+from paceline.profile.merge import RankProfile, beside, merged_events, place_rank
 from paceline.profile.run import profiled_config
-from paceline.profile.spans import Operator, RankSpans, TraceSpan
+from paceline.profile.spans import ANCHOR, Operator, RankSpans, TraceSpan
 from paceline.profile.summary import length, length_in_both, summarize_profile
 
 Call = Callable[..., Any]

@@ -22,7 +22,7 @@ from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
-from paceline.rehearse.dryrun.hosted import told_apart
+from paceline.rehearse.dryrun.hosted import mark_host_work
 from paceline.rehearse.dryrun.record import record_stages
 
 MICROBATCHES = 4
@@ -177,7 +177,7 @@ def test_kernels_are_told_apart_by_where_they_read_and_write() -> None:
         Issue(7, "all_reduce", 8, (0, 1), "world"),
         Wait(7),
     ]
-    found, starts = told_apart(events, {1}, places, 0)
+    found, starts = mark_host_work(events, {1}, places, 0)
     assert [type(each).__name__ for each in found] == [
         "Issue",
         "OnHost",

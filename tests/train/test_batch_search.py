@@ -8,12 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.train.batch_search import microbatch_sizes, search_microbatch
+from paceline.mesh import divisors
+from paceline.train.batch_search import search_microbatch
 
 
 def test_sizes_cut_evenly() -> None:
-    assert microbatch_sizes(12) == [1, 2, 3, 4, 6, 12]
-    assert microbatch_sizes(1) == [1]
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+    assert divisors(1) == [1]
 
 
 @given(
@@ -24,7 +25,7 @@ def test_sizes_cut_evenly() -> None:
     first=st.integers(1, 600),
 )
 def test_memory_along_a_line(samples: int, fixed: int, slope: int, limit: int, first: int) -> None:
-    sizes, base = microbatch_sizes(samples), 1000
+    sizes, base = divisors(samples), 1000
 
     def peak(size: int) -> int:
         return base + fixed + slope * size
@@ -45,7 +46,7 @@ def test_memory_along_a_line(samples: int, fixed: int, slope: int, limit: int, f
 @given(samples=st.integers(1, 512), largest=st.integers(1, 600), first=st.integers(1, 600))
 def test_only_whether_it_fits_is_known(samples: int, largest: int, first: int) -> None:
     """Memory that runs out where the peaks so far gave no warning."""
-    sizes = microbatch_sizes(samples)
+    sizes = divisors(samples)
     found = search_microbatch(
         sizes, lambda size: 2 * size if size <= largest else None, base_bytes=0, limit_bytes=10**9, first=first
     )
@@ -70,14 +71,14 @@ def test_over_the_limit_the_line_says_what_fits() -> None:
         highest = max(highest, 1000 + 10 * size + (5000 if size > 8 else 0))
         return highest
 
-    found = search_microbatch(microbatch_sizes(64), peak, base_bytes=1000, limit_bytes=4000, first=4)
+    found = search_microbatch(divisors(64), peak, base_bytes=1000, limit_bytes=4000, first=4)
     assert found.samples == 8
     assert [each.samples for each in found.trials] == [4, 16]
 
 
 def test_few_trials_for_a_large_step() -> None:
     found = search_microbatch(
-        microbatch_sizes(4096), lambda size: 10_000 + 7 * size, base_bytes=9000, limit_bytes=20_000, first=1
+        divisors(4096), lambda size: 10_000 + 7 * size, base_bytes=9000, limit_bytes=20_000, first=1
     )
     assert found.samples == 1024
     assert len(found.trials) <= 6
@@ -87,7 +88,7 @@ def run_together(peaks: list[Callable[[int], int | None]], limit: int, first: li
     """Runs the search of several ranks in step: what one of them passes to ``agree`` waits for the others."""
     import threading
 
-    sizes, ranks = microbatch_sizes(64), len(peaks)
+    sizes, ranks = divisors(64), len(peaks)
     values, results = [0] * ranks, [0] * ranks
     barrier = threading.Barrier(ranks)
     found: list[int | None] = [None] * ranks

@@ -20,8 +20,8 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.datasets import TensorPairs
 from paceline.data.loader import EvalLoader
 from paceline.engines.apply import parallelize
+from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.loss import IGNORED, CrossEntropy, CustomLoss, Loss, LossValue
-from paceline.train.trainer import Evaluation, evaluate
 
 RANKS = [1, 2, 3, 4]
 

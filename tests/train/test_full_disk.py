@@ -18,8 +18,9 @@ from paceline.config import CheckpointConfig, Config, config_from_dict
 from paceline.errors import CheckpointError, RankFailedError
 from paceline.health.failure import describe_error
 from paceline.train.assemble import build_trainer
+from paceline.train.step import StepResult
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import StepResult, Trainer
+from paceline.train.trainer import Trainer
 
 NOBODY = 65534
 

@@ -22,8 +22,8 @@ from paceline.plan.layout import Layout
 from paceline.predict.replay.events import Run
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.train.assemble import build_trainer
+from paceline.train.evaluate import Evaluation
 from paceline.train.loss import IGNORED, CrossEntropy, fuses_loss
-from paceline.train.trainer import Evaluation
 
 VOCABULARY, CONTEXT = 23, 6
 SHARES = ([3, 1], [2, 2], [1, 0], [4, 3])  # samples of each rank's microbatches: ragged, and one sat out

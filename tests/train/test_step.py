@@ -22,7 +22,7 @@ from paceline.data.loader import StepBatch, TrainLoader
 from paceline.data.order import DataOrder
 from paceline.engines.apply import parallelize
 from paceline.train.loss import IGNORED, CrossEntropy, Loss
-from paceline.train.step import StepOutcome, StepPolicy, place, train_step
+from paceline.train.step import StepCallbacks, StepOutcome, StepPolicy, place, train_step
 
 TOLERANCE = 1e-12
 CUTS = {f"{ranks} ranks, {parts} parts": (ranks, parts) for ranks in (1, 2, 4) for parts in (1, 2, 4)}
@@ -290,7 +290,9 @@ def test_phases_are_marked_in_order(loss: Loss, sizes: list[int], expected: list
     optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
     phases = Phases()
     batch = step_of(sizes, 0, max(sum(sizes), 1))
-    train_step(engine, optimizer, batch, loss, StepPolicy(clip_norm=1.0, dtype=torch.float64), phases.lap)
+    train_step(
+        engine, optimizer, batch, loss, StepPolicy(clip_norm=1.0, dtype=torch.float64), StepCallbacks(phases.lap)
+    )
     assert phases.seen == expected
 
 

@@ -36,8 +36,9 @@ from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
 from paceline.rehearse.dryrun.operators import Operators
 from paceline.run.sampling import sampling
 from paceline.train.assemble import build_trainer
-from paceline.train.step import train_step
-from paceline.train.trainer import Every, StepResult, Trainer
+from paceline.train.hooks import Every
+from paceline.train.step import StepResult, train_step
+from paceline.train.trainer import Trainer
 from paceline.train.update import update_if_finite
 from paceline.units import KIB, MIB
 

@@ -18,6 +18,7 @@ from typing import Any
 from paceline.chaos.timeline import Command, Handling
 from paceline.records.records import StepRecord
 from paceline.records.summary import RankAttempt, add_up, final_steps
+from paceline.terminal import table_lines
 from paceline.units import format_seconds
 
 
@@ -204,8 +205,7 @@ def report_lines(report: Report) -> list[str]:
         took = "-" if each.recovery_s is None else format_seconds(each.recovery_s)
         is_right = "yes" if each.is_right else f"no: {' or '.join(each.expected)}"
         rows.append((str(each.fault), each.how, lost, took, is_right))
-    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = table_lines(rows)
     lines += ["", f"{report.steps} steps in {format_seconds(report.wall_s)}; goodput {100 * report.goodput:.1f} %"]
     lines += [f"{each.fault}: {each.verdict}" for each in report.handlings if each.verdict]
     if report.save is not None:

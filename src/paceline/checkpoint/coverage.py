@@ -9,13 +9,12 @@ Cost: one sort of the pieces of each tensor; with files, one header each. No tor
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from paceline.checkpoint.header import Header, read_header
-from paceline.checkpoint.manifest import COMPRESSION, ITEM_BYTES, Manifest, SavedTensor, damaged
+from paceline.checkpoint.manifest import COMPRESSION, ITEM_BYTES, Manifest, SavedTensor, damaged, overlaps
 from paceline.checkpoint.storage import FileStore, file_in
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Spans
@@ -34,7 +33,7 @@ def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
     """Returns what is missing of a tensor, or there twice."""
     size, regions = math.prod(tensor.shape), [piece.region for piece in tensor.pieces if piece.region.size]
     found, problems = sum(region.size for region in regions), []
-    if found != size and not name.startswith(COMPRESSION):  # what compression owes may be nothing here and there
+    if found != size and not name.startswith(COMPRESSION):  # a rank may have no residual of compression
         problems.append(f"{found:,} of {size:,} elements are saved")
     parts: dict[Cuts, list[Region]] = {}
     for region in regions:
@@ -42,7 +41,7 @@ def coverage_problems(name: str, tensor: SavedTensor) -> list[str]:
     for part in parts.values():
         if len({region.order for region in part}) > 1:
             problems.append("its pieces lie in different orders of dims")
-        shared = _overlaps([(region.begin, region.end) for region in part])
+        shared = overlaps([(region.begin, region.end) for region in part])
         problems += [f"elements {first:,} to {last:,} are saved twice" for first, last in shared]
     if len({tuple(dim for dim, _ in cuts) for cuts in parts}) > 1:
         return [*problems, "its pieces are cut along different dims"]
@@ -56,13 +55,8 @@ def _row_overlaps(parts: Sequence[Cuts]) -> list[tuple[int, int]]:
     for cuts in parts:
         if cuts:
             within.setdefault(cuts[0][1], []).append(cuts[1:])
-    found = _overlaps([span for spans in within for span in spans])
+    found = overlaps([span for spans in within for span in spans])
     return found + [each for inner in within.values() for each in _row_overlaps(inner)]
-
-
-def _overlaps(intervals: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    ordered = sorted(each for each in intervals if each[0] < each[1])
-    return [(right[0], min(left[1], right[1])) for left, right in itertools.pairwise(ordered) if right[0] < left[1]]
 
 
 def piece_problems(path: Path, manifest: Manifest, storage: FileStore, skip: Collection[str] = ()) -> list[str]:

@@ -9,7 +9,6 @@ has. No torch.
 
 from __future__ import annotations
 
-import itertools
 import math
 import struct
 from collections.abc import Mapping
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import ITEM_BYTES, MALFORMED, damaged, parse_shape
+from paceline.checkpoint.manifest import ITEM_BYTES, MALFORMED, damaged, overlaps, parse_dtype, parse_shape, reason_of
 from paceline.checkpoint.storage import FileStore, cannot_read
 from paceline.untrusted import is_count, parse_json_object
 
@@ -79,20 +78,16 @@ def parse_header(storage: FileStore, path: Path) -> Header:
     if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
         raise ValueError(f"{_METADATA} is texts by name")
     tensors = {name: _place(name, entry, start, total) for name, entry in found.items()}
-    ordered = sorted((place for place in tensors.values() if place.num_bytes), key=lambda place: place.begin)
-    if any(right.begin < left.end for left, right in itertools.pairwise(ordered)):
+    if overlaps([(place.begin, place.end) for place in tensors.values()]):
         raise ValueError("two of its tensors share bytes")
     return Header(tensors=tensors, metadata=texts)
 
 
 def _place(name: str, entry: Any, start: int, total: int) -> TensorPlace:
     try:
-        dtype, shape, (first, last) = entry["dtype"], parse_shape(entry["shape"]), entry["data_offsets"]
-        if dtype not in ITEM_BYTES:
-            raise ValueError(f"dtype {str(dtype)[:20]} is not known here; known are {', '.join(ITEM_BYTES)}")
+        dtype, shape, (first, last) = parse_dtype(entry["dtype"]), parse_shape(entry["shape"]), entry["data_offsets"]
     except MALFORMED as error:
-        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{name[:200]}: {reason}") from error
+        raise ValueError(f"{name[:200]}: {reason_of(error)}") from error
     if not (is_count(first) and is_count(last)) or last - first != math.prod(shape) * ITEM_BYTES[dtype]:
         raise ValueError(f"{name[:200]}: its offsets are not those of {dtype} {list(shape)}")
     if start + last > total:

@@ -24,6 +24,7 @@ pieces make up each tensor.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -290,8 +291,7 @@ def parse_manifest(text: str, source: object) -> Manifest:
         _check_room(manifest)
         return manifest
     except MALFORMED as error:
-        reason = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
-        raise damaged(f"{source} is no manifest: {reason}") from error
+        raise damaged(f"{source} is no manifest: {reason_of(error)}") from error
 
 
 def _object(what: str, value: Any) -> dict[str, Any]:
@@ -312,7 +312,7 @@ def _check_room(manifest: Manifest) -> None:
             if piece.file not in needed:
                 raise ValueError(f"{name} is in {str(piece.file)[:80]}, which is none of its files")
             needed[piece.file] += piece.region.size * ITEM_BYTES[tensor.dtype]
-        # What compression owes may be nothing here and there; there is at most one row for each rank.
+        # A rank may have no residual of compression; there is at most one row for each rank.
         if name.startswith(COMPRESSION) and tensor.num_bytes > manifest.world * manifest.num_bytes:
             raise ValueError(f"{name} has {tensor.num_bytes:,} bytes, and all files {manifest.num_bytes:,}")
     for file, num_bytes in needed.items():
@@ -338,12 +338,22 @@ def tensor_entry(tensor: SavedTensor) -> dict[str, Any]:
 
 def parse_tensor(entry: Mapping[str, Any]) -> SavedTensor:
     """Reads what ``tensor_entry`` gave. Raises one of ``MALFORMED`` for anything else."""
-    shape, dtype = parse_shape(entry["shape"]), entry["dtype"]
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"dtype {str(dtype)[:20]} is not known here; known are {', '.join(ITEM_BYTES)}")
+    shape, dtype = parse_shape(entry["shape"]), parse_dtype(entry["dtype"])
     size = math.prod(shape)
     pieces = tuple(SavedPiece(file=each["file"], region=_parse_region(shape, size, each)) for each in entry["pieces"])
     return SavedTensor(shape=shape, dtype=dtype, pieces=pieces)
+
+
+def parse_dtype(value: Any) -> str:
+    """Returns the code of a dtype. Raises ValueError for one that is not known."""
+    if value not in ITEM_BYTES:
+        raise ValueError(f"dtype {str(value)[:20]} is not known here; known are {', '.join(ITEM_BYTES)}")
+    return str(value)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns why something that was read is malformed: a sentence of ours, or the error with its type."""
+    return str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
 
 
 def parse_shape(value: Any) -> tuple[int, ...]:
@@ -352,6 +362,12 @@ def parse_shape(value: Any) -> tuple[int, ...]:
     if not is_shape or math.prod(max(size, 1) for size in value) > 2**60:
         raise ValueError(f"a shape is a list of up to {_MOST_DIMS} sizes, with up to 2^60 elements")
     return tuple(value)
+
+
+def overlaps(intervals: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns what neighbours among intervals share; nothing where none of them overlap."""
+    ordered = sorted(each for each in intervals if each[0] < each[1])
+    return [(right[0], min(left[1], right[1])) for left, right in itertools.pairwise(ordered) if right[0] < left[1]]
 
 
 def _region_entry(region: Region) -> dict[str, Any]:
@@ -425,7 +441,7 @@ class State:
 
     ``values`` are the same on every rank, and those of rank 0 are kept. ``own`` are this rank's. ``found`` are known to
     some ranks and needed by all: those of all ranks are kept, by their names. ``line`` is how the run came to
-    this step, as rank 0 knows it; None: it is told from what lies where it is saved. ``write.plain_state`` makes a
+    this step, as rank 0 knows it; None: it follows from what lies where it is saved. ``write.plain_state`` makes a
     state without shards, whose values are JSON values.
     """
 

@@ -1,6 +1,6 @@
 """The weights of a Hugging Face folder, read into an engine: each rank reads the bytes that it holds, and no others.
 
-Names of the folder and the model are matched first, and all that differ are told at once, before anything is read.
+Names of the folder and the model are matched first, and all that differ are reported at once, before anything is read.
 Files have the names of the model; or those of its base model, without the prefix or with one more; of tied weights one
 name is enough. Constants that older files have (masks, rotary frequencies) are passed over.
 """

@@ -12,7 +12,7 @@ Whatever is killed in between, a folder without a manifest is no checkpoint, and
 which the hashes in it prove. Cost: what is written is copied once more by the store itself; nothing comes back here.
 
 A place keeps its protocol as a path does: ``Path("s3://bucket/run")`` is ``s3:/bucket/run``, and so are those below it.
-What cannot be read or written is told in three lines: what and why, the rule, and what to do about it. No torch.
+Messages about files that cannot be read or written have three lines: what and why, the rule, what to do. No torch.
 """
 
 from __future__ import annotations

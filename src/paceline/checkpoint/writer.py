@@ -152,11 +152,11 @@ class CheckpointWriter:
     def _agree(self, target: SaveTarget, problem: str) -> None:
         """Raises CheckpointError on all ranks if one has a problem; a small exchange."""
         problems = gather_objects(self._comm, problem)
-        told = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
-        if told:
+        reasons = [f"rank {rank}: {text}" if len(problems) > 1 else text for rank, text in enumerate(problems) if text]
+        if reasons:
             if self._comm.rank == 0:
                 discard(target)
-            raise CheckpointError(told[0])
+            raise CheckpointError(reasons[0])
 
 
 def copy_checkpoint(path: Path, name: str) -> Path:
@@ -284,7 +284,7 @@ class _PendingSave:
         try:
             if self.plain is not None and not self.problem:
                 self._num_bytes = write_part(self.target, self.shares, self.plain)
-        except Exception as error:  # told to all ranks when they next agree
+        except Exception as error:  # all ranks hear of it when they next agree
             self.problem = _describe(error)
         self.shares = []
         self.written.set()
@@ -340,7 +340,7 @@ class _PendingSave:
             if self._are_parts_there():
                 commit(target, self.plain)
                 apply_retention(target.folder, target.step, self._retention, target.storage, self.plain.line)
-        except Exception as error:  # told to all ranks
+        except Exception as error:  # all ranks hear of it
             if not target.storage.names(target.final):
                 discard(target)
             self.commit_problem = _describe(error)

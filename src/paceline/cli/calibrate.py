@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.destination import check_file
-from paceline.cli.options import print_json
+from paceline.cli.options import grouped, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -28,15 +28,24 @@ def _check_entry(path: Path | None) -> Path | None:
     return path
 
 
-def calibrate(
-    device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
-    ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"),
-    name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]"),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateOptions:
+    """What is measured, and where it is written."""
+
+    device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]")
+    ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]")
+    name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]")
     output: Path | None = typer.Option(
         None, "--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."
-    ),
-    compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
-    noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
+    )
+    compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more.")
+    noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads.")
+
+
+@grouped
+def calibrate(
+    *,
+    asked: CalibrateOptions,
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
     run: Path | None = typer.Option(
         None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a finished run's folder."
@@ -62,36 +71,39 @@ def calibrate(
 
       paceline calibrate --from runs/gpt-pydoc --output mine.yaml
     """
-    given = {"--device": device != "auto", "--ranks": ranks is not None, "--name": name is not None}
-    given |= {"--no-compiled": not compiled, "--noisy": noisy, "--cluster": cluster is not None}
-    _check_options(run, {option for option, is_given in given.items() if is_given}, name)
+    given = {"--device": asked.device != "auto", "--ranks": asked.ranks is not None, "--name": asked.name is not None}
+    given |= {"--no-compiled": not asked.compiled, "--noisy": asked.noisy, "--cluster": cluster is not None}
+    _check_options(run, {option for option, is_given in given.items() if is_given}, asked.name)
     if run is not None:
-        _refit(run, cluster, output, as_json=as_json)
+        _refit(run, cluster, asked.output, as_json=as_json)
         return
     import torch
 
     from paceline.calibrate.entry import entry_of, write_entry
     from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
 
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
+    count = asked.ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
     more = (2 * count,) if chosen == "cpu" and count > 1 else ()
     wanted = Wanted(
-        device=chosen, ranks=count, with_compiled=compiled, accepts_noise=noisy, more_ranks=more, alone=True
+        device=chosen, ranks=count, with_compiled=asked.compiled, accepts_noise=asked.noisy, more_ranks=more, alone=True
     )
     check_wanted(wanted)
     if not as_json:
         echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
     measured = measure_machine(wanted)
-    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
-    entry_name, text = entry_of(measured, command, torch.__version__, name)
-    if output is not None:
-        write_entry(text, output)
+    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if asked.compiled else ' --no-compiled'}"
+    entry_name, text = entry_of(measured, command, torch.__version__, asked.name)
+    if asked.output is not None:
+        write_entry(text, asked.output)
     if as_json:
         print_json({"name": entry_name, **asdict(measured)})
         return
     _show(measured)
-    echo(f"\n{text}" if output is None else f"\nwrote {output}: use it as --cluster {output}\n", nl=False)
+    echo(
+        f"\n{text}" if asked.output is None else f"\nwrote {asked.output}: use it as --cluster {asked.output}\n",
+        nl=False,
+    )
 
 
 def _check_options(run: Path | None, given: set[str], name: str | None) -> None:

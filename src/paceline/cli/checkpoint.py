@@ -6,15 +6,16 @@ Nothing here needs the model's code or a GPU, and memory stays at some windows o
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import typer
 
 from paceline.cli import checkpoint_text as text
+from paceline.cli.options import grouped, progress_bar
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -49,7 +50,7 @@ def list_all(
     """
     from paceline.checkpoint.tools.listing import list_folder
 
-    with _reading(), _progress("reading", None, as_json) as tell:
+    with _reading(), progress_bar("reading", None, as_json) as tell:
         found = list_folder(Path(where), time.time(), "full" if full else "fast", tell)
     text.show_list(found, as_json=as_json)
     if any(each.problem for each in found):
@@ -109,7 +110,7 @@ def verify(
 
     with _reading():
         chosen = find_any(path)
-        with _progress("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
+        with progress_bar("verifying", read_manifest(chosen).num_bytes, as_json) as tell:
             found = audit(chosen, "fast" if fast else "full", tell)
     text.show_audit(found, as_json=as_json)
     if not found.is_good:
@@ -134,21 +135,30 @@ def diff(
 
     with _reading():
         ours, theirs = open_checkpoint(find_any(left)), open_checkpoint(find_any(right))
-        with _progress("comparing", ours.manifest.num_bytes, as_json) as tell:
+        with progress_bar("comparing", ours.manifest.num_bytes, as_json) as tell:
             found = compare(ours, theirs, tell)
     text.show_difference(found, str(ours.path), str(theirs.path), as_json=as_json)
     if not found.is_same_state:
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReshardOptions:
+    """The ranks that would have saved the checkpoint."""
+
+    ranks: int = typer.Option(..., min=1, help="For so many ranks.")
+    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid.")
+    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks.")
+    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks.")
+
+
 @app.command()
+@grouped
 def reshard(
     source: str = _SOURCE,
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-<number> is written."),
-    ranks: int = typer.Option(..., min=1, help="For so many ranks."),
-    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
-    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks."),
-    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks."),
+    *,
+    asked: ReshardOptions,
     fast: bool = _FAST,
     force: bool = _FORCE,
     as_json: bool = _JSON,
@@ -171,12 +181,13 @@ def reshard(
     from paceline.plan.rules import check_layout
     from paceline.rehearse.dryrun.cut import cut_of_run
 
-    _check_word("--strategy", strategy, STRATEGIES)
-    layout = check_layout(Layout(strategy=cast("Strategy", strategy), pipeline=pipeline, tensor=tensor), ranks)
+    _check_word("--strategy", asked.strategy, STRATEGIES)
+    strategy = cast("Strategy", asked.strategy)
+    layout = check_layout(Layout(strategy=strategy, pipeline=asked.pipeline, tensor=asked.tensor), asked.ranks)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     values = checkpoint.manifest.about.get("config")
     cut = cut_of_run(config_from_dict(values), layout) if values and layout.is_split else None
-    with _progress("writing", checkpoint.manifest.num_bytes, as_json) as tell:
+    with progress_bar("writing", checkpoint.manifest.num_bytes, as_json) as tell:
         path = write(checkpoint, Path(target), layout, cut, progress=tell, may_replace=force)
     text.show_written("resharded", path, as_json=as_json)
 
@@ -219,7 +230,7 @@ def export(
     chosen = format_by_name(target) if kind is None else cast("Format", kind)
     options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
     checkpoint = open_checkpoint(_find_whole(source, fast))
-    with _progress("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
+    with progress_bar("writing", exported_bytes(checkpoint.manifest, options), as_json) as tell:
         path = write(checkpoint, target, options, tell)
     text.show_written("exported", path, as_json=as_json)
 
@@ -263,7 +274,7 @@ def take(
     with _reading():
         chosen = cast("Format", kind) if kind is not None else format_of(source)
         found = open_incoming(source, chosen, prefix, allows_pickle=allow_pickle)
-    with _progress("writing", found.num_bytes, as_json) as tell:
+    with progress_bar("writing", found.num_bytes, as_json) as tell:
         path = save_incoming(found, Path(target), str(source), progress=tell, may_replace=force)
     text.show_written("imported", path, as_json=as_json)
 
@@ -309,19 +320,3 @@ def _reading() -> Iterator[None]:
         yield
     except OSError as error:
         raise cannot_read(Path(error.filename or "."), error) from error
-
-
-@contextlib.contextmanager
-def _progress(what: str, num_bytes: int | None, as_json: bool) -> Iterator[Callable[[int], None]]:
-    """Shows a bar of bytes on a terminal while something long is done."""
-    if as_json or not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    from paceline.terminal import new_console
-
-    columns = (TextColumn(what), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=new_console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=num_bytes)
-        yield lambda num_bytes: bar.advance(task, num_bytes)

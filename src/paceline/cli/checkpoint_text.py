@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.cli.options import print_json
-from paceline.terminal import echo
+from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
@@ -172,6 +172,5 @@ def _short(value: Any) -> str:
 
 
 def _print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(len(row[at]) for row in (titles, *rows)) for at in range(len(titles))]
-    for row in (titles, *rows):
-        echo("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    for line in table_lines([titles, *rows]):
+        echo(line)

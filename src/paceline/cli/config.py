@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import AsJson, ConfigPath, Overrides, load_and_tell
+from paceline.cli.options import AsJson, ConfigPath, Overrides, load_and_tell, print_json
 from paceline.errors import ConfigError, Problem
 from paceline.terminal import echo
 from paceline.units import format_bytes
@@ -35,7 +35,10 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
     from paceline.config import dump_yaml
 
     loaded = load_and_tell(config, overrides)
-    echo(_to_json(loaded.config.model_dump(mode="json")) if as_json else dump_yaml(loaded.config), nl=as_json)
+    if as_json:
+        print_json(loaded.config.model_dump(mode="json"))
+    else:
+        echo(dump_yaml(loaded.config), nl=False)
 
 
 @app.command()
@@ -51,7 +54,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
     loaded = load_and_tell(config, overrides)
     rows = _mesh_rows(loaded, ranks) or explain_config(loaded, ranks) + _memory_rows(loaded.config, ranks)
     if as_json:
-        echo(_to_json([asdict(row) for row in rows]))
+        print_json([asdict(row) for row in rows])
     else:
         _print_table([row for row in rows if row.key != _LADDER])
         for row in rows:
@@ -69,7 +72,7 @@ def schema() -> None:
     """
     from paceline.config import json_schema
 
-    echo(_to_json(json_schema()))
+    print_json(json_schema())
 
 
 @app.command()
@@ -93,11 +96,13 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
     except ConfigError as error:
         if not as_json:
             raise
-        told = [asdict(each) for each in error.problems]
-        echo(_to_json({"source": error.source, "ok": False, "problems": told}))
+        problems = [asdict(each) for each in error.problems]
+        print_json({"source": error.source, "ok": False, "problems": problems})
         raise typer.Exit(1) from None
-    fine = {"source": str(config), "ok": True, "problems": [], "notes": notes}
-    echo(_to_json(fine) if as_json else f"{config}: no problems")
+    if as_json:
+        print_json({"source": str(config), "ok": True, "problems": [], "notes": notes})
+    else:
+        echo(f"{config}: no problems")
 
 
 @app.command("import")
@@ -196,10 +201,6 @@ def _estimate_rows(config: Config, ranks: int, device: str) -> list[ExplainRow]:
     which = f"the {device} rank that needs most" if layout.pipeline > 1 else f"a {device} rank"
     formula = f"an estimate for {which} and a microbatch of {microbatch}: {parts}"
     return [ExplainRow(key="derived.memory", value=total, origin=f"derived: {formula}")]
-
-
-def _to_json(content: Any) -> str:
-    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def _print_table(rows: list[ExplainRow]) -> None:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from paceline.cli.options import AsJson, print_json
+from paceline.cli.options import AsJson, print_json, progress_bar
 from paceline.errors import UsageError
-from paceline.terminal import echo, new_console
+from paceline.terminal import echo
 
 app = typer.Typer(no_args_is_help=True, help="Prepare text as files of tokens, and look at them.")
 
@@ -64,12 +64,8 @@ def prepare(
         on_error="skip" if on_error == "skip" else "stop",
         may_replace=force,
     )
-    from rich.progress import Progress
-
-    console = new_console(stderr=True)  # without a terminal, rich would print an empty line
-    with Progress(console=console, transient=True, disable=as_json or not console.is_terminal) as bar:
-        task = bar.add_task("encoding", total=total_bytes(options))
-        manifest = run(options, lambda done: bar.advance(task, done))
+    with progress_bar("encoding", total_bytes(options), as_json) as hear:
+        manifest = run(options, hear)
     if as_json:
         print_json(_facts(output))
         return

@@ -53,12 +53,12 @@ def doctor(
     findings = missing_packages()
     if not findings:
         surroundings, findings = _surroundings(config, overrides or [], is_quick=quick)
-        tells = os.environ.get("RANK", "0") == "0" or (not ranks and tells_for_host())
-        if tells:
+        reports = os.environ.get("RANK", "0") == "0" or (not ranks and tells_for_host())
+        if reports:
             findings += examine(_checks(), surroundings)
         if ranks:
             findings += _test_ranks(ranks)
-        if not tells:
+        if not reports:
             return  # one rank of each host does, and of those that talk the first
     is_well = all(each.status != "problem" for each in findings)
     if as_json:
@@ -127,5 +127,5 @@ def _print(findings: Sequence[MachineFinding]) -> None:
             if line:
                 typer.secho(" " * (width + 11) + plain(line), dim=True)
     counts = {status: sum(each.status == status for each in findings) for status in ("problem", "note")}
-    told = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
-    echo(f"\n{', '.join(told) or 'nothing is wrong'}")
+    counted = [f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items() if count]
+    echo(f"\n{', '.join(counted) or 'nothing is wrong'}")

@@ -1,13 +1,12 @@
-"""Options that other launchers have, such as ``--batch-size 32``: each becomes what to write here, and is told."""
+"""Options that other launchers have, such as ``--batch-size 32``: each becomes what to write here, with a note."""
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from paceline.errors import ConfigError, Problem
+from paceline.errors import ConfigError, Problem, did_you_mean
 
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
 _CONFIG = ("config", "config_file", "cfg")
@@ -73,9 +72,8 @@ def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
     from paceline.config.suggest import suggest_keys
 
     what = f"{f'{option} {value}'.strip()} is not an option of train"
-    own = difflib.get_close_matches(option, known, n=1, cutoff=0.75)
-    if own:
-        return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=f"did you mean {own[0]}?")
+    if own := did_you_mean(option, known, cutoff=0.75):
+        return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=own)
     name = option.strip("-").replace("-", "_")
     found = [f"{key}={value or '...'}" for key in map(_settable, suggest_keys("", name, {})) if key]
     fix = f"write {' or '.join(found)}" if found else "leave it out, or find its key: paceline config explain CONFIG"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli.options import ConfigPath, Overrides
+from paceline.cli.options import ConfigPath, Overrides, grouped
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -37,29 +38,33 @@ app = typer.Typer(
 )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """Where a run is started, and how much of it."""
+
+    on: str = typer.Option("local", help="Where: local, slurm, ssh, ray or kubernetes.")
+    nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough.")
+    gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs.")
+    time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00.")
+    queue: str = typer.Option(None, help="The queue or partition; else the target's default.")
+    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines.")
+    hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line.")
+    kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job.")
+    port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet.")
+    array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it.")
+    max_requeues: int = typer.Option(None, min=0, help="slurm, ray: starts after preemptions, by default 10.")
+    settings: list[str] = typer.Option(None, "--set", metavar="KEY=VALUE", help="An option of the target's own.")
+    setup: list[str] = typer.Option(None, help="A line of shell before the run, such as 'module load cuda'.")
+    python: str = typer.Option(sys.executable, help="The Python of the machines.")
+    resume: bool = typer.Option(False, "--resume", help="Go on with the newest run of this name.")
+    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be submitted.")
+    detach: bool = typer.Option(False, "--detach", help="Submit, and do not follow.")
+    no_memory_check: bool = typer.Option(False, "--no-memory-check", help="Also submit what is estimated not to fit.")
+
+
 @app.command()
-def start(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    on: str = typer.Option("local", help="Where: local, slurm, ssh, ray or kubernetes."),
-    nodes: str = typer.Option(None, metavar="N or MIN:MAX", help="Machines, by default 1; MIN of them are enough."),
-    gpus_per_node: int = typer.Option(0, min=0, help="GPUs of each, with a rank on each; 0: ranks on CPUs."),
-    time: str = typer.Option(None, help="How long the job may take, as the target writes it: 1:30:00."),
-    queue: str = typer.Option(None, help="The queue or partition; else the target's default."),
-    hosts: str = typer.Option(None, metavar="A,B", help="ssh: the machines."),
-    hostfile: Path = typer.Option(None, help="ssh: a file with a machine on each line."),
-    kind: str = typer.Option(None, help="kubernetes: job, statefulset, jobset or trainjob; by default job."),
-    port: int = typer.Option(None, min=1, max=65535, help="ssh, ray: the port at which the machines meet."),
-    array: str = typer.Option(None, metavar="0-3", help="slurm: a run for each number; {task} in an override is it."),
-    max_requeues: int = typer.Option(None, min=0, help="slurm, ray: starts after preemptions, by default 10."),
-    settings: list[str] = typer.Option(None, "--set", metavar="KEY=VALUE", help="An option of the target's own."),
-    setup: list[str] = typer.Option(None, help="A line of shell before the run, such as 'module load cuda'."),
-    python: str = typer.Option(sys.executable, help="The Python of the machines."),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the newest run of this name."),
-    dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be submitted."),
-    detach: bool = typer.Option(False, "--detach", help="Submit, and do not follow."),
-    no_memory_check: bool = typer.Option(False, "--no-memory-check", help="Also submit what is estimated not to fit."),
-) -> None:
+@grouped
+def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOptions) -> None:
     """Start a run, and follow it; leaves with its exit code.
 
     Ctrl-C stops following: the run goes on. A job that is started again continues from its newest checkpoint.
@@ -75,37 +80,37 @@ def start(
     from paceline.launch.start import LaunchRequest, prepare
     from paceline.launch.start import start as submit
 
-    named = _hosts(hosts, hostfile)
-    least, most = _counts(nodes or str(len(named) or 1))
+    named = _hosts(asked.hosts, asked.hostfile)
+    least, most = _counts(asked.nodes or str(len(named) or 1))
     if named and most != len(named):
-        raise typer.BadParameter(f"--nodes {nodes} with {len(named)} hosts: name as many, or leave --nodes out")
-    asked = LaunchRequest(
-        target=on,
+        raise typer.BadParameter(f"--nodes {asked.nodes} with {len(named)} hosts: name as many, or leave --nodes out")
+    request = LaunchRequest(
+        target=asked.on,
         nodes=most,
         least=least,
-        gpus=gpus_per_node,
-        time=time,
-        queue=queue,
+        gpus=asked.gpus_per_node,
+        time=asked.time,
+        queue=asked.queue,
         hosts=named,
-        tasks=array,
-        max_requeues=max_requeues,
-        python=python,
-        port=port,
-        settings=_settings(settings or [], on, kind),
-        setup=tuple(setup or ()),
-        resume=resume,
-        checks_memory=not no_memory_check,
-        is_dry=dry_run,
+        tasks=asked.array,
+        max_requeues=asked.max_requeues,
+        python=asked.python,
+        port=asked.port,
+        settings=_settings(asked.settings or [], asked.on, asked.kind),
+        setup=tuple(asked.setup or ()),
+        resume=asked.resume,
+        checks_memory=not asked.no_memory_check,
+        is_dry=asked.dry_run,
     )
-    target, job, settled = prepare(config, overrides or [], asked)
+    target, job, settled = prepare(config, overrides or [], request)
     for line in (f"run {job.run} on {job.target}", *settled.lines):
         echo(line, err=True)
-    if dry_run:
+    if asked.dry_run:
         echo(target.render(job), nl=False)
         return
     job = submit(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
-    _leave_or_follow(target, job, is_left=detach or array is not None)
+    _leave_or_follow(target, job, is_left=asked.detach or asked.array is not None)
 
 
 @app.command()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.learn_play import play
 from paceline.cli.options import AsJson, print_json
 from paceline.health.exit_codes import FAILED
 from paceline.terminal import echo
@@ -78,7 +77,34 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
         echo(hint_text(exercise, place))
 
 
-app.command()(play)
+@app.command()
+def play(
+    port: int | None = typer.Option(
+        None, min=1, max=65535, help="Port to serve at; else 6070 or the next that is free."
+    ),
+    is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
+) -> None:
+    """Move sliders, and see the memory and the step time of a model at once.
+
+    The page is served on this machine alone. Its numbers come from the formulas of paceline plan, and it shows the
+    command that gives the same.
+
+    Example:  paceline learn play --no-open
+    """
+    from paceline.cli.watch import open_browser, require_server
+
+    require_server()
+    from paceline.learn.play_server import make_play_app, make_play_server
+    from paceline.view.server import listen
+
+    app = make_play_app()
+    found = listen("127.0.0.1", port)
+    url = f"http://127.0.0.1:{found.getsockname()[1]}/"
+    echo(f"the page is at {url}")
+    echo("  Ctrl-C ends it")
+    if is_opened:
+        open_browser(url)
+    make_play_server(app).run(sockets=[found])
 
 
 def state_file() -> Path:

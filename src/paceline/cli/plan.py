@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.destination import check_file, check_picture
-from paceline.cli.options import ClusterName, Overrides, print_json
+from paceline.cli.options import ClusterName, Overrides, grouped, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -16,37 +17,46 @@ if TYPE_CHECKING:
     from paceline.search.result import PlanResult
 
 
-def plan(
-    cluster: ClusterName,
-    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
-    overrides: Overrides = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What a plan is for, and what is made of it."""
+
     hf: Path | None = typer.Option(
         None, metavar="FILE", help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG."
-    ),
+    )
     gpus: str | None = typer.Option(
         None, metavar="N,N,...", help="How it scales: a table over these numbers of devices; 1,2,4,...,64 goes too."
-    ),
+    )
     png: Path | None = typer.Option(
         None, callback=check_picture, metavar="FILE", help="Draw the tables of --gpus; .svg and .pdf go too."
-    ),
-    by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first."),
-    price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour."),
+    )
+    by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first.")
+    price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour.")
     precision: str | None = typer.Option(
         None, metavar="auto|NAME", help="In the place of the config's; auto: the best of all."
-    ),
+    )
     host_gb: float | None = typer.Option(
         None, metavar="GIB", help="Memory of a node's host, for what is offloaded; else it has room."
-    ),
-    top: int = typer.Option(5, min=1, help="How many plans to show."),
+    )
+    top: int = typer.Option(5, min=1, help="How many plans to show.")
     output: Path | None = typer.Option(
         None, "-o", "--output", callback=check_file, metavar="FILE", help="Write the first plan as a config to train."
-    ),
+    )
     trace: Path | None = typer.Option(
         None,
         callback=check_file,
         metavar="FILE",
         help="Run the first plan's engine without values, and write its time line.",
-    ),
+    )
+
+
+@grouped
+def plan(
+    cluster: ClusterName,
+    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
+    overrides: Overrides = None,
+    *,
+    asked: PlanOptions,
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Find the fastest way to train a model on a cluster.
@@ -66,23 +76,30 @@ def plan(
     from paceline.rehearse.planning import plan as find
     from paceline.rehearse.planning import trace_plan
 
-    source, words = _source(config, list(overrides or []), hf)
-    counts = _counts(gpus, png)
+    source, words = _source(config, list(overrides or []), asked.hf)
+    counts = _counts(asked.gpus, asked.png)
     found = find(
-        source, cluster, overrides=words, by=by, gpus=counts, precision=precision, price=price, host_gb=host_gb
+        source,
+        cluster,
+        overrides=words,
+        by=asked.by,
+        gpus=counts,
+        precision=asked.precision,
+        price=asked.price,
+        host_gb=asked.host_gb,
     )
-    if output is not None:
-        _write(output, found)
-    is_drawn = png is not None and _draw(png, found)
-    traced_s = None if trace is None or found.winner is None else trace_plan(found, trace).seconds
+    if asked.output is not None:
+        _write(asked.output, found)
+    is_drawn = asked.png is not None and _draw(asked.png, found)
+    traced_s = None if asked.trace is None or found.winner is None else trace_plan(found, asked.trace).seconds
     if as_json:
         replayed = {} if traced_s is None else {"replayed_s": traced_s}
-        print_json(found.to_json(top) | replayed)
+        print_json(found.to_json(asked.top) | replayed)
     else:
-        echo(found.to_text(top))
+        echo(found.to_text(asked.top))
         if traced_s is not None:
-            echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
-        _tell_files(found, output, png, is_drawn=is_drawn)
+            echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {asked.trace}")
+        _tell_files(found, asked.output, asked.png, is_drawn=is_drawn)
     if found.winner is None:
         raise typer.Exit(1)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
 from paceline.cli.destination import check_file
-from paceline.cli.options import ClusterName, ConfigPath, Overrides, print_json
+from paceline.cli.options import ClusterName, ConfigPath, Overrides, grouped, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 from paceline.units import format_seconds
@@ -20,21 +21,30 @@ if TYPE_CHECKING:
     from paceline.predict.replay.replayed import ReplayedStep
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PredictOptions:
+    """Which ranks a step has, and what is made of the prediction."""
+
+    ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices.")
+    rank: int = typer.Option(
+        None, min=0, help="The rank to tell of; else the one that computes most, of rank 0 and those it passes work to."
+    )
+    slow: list[str] = typer.Option(
+        [], metavar="rank=2:1.5x", help="A rank whose host and device take longer; may be repeated."
+    )
+    trace: Path = typer.Option(
+        None, callback=check_file, help="Write the step's time line here, for Chrome or ui.perfetto.dev."
+    )
+    price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour.")
+
+
+@grouped
 def predict(
     config: ConfigPath,
     cluster: ClusterName,
     overrides: Overrides = None,
-    ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
-    rank: int = typer.Option(
-        None, min=0, help="The rank to tell of; else the one that computes most, of rank 0 and those it passes work to."
-    ),
-    slow: list[str] = typer.Option(
-        [], metavar="rank=2:1.5x", help="A rank whose host and device take longer; may be repeated."
-    ),
-    trace: Path = typer.Option(
-        None, callback=check_file, help="Write the step's time line here, for Chrome or ui.perfetto.dev."
-    ),
-    price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
+    *,
+    asked: PredictOptions,
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Predict the time and the memory of a step on a cluster.
@@ -58,28 +68,28 @@ def predict(
     from paceline.config import config_batch, why_not_sharded
     from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
 
-    slow_ranks, slow_links = read_slow(slow)
-    _check_options(slow_links, price)
+    slow_ranks, slow_links = read_slow(asked.slow)
+    _check_options(slow_links, asked.price)
     where = load_cluster(cluster)
-    asked, count = config_on(config, where, overrides=overrides or [], ranks=ranks)
-    keeps = trace is not None
-    asked, found = predict_decided(asked, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
-    batch, bound = config_batch(asked, count), memory_bound(asked, where, count)
-    if trace is not None:
+    chosen, count = config_on(config, where, overrides=overrides or [], ranks=asked.ranks)
+    keeps = asked.trace is not None
+    chosen, found = predict_decided(chosen, where, count, rank=asked.rank, slow=slow_ranks, keeps_spans=keeps)
+    batch, bound = config_batch(chosen, count), memory_bound(chosen, where, count)
+    if asked.trace is not None:
         from paceline.predict.replay.replayed import write_trace
 
-        write_trace(found, trace)
+        write_trace(found, asked.trace)
     if as_json:
         more = {"microbatch": batch.microbatch, "accumulate": batch.accumulate, "memory_bound_bytes": bound}
-        cost = {} if price is None else {"usd_per_step": found.usd_per_step(price)}
+        cost = {} if asked.price is None else {"usd_per_step": found.usd_per_step(asked.price)}
         print_json(found.to_json() | more | cost)
     else:
-        if alone := why_not_sharded(asked, count):
+        if alone := why_not_sharded(chosen, count):
             echo(f"{alone}\n")
-        for line in [*describe(found, batch, price, bound), *_ways_out(found, asked, batch, config, cluster)]:
+        for line in [*describe(found, batch, asked.price, bound), *_ways_out(found, chosen, batch, config, cluster)]:
             echo(line)
-        if trace is not None:
-            echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
+        if asked.trace is not None:
+            echo(f"\nThe time line is in {asked.trace}: open it in ui.perfetto.dev.")
     if not found.fits:
         raise typer.Exit(1)
 

@@ -53,7 +53,7 @@ def profile(
 
     asked = load_and_tell(config, overrides).config
     for path in beside:
-        lay_beside([], path)  # what is no trace is told before anything runs
+        lay_beside([], path)  # what is no trace is refused before anything runs
     with scratch_folder() as folder:
         os.environ[PROFILE] = str(folder)
         try:

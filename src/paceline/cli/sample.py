@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import typer
 
-from paceline.cli.options import print_json
+from paceline.cli.options import grouped, print_json
 from paceline.errors import UsageError
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawOptions:
+    """How tokens are drawn."""
+
+    tokens: int = typer.Option(200, min=1, help="The most tokens that are written.")
+    temperature: float = typer.Option(0.8, min=0.0, help="0: the most likely token always; 1: as the model says.")
+    top_k: int = typer.Option(0, min=0, help="Draw among so many of the most likely tokens.  [default: all]")
+    seed: int = typer.Option(0, min=0, help="The same seed writes the same text.")
+
+
+@grouped
 def sample(
     run: str = typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint: the newest whole one is taken."),
     prompt: str = typer.Option("\n", help="The text that the model goes on from."),
-    tokens: int = typer.Option(200, min=1, help="The most tokens that are written."),
-    temperature: float = typer.Option(0.8, min=0.0, help="0: the most likely token always; 1: as the model says."),
-    top_k: int = typer.Option(0, min=0, help="Draw among so many of the most likely tokens.  [default: all]"),
-    seed: int = typer.Option(0, min=0, help="The same seed writes the same text."),
+    *,
+    drawn: DrawOptions,
     device: str = typer.Option("auto", help="cpu, cuda, or auto."),
     ranks: int = typer.Option(1, min=1, help="CPU ranks that hold a part of the model each; for GPUs see below."),
     spread: str = typer.Option(
@@ -51,7 +61,7 @@ def sample(
 
     if spread not in ("fsdp", "tensor"):
         raise UsageError(f"--spread {spread}\n  it is fsdp or tensor")
-    options = SampleOptions(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    options = SampleOptions(**asdict(drawn))
     checkpoint = find_any(run)
     work: tuple[Any, ...] = (checkpoint, prompt, options, spread)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

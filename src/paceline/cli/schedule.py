@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import print_json
+from paceline.cli.options import grouped, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -19,27 +19,36 @@ if TYPE_CHECKING:
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
 
 
-def schedule(
-    name: str = typer.Argument(
-        metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1 or zb-v; or a file with a schedule of your own."
-    ),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridOptions:
+    """The size of a schedule, and what its actions take."""
+
     stages: int | None = typer.Option(
         None, "--stages", "-s", min=1, help="Ranks of the pipeline; each holds --chunks stages.  [default: 4]"
-    ),
+    )
     microbatches: int | None = typer.Option(
         None, "--microbatches", "-m", min=1, help="Microbatches of a step.  [default: 8]"
-    ),
+    )
     chunks: int | None = typer.Option(
         None, "--chunks", min=1, help="Stages a rank.  [default: 2 for interleaved and zb-v, else 1]"
-    ),
+    )
     costs: str | None = typer.Option(
         None,
         "--costs",
         metavar="C,C,...",
         help="What each stage takes, in any unit: its forward (1.5), forward:backward (1.5:3), or "
         "forward:input:weights (1.5:2:1).  [default: equal stages, backward twice the forward]",
+    )
+    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit.")
+
+
+@grouped
+def schedule(
+    name: str = typer.Argument(
+        metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1 or zb-v; or a file with a schedule of your own."
     ),
-    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit."),
+    *,
+    asked: GridOptions,
     messages: bool = typer.Option(
         False, "--messages", help="Show what each rank runs with its sends, receives and reduces; --csv has them too."
     ),
@@ -66,9 +75,9 @@ def schedule(
     from paceline.schedule.measure import measure_schedule
     from paceline.schedule.text import draw
 
-    found = _find(name, stages, microbatches, chunks)
+    found = _find(name, asked.stages, asked.microbatches, asked.chunks)
     check_schedule(found)
-    measure = measure_schedule(found, _read_costs(costs, communication, found))
+    measure = measure_schedule(found, _read_costs(asked.costs, asked.communication, found))
     if csv is not None:
         _write_csv(_with_messages(found) if messages else found, csv)
     if png is not None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from paceline.cli.foreign_options import translate_options
-from paceline.cli.options import ConfigPath, Overrides, print_json, tells_for_host
+from paceline.cli.options import ConfigPath, Overrides, grouped, print_json, tells_for_host
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -23,27 +24,30 @@ if TYPE_CHECKING:
 _MOST_REPORTED_BYTES = 16 * 2**20  # of records: about a second
 
 
-def train(
-    context: typer.Context,
-    config: ConfigPath,
-    overrides: Overrides = None,
-    resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path."),
-    force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions:
+    """How a run is started, shown and checked."""
+
+    resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path.")
+    force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number.")
     auto_batch_size: bool = typer.Option(
         False, "--auto-batch-size", help="The largest microbatch that fits: train.microbatch=auto."
-    ),
-    find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one."),
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
-    verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress."),
-    quiet: bool = typer.Option(False, "--quiet", help="Show notes and errors alone."),
-    nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
-    rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
-    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
-    is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run."),
+    )
+    find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one.")
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress.")
+    verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress.")
+    quiet: bool = typer.Option(False, "--quiet", help="Show notes and errors alone.")
+    nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv.")
+    rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port.")
+    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU.")
+    is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run.")
     no_memory_check: bool = typer.Option(
         False, "--no-memory-check", help="Also start a run that is estimated to need more memory than there is."
-    ),
-) -> None:
+    )
+
+
+@grouped
+def train(context: typer.Context, config: ConfigPath, overrides: Overrides = None, *, asked: TrainOptions) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks.
 
     Examples:
@@ -67,30 +71,30 @@ def train(
     from paceline.run.train import train as run
 
     hosts = None
-    if nnodes is not None and rdzv is not None:
-        hosts = parse_nodes(nnodes, rdzv, node_ranks)
-    elif nnodes is not None or rdzv is not None:
+    if asked.nnodes is not None and asked.rdzv is not None:
+        hosts = parse_nodes(asked.nnodes, asked.rdzv, asked.node_ranks)
+    elif asked.nnodes is not None or asked.rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
-    if verbose and (quiet or as_json):
+    if asked.verbose and (asked.quiet or asked.as_json):
         raise typer.BadParameter("--verbose shows the log, and --quiet and --json show no progress: take one of them")
     options = RunOptions(
-        force=force,
-        resume=resume,
-        is_quiet=as_json or quiet,
-        is_verbose=verbose,
-        checks_memory=not no_memory_check,
+        force=asked.force,
+        resume=asked.resume,
+        is_quiet=asked.as_json or asked.quiet,
+        is_verbose=asked.verbose,
+        checks_memory=not asked.no_memory_check,
         hosts=hosts,
     )
-    if find_lr:
+    if asked.find_lr:
         from paceline.run.find_rate import find_rate
 
-        show_finding(find_rate(config, words, options=options), as_json=as_json)
+        show_finding(find_rate(config, words, options=options), as_json=asked.as_json)
         return
-    words += ["train.microbatch=auto"] if auto_batch_size else []
-    with live_page(config, words) if is_watched else nullcontext():
+    words += ["train.microbatch=auto"] if asked.auto_batch_size else []
+    with live_page(config, words) if asked.is_watched else nullcontext():
         result = run(config, words, options)
-    if result is not None and (as_json or not quiet):
-        show_result(result, as_json=as_json)
+    if result is not None and (asked.as_json or not asked.quiet):
+        show_result(result, as_json=asked.as_json)
 
 
 @contextmanager

@@ -87,12 +87,12 @@ def _show(found: Validation) -> None:
     echo("\nconstant     the error of one FLOP/s figure for each device and precision,")
     echo("             fitted on the very rows it is scored on")
     if found.mean_over_families is not None and found.time is not None:
-        echo(f"step time    {_percent(found.mean_over_families)} mean over families; {_told(found.time)} over rows")
+        echo(f"step time    {_percent(found.mean_over_families)} mean over families; {_scores(found.time)} over rows")
     for where, errors in (("inside", found.inside), ("outside", found.outside)):
         if errors is not None:
-            echo(f"{where:<13}{_told(errors)} over {errors.rows} rows {where} the calibrated domain")
+            echo(f"{where:<13}{_scores(errors)} over {errors.rows} rows {where} the calibrated domain")
     if found.memory is not None:
-        echo(f"memory       {_told(found.memory)} over {found.memory.rows} rows")
+        echo(f"memory       {_scores(found.memory)} over {found.memory.rows} rows")
     timed = 0 if found.time is None else found.time.rows
     echo(
         f"fits         {found.false_fits} of {found.ran_out} runs that ran out of memory were predicted to fit, and "
@@ -111,12 +111,12 @@ def _show(found: Validation) -> None:
             f"scaling      efficiency within {scaling.points:.1f} points; throughput given the smallest run "
             f"{_percent(scaling.given_first.mean)}; {scaling.rows} rows"
         )
-        told = ", ".join(
+        by_family = ", ".join(
             f"{one.family} {_percent(one.scaling.given_first.mean)}"
             for one in found.families
             if one.scaling is not None
         )
-        echo(f"             given the smallest run, by family: {told}")
+        echo(f"             given the smallest run, by family: {by_family}")
     _show_skipped(found)
 
 
@@ -139,7 +139,7 @@ def _line(each: FamilyScores) -> str:
     )
 
 
-def _told(errors: ErrorScores) -> str:
+def _scores(errors: ErrorScores) -> str:
     return f"{_percent(errors.mean)} mean, {_percent(errors.median)} median, {_percent(errors.p90)} p90"
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import torch
 
-from paceline.comm.base import Communicator, Work, control_device
+from paceline.comm.base import Communicator, ReduceOp, Work, control_device
 from paceline.comm.plain import from_bytes, to_bytes
 from paceline.errors import PacelineError
 
@@ -41,6 +41,13 @@ def broadcast_object(comm: Communicator, value: T, source: int = 0) -> T:
     comm.broadcast(payload, source).wait()
     result: T = _from_bytes(payload)
     return result
+
+
+def reduce_number(comm: Communicator, value: float, op: ReduceOp) -> float:
+    """Returns the reduction of one number over all ranks, which all call it. One all-reduce; a sync point."""
+    number = torch.tensor([value], dtype=torch.float64, device=control_device(comm))
+    comm.all_reduce(number, op).wait()
+    return float(number.item())
 
 
 def ask_first_rank(comm: Communicator, function: Callable[[], T]) -> T:

@@ -26,7 +26,6 @@ from paceline.config.data_checks import (
 )
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
 from paceline.config.layout import layout_problems
-from paceline.config.monitor_checks import check_trackers
 from paceline.config.schema import Config, ParallelConfig
 from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems, missing_dimensions
 from paceline.config.settings import check_backend_settings
@@ -36,6 +35,7 @@ from paceline.config.train_checks import (
     check_precision,
     check_recovery_keys,
     check_roll_back,
+    check_trackers,
     check_warmup,
 )
 from paceline.errors import Problem

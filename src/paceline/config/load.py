@@ -162,7 +162,7 @@ class _AskedValues:
         """
         if not self.overridden:
             return False
-        told = len(self.notes)
+        num_notes = len(self.notes)
         known = known_length(config) if self.overridden & _LENGTHS and self._nearest(_WARMUP) != "override" else None
         if known is not None:
             warmup, note = shorter_warmup(config.optim.schedule, *known)
@@ -178,7 +178,7 @@ class _AskedValues:
             if each.what not in alone and isinstance(content, dict) and key in content:
                 del content[key]
                 self.notes.append(f"{each.what}: left out, as an override has made it idle")
-        return len(self.notes) > told
+        return len(self.notes) > num_notes
 
     def rename(self) -> None:
         """Gives values that have another word today that word, and notes it."""

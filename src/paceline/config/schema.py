@@ -15,12 +15,12 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import Field, JsonValue, Strict, model_validator
 
 from paceline.config.data_sections import DataConfig
-from paceline.config.monitor import MonitorConfig
 from paceline.config.sections import (
     CheckpointConfig,
     Count,
     ImportPath,
     ModelConfig,
+    MonitorConfig,
     NotNegative,
     Positive,
     Probability,

@@ -1,4 +1,4 @@
-"""The sections of a config that have forms of their own: ``model``, ``checkpoint``, ``recovery``; ``data`` has a file.
+"""The sections of a config that have forms of their own, but for ``data``, which has a file.
 
 Here, too, is what every section of the schema is made of: its base, and the kinds of values; and what is known before
 anything is built: the dimensions of a GPT.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict
 
 from paceline.errors import Problem
 from paceline.plan.layout import Compile
@@ -287,4 +287,33 @@ class RecoveryConfig(Section):
     )
     grace_s: Positive = Field(
         default=60.0, description="seconds from the signal of a preemption to the end, saved or not"
+    )
+
+
+class MonitorConfig(Section):
+    """What the run writes about itself."""
+
+    folder: str = Field(default="runs", min_length=1, description="run folders are made in here")
+    log_every: Count = Field(default=10, description="steps between lines on the console")
+    tensorboard: bool = Field(default=True, description="write TensorBoard events, of all ranks and of the host")
+    trackers: Annotated[tuple[str, ...], Strict(False)] = Field(
+        default=(), description="tensorboard, wandb, mlflow, trackio, or a sink of your own: package.module:name"
+    )
+    console: bool = Field(default=True, description="print progress")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        default="info", description="the least level of lines in the logs of ranks"
+    )
+    sample_s: Positive | None = Field(
+        default=1.0,
+        description="seconds between measurements of GPUs, processors, memory, network and disks; null: none",
+    )
+    trace: bool = Field(default=False, description="record every communication")
+    histograms: NotNegativeCount | None = Field(
+        default=None, description="steps between histograms of all weights and gradients; null or 0: none"
+    )
+    hang_s: Positive | None = Field(
+        default=60.0, description="seconds without progress on any rank until the run is ended with a verdict"
+    )
+    hang_setup_s: Positive = Field(
+        default=600.0, description="the same during set-up, the first step, evaluation and checkpoints"
     )

@@ -9,14 +9,13 @@ A variable that is exported with another value than the config's is refused: one
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias, get_args
 
 from paceline.config.schema import NcclAlgorithm, NcclSubsystem
-from paceline.errors import Problem
+from paceline.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
     from paceline.config.schema import CommConfig, Config
@@ -184,7 +183,7 @@ def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl:
         for name in (variable, *ALIASES.get(variable, ()))
         if (theirs := exported.get(name)) is not None and not same_value(variable, ours.value, theirs.value)
     ]
-    # Those of one side alone are told elsewhere: when the config is loaded, and by the doctor.
+    # Those of one side alone are reported elsewhere: when the config is loaded, and by the doctor.
     known = {str(problem) for side in (given, exported) for problem in contradictions(side)}
     return problems + [each for each in contradictions({**exported, **given}) if str(each) not in known]
 
@@ -231,10 +230,9 @@ def unknown_variables(settings: BackendSettings) -> list[Problem]:
     aliases = {alias for each in ALIASES.values() for alias in each}
     found = []
     for each in settings.values():
-        near = difflib.get_close_matches(each.variable, names, n=1, cutoff=0.9)
-        if each.variable not in names | aliases and near:
-            rule = "a variable that no library knows is ignored"
-            found.append(Problem(what=f"{each}", rule=rule, fix=f"did you mean {near[0]}?"))
+        fix = did_you_mean(each.variable, names, cutoff=0.9)
+        if each.variable not in names | aliases and fix:
+            found.append(Problem(what=f"{each}", rule="a variable that no library knows is ignored", fix=fix))
     return found
 
 
@@ -288,8 +286,7 @@ def _check_value(setting: BackendSetting) -> Iterator[Problem]:
         given = [word.partition(":")[2] or word for word in value.lower().replace(";", ",").split(",")]
         wrong = next((word for word in given if word.lstrip("^") not in known), None)
         if wrong is not None:
-            near = difflib.get_close_matches(wrong.upper(), [word.upper() for word in words], n=1, cutoff=0.5)
-            fix = f"did you mean {near[0]}?" if near else setting.removal
+            fix = did_you_mean(wrong.upper(), map(str.upper, words), setting.removal, cutoff=0.5)
             yield Problem(what=f"{setting} cannot be read", rule=f"it is one of {', '.join(words)}", fix=fix)
 
 
@@ -358,7 +355,6 @@ def _check_debug(settings: BackendSettings) -> Iterator[Problem]:
 
 
 def _absent(setting: BackendSetting, what: str, wanted: str, present: Collection[str]) -> Problem:
-    near = difflib.get_close_matches(wanted, present, n=1, cutoff=0.5)
     rule = f"the interfaces of this host are {', '.join(present)}"
-    fix = f"did you mean {near[0]}?" if near else f"name one of them, or {setting.removal}"
+    fix = did_you_mean(wanted, present, f"name one of them, or {setting.removal}", cutoff=0.5)
     return Problem(what=f"{setting}: {what}", rule=rule, fix=fix)

@@ -1,14 +1,18 @@
-"""Rules that tie several keys of training together: warm-up, optimizer, precision, recovery and metrics."""
+"""Rules that tie several keys of training together: warm-up, optimizer, precision, recovery, metrics and trackers."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from paceline.config.schema import Config, EarlyStopConfig, OptimConfig, ScheduleConfig, TrainConfig
 from paceline.config.sections import CheckpointConfig, RecoveryConfig
 from paceline.config.suggest import nearest
-from paceline.errors import Problem
+from paceline.errors import Problem, did_you_mean
 from paceline.plan.rule_case import no_effect
+
+_TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def check_warmup(config: Config) -> Iterator[Problem]:
@@ -34,8 +38,8 @@ def shorter_warmup(schedule: ScheduleConfig, length: float, name: str) -> tuple[
     if not any(warmup_problems(schedule, length, name)):
         return schedule.warmup, ""
     shorter = float(length // 10)
-    told = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
-    return shorter, f"{told}: it is {shorter:g} here"
+    problem = f"optim.schedule.warmup = {schedule.warmup:g} does not fit into {name} = {length:g} {schedule.unit}"
+    return shorter, f"{problem}: it is {shorter:g} here"
 
 
 def short_run(config: Config, steps: int) -> Config:
@@ -176,3 +180,14 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
     taken = sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys())
     if taken:
         yield Problem(what=f"train.metrics.{taken[0]} has the name of one that is there", fix="give it another name")
+
+
+def check_trackers(config: Config) -> Iterator[Problem]:
+    """Finds trackers that nobody knows."""
+    for name in config.monitor.trackers:
+        if name not in _TRACKERS and _IMPORT_PATH.fullmatch(name) is None:
+            yield Problem(
+                what=f"monitor.trackers has {name!r}, which is no tracker",
+                rule=f"the trackers are {', '.join(_TRACKERS)}, and sinks of your own as package.module:name",
+                fix=did_you_mean(name, _TRACKERS, "for a class Curves in my_curves.py, write my_curves:Curves"),
+            )

@@ -4,7 +4,7 @@
     translate_config(values)                         a config of ours, and what a reader should know of it
 
 ``aliases.py`` and ``suggest.py`` know the words; here they are decided, and each decision that may be another one is
-told. What has no counterpart is left out, and told as well.
+noted. What has no counterpart is left out, and noted as well.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ def find_bad(batch: Batch, rules: SampleRules, names: tuple[str, str] = ("inputs
         reasons.append(_outside(inputs, rules.vocab_size, names[0], "tokens"))
     if rules.has_classes:
         reasons.append(_no_class(targets, rules, names[1]))
-    for each in reversed(reasons):  # of a row with several, the first is told
+    for each in reversed(reasons):  # of a row with several, the first is reported
         found |= each
     return dict(sorted(found.items()))
 

@@ -2,7 +2,7 @@
 
 A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m of rank r is part ``m * ranks + r``. So
 the samples of a step, and their order, are the same for any number of ranks, accumulation and workers. Where a global
-batch is short, a rank may have nothing in a microbatch: it is told so with ``None`` and still takes part in the step.
+batch is short, a rank may have nothing in a microbatch: it gets ``None`` and still takes part in the step.
 
 Worker processes, if any, live as long as what reads from them. In training that is the iterator of ``steps``, which
 runs through all epochs: they end when it is exhausted, closed or dropped. An ``EvalLoader`` keeps its own from one

@@ -21,7 +21,6 @@ from paceline.untrusted import file_inside, is_count, open_regular, parse_json_o
 MANIFEST = "manifest.json"
 FORMAT = "paceline-tokens-1"
 Verify: TypeAlias = Literal["full", "fast", "none"]
-_BLOCK = 2**22
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,11 +115,8 @@ def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
 
 def hash_file(path: Path) -> str:
     """Returns the SHA-256 of a file."""
-    known = hashlib.sha256()
     with open_regular(path) as file:
-        while part := file.read(_BLOCK):
-            known.update(part)
-    return known.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _checked(values: dict[str, Any]) -> DataManifest:

@@ -285,17 +285,19 @@ def _parts(
     """Returns both data sets; where they are of one path, its samples are cut in two."""
     if config.eval_path is not None:
         return DataSplits(train=train, eval=plain, shape=shape)
-    chosen, kept = datasets.split_indices(len(train), config.eval_fraction, seed)
-    evaluation = SampleSubset(plain, kept) if len(kept) else None
-    return DataSplits(train=SampleSubset(train, chosen), eval=evaluation, shape=shape)
+    return _subsets(train, config.eval_fraction, seed, shape, plain)
 
 
-def _subsets(dataset: MapDataset, eval_fraction: float, seed: int, shape: DataShape) -> DataSplits:
-    """Cuts a data set in two by the numbers of its samples."""
+def _subsets(
+    dataset: MapDataset, eval_fraction: float, seed: int, shape: DataShape, plain: MapDataset | None = None
+) -> DataSplits:
+    """Cuts a data set in two by the numbers of its samples; evaluates on those of ``plain``, if there is one."""
     chosen, kept = datasets.split_indices(len(dataset), eval_fraction, seed)
     if not len(kept):
         return DataSplits(train=dataset, eval=None, shape=shape)
-    return DataSplits(train=SampleSubset(dataset, chosen), eval=SampleSubset(dataset, kept), shape=shape)
+    return DataSplits(
+        train=SampleSubset(dataset, chosen), eval=SampleSubset(dataset if plain is None else plain, kept), shape=shape
+    )
 
 
 def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -> DataSplits:

@@ -61,7 +61,7 @@ def driver(_: DoctorInputs) -> Iterator[MachineFinding]:
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        return  # no driver: what that means is told with the GPUs
+        return  # no driver: the check of the GPUs says what that means
     try:
         version = pynvml.nvmlSystemGetDriverVersion()
         number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())

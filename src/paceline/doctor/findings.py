@@ -34,7 +34,7 @@ class MachineFinding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorInputs:
-    """What checks are told: the environment's variables, the run that is meant if any, and where runs are kept.
+    """What checks may look at: the environment's variables, the run that is meant if any, and where runs are kept.
 
     ``is_quick`` leaves out what starts processes or compiles.
     """
@@ -55,7 +55,7 @@ MachineCheck: TypeAlias = Callable[[DoctorInputs], Iterable[MachineFinding]]
 
 
 def missing_packages(names: Iterable[str] = NEEDED) -> list[MachineFinding]:
-    """Finds what Paceline itself cannot do without. Needs nothing but Python, so that it can always be told."""
+    """Finds what Paceline itself cannot do without. Needs nothing but Python, so that it can always be reported."""
     missing = [name for name in names if importlib.util.find_spec(name) is None]
     if not missing:
         return []

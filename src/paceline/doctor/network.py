@@ -170,7 +170,7 @@ def gloo_interface(settings: Mapping[str, BackendSetting], present: list[Interfa
 
 
 def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interface]) -> list[str]:
-    """Returns the interfaces that NCCL takes: as it is told, or ib*, then all but docker* and lo, then these."""
+    """Returns the interfaces that NCCL takes: as it is set, or ib*, then all but docker* and lo, then these."""
     names = [each.name for each in present]
     asked = settings.get(NCCL_INTERFACE)
     if asked is not None:
@@ -191,10 +191,10 @@ def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         "every group takes it" if asked else by_name,
         problem="" if gloo is not None else "name one that is up, or unset it",
     )
-    nccl, told = nccl_interfaces(settings, present), settings.get(NCCL_INTERFACE)
+    nccl, given = nccl_interfaces(settings, present), settings.get(NCCL_INTERFACE)
     yield finding(
         "nccl interface",
-        (", ".join(nccl) or "none") + (f", by {told}" if told else ", by its own order"),
+        (", ".join(nccl) or "none") + (f", by {given}" if given else ", by its own order"),
         "GPU ranks meet over it, and talk over it where there is no InfiniBand",
         problem="" if nccl else "name one that is up (comm.interface), or unset it",
     )
@@ -250,6 +250,6 @@ def _leaves_host(settings: Mapping[str, BackendSetting], present: list[Interface
 
 
 def settings_of(surroundings: DoctorInputs) -> dict[str, BackendSetting]:
-    """Returns what Gloo and NCCL are told: by the config if there is one, and else by the environment."""
+    """Returns the settings of Gloo and NCCL: by the config if there is one, and else by the environment."""
     given = {} if surroundings.config is None else config_settings(surroundings.config.comm)
     return {**exported_settings(surroundings.environment), **given}

@@ -68,10 +68,10 @@ def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
     hosts = Counter(report.host for report in reports)
     latency = format_seconds(max(report.latency_s for report in reports))
     speed = f"{min(report.bandwidth for report in reports) / 1e9:.2f} GB/s"
-    told = ", ".join(f"{host} ({count})" for host, count in hosts.items())
+    shown = ", ".join(f"{host} ({count})" for host, count in hosts.items())
     yield finding(
         "self-test",
-        f"{len(reports)} ranks on {told} add up; an all-reduce takes {latency}, a large one moves {speed}",
+        f"{len(reports)} ranks on {shown} add up; an all-reduce takes {latency}, a large one moves {speed}",
         "ranks of a run between these hosts can talk",
     )
     versions = {report.versions for report in reports}

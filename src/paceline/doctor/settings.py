@@ -1,4 +1,4 @@
-"""What NCCL and Gloo are told, by whom, whether it fits together, and whether this machine can run what is asked."""
+"""The settings of NCCL and Gloo, whether they fit together, and whether this machine can run what is asked."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ class DataParallel(ModuleEngine):
             bucket, place = self._arrivals.place_of(index)
             self._parameters[index].grad = bucket.gradient(place) if used[index] else None
         if self._compression is not None:
-            self._compression.withhold([self._arrivals.names[index] for index in missing if not used[index]])
+            self._compression.keep_residuals([self._arrivals.names[index] for index in missing if not used[index]])
 
     def _learn(self) -> None:
         """Keeps what this backward has taught: how often gradients arrive, in which order, and how fast."""

@@ -435,7 +435,7 @@ class FullySharded(ShardedEngine):
             unit.finish_replicate()
         if self._compression is not None:
             dropped = [name for name, piece in self.named_parameters() if piece.grad is None]
-            self._compression.withhold(dropped)
+            self._compression.keep_residuals(dropped)
             self._compression.end_pass(self.groups.shard)
         self._pass.used.clear()
 

@@ -11,7 +11,6 @@ Making the folder reserves the name: of two launches of one config at the same m
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 import re
 import shlex
@@ -21,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Self
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 from paceline.untrusted import parse_json_object, plain_name, read_regular
 
 LAUNCHED = "PACELINE_LAUNCH"  # in the environment of a launched run: its launch's name
@@ -177,8 +176,7 @@ def refuse_settings(job: LaunchJob, known: Collection[str]) -> None:
     """Refuses words of ``--set`` that a target does not know. Raises UsageError with those that it does."""
     for word in job.settings:
         if word not in known:
-            near = difflib.get_close_matches(word, known, n=1)
-            fix = f"did you mean {near[0]}?" if near else "leave it out"
+            fix = did_you_mean(word, known, "leave it out")
             rule = f"the words are {', '.join(known)}" if known else "it takes none"
             raise UsageError(f"--set {word} with --on {job.target}\n  {rule}\n  {fix}")
 
@@ -186,3 +184,19 @@ def refuse_settings(job: LaunchJob, known: Collection[str]) -> None:
 def shell(words: list[str]) -> str:
     """Returns a command for a shell."""
     return shlex.join(words)
+
+
+def read_time(text: str) -> int:
+    """Returns the seconds of ``1:30:00``, ``90:00`` (minutes), ``1-00:00:00`` (a day) or ``90`` (minutes), as Slurm."""
+    found = re.fullmatch(r"(?:(?P<days>\d{1,4})-)?(?P<rest>\d{1,6}(?::\d{1,2}){0,2})", text)
+    parts = [int(part) for part in found["rest"].split(":")] if found else []
+    if found and found["days"]:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+    elif len(parts) == 3:
+        hours, minutes, seconds = parts
+    elif parts:
+        hours, (minutes, seconds) = 0, (*parts, 0)[:2]
+    total = 0 if not found else int(found["days"] or 0) * 86400 + hours * 3600 + minutes * 60 + seconds
+    if total <= 0:
+        raise UsageError(f"--time {text}\n  it is hours, minutes and seconds\n  try --time 1:30:00")
+    return total

@@ -18,7 +18,7 @@ Gang = Literal["none", "kueue", "volcano"]
 AccessMode = Literal["ReadWriteMany", "ReadWriteOnce"]
 
 PAGE_PORT, TENSORBOARD_PORT = 6070, 6006
-_MOST_NAME = 40  # Kubernetes takes 63, and appends indices to the names of pods and services
+MOST_NAME = 40  # Kubernetes takes 63, and appends indices to the names of pods and services
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
@@ -120,10 +120,10 @@ def check_options(options: KubernetesOptions, config: Config) -> None:
 
 
 def _names(options: KubernetesOptions) -> Iterator[Problem]:
-    if not _NAME.fullmatch(options.name) or len(options.name) > _MOST_NAME:
+    if not _NAME.fullmatch(options.name) or len(options.name) > MOST_NAME:
         yield Problem(
             what=f"the name {options.name!r} is no name of Kubernetes",
-            rule=f"a name has at most {_MOST_NAME} small letters, digits and dashes, and begins with a letter",
+            rule=f"a name has at most {MOST_NAME} small letters, digits and dashes, and begins with a letter",
             fix="give another name",
         )
     if not _IMAGE.fullmatch(options.image):

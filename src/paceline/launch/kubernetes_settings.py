@@ -5,15 +5,15 @@ SETTINGS says which words there are, and what each means. No torch in here.
 
 from __future__ import annotations
 
-import difflib
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, get_args
 
 from paceline.errors import UsageError
+from paceline.launch.job import LaunchJob, read_time, refuse_settings
 from paceline.launch.kubernetes_options import (
+    MOST_NAME,
     AccessMode,
     Gang,
     Kind,
@@ -22,23 +22,8 @@ from paceline.launch.kubernetes_options import (
     PodResources,
     RunsVolume,
 )
-from paceline.launch.time_limit import read_time
 
 _NAME_PARTS = re.compile(r"[^a-z0-9]+")
-_MOST_NAME = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AskedPods:
-    """What every launch asks for, whatever the target: see the options of ``paceline launch``."""
-
-    name: str
-    nodes: int
-    least: int
-    gpus: int
-    ranks: int
-    queue: str | None = None
-    time: str | None = None
 
 
 def _count(text: str) -> int:
@@ -101,31 +86,28 @@ SETTINGS: Mapping[str, tuple[str, str, Callable[[str], Any]]] = {
 }
 
 
-def read_options(asked: AskedPods, settings: Mapping[str, str]) -> KubernetesOptions:
+def read_options(job: LaunchJob) -> KubernetesOptions:
     """Returns the options. Raises UsageError for a word that there is not, or a value that it does not take."""
+    refuse_settings(job, SETTINGS)
     found: dict[str, dict[str, Any]] = {"options": {}, "resources": {}, "placement": {}, "volume": {}}
-    for word, text in settings.items():
-        if word not in SETTINGS:
-            near = difflib.get_close_matches(word, SETTINGS, n=1)
-            fix = f"did you mean {near[0]}?" if near else "leave it out"
-            raise UsageError(f"--set {word} with --on kubernetes\n  the words are {', '.join(SETTINGS)}\n  {fix}")
+    for word, text in job.settings.items():
         record, name, read = SETTINGS[word]
         try:
             found[record][name] = read(text)
         except ValueError as error:
             raise UsageError(f"--set {word}={text}\n  it is {error}\n  give another value") from None
-    if "image" not in settings:
+    if "image" not in job.settings:
         raise UsageError(
             "--on kubernetes without an image\n  pods run a container image with Paceline in it\n"
             "  build one (make container), push it, and give it: --set image=REGISTRY/paceline:0.1"
         )
-    queue = {} if asked.queue is None else {"queue": asked.queue}
+    queue = {} if job.queue is None else {"queue": job.queue}
     return KubernetesOptions(
-        name=object_name(asked.name),
-        nodes=asked.nodes,
-        min_nodes=None if asked.least == asked.nodes else asked.least,
-        time_limit_s=None if asked.time is None else read_time(asked.time),
-        resources=PodResources(gpus=asked.gpus, ranks=asked.ranks, **found["resources"]),
+        name=object_name(job.run),
+        nodes=job.nodes,
+        min_nodes=None if job.least == job.nodes else job.least,
+        time_limit_s=None if job.time is None else read_time(job.time),
+        resources=PodResources(gpus=job.gpus, ranks=job.ranks, **found["resources"]),
         placement=PodPlacement(**{**queue, **found["placement"]}),
         volume=RunsVolume(**found["volume"]),
         **found["options"],
@@ -139,6 +121,6 @@ def object_name(name: str) -> str:
     """
     found = _NAME_PARTS.sub("-", name.lower()).strip("-")
     found = found if found[:1].isalpha() else f"run-{found}".strip("-")
-    if len(found) <= _MOST_NAME:
+    if len(found) <= MOST_NAME:
         return found
-    return f"{found[: _MOST_NAME - 9].strip('-')}-{zlib.crc32(name.encode()):08x}"
+    return f"{found[: MOST_NAME - 9].strip('-')}-{zlib.crc32(name.encode()):08x}"

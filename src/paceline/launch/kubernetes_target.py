@@ -19,8 +19,7 @@ from paceline.launch import background
 from paceline.launch.job import JobState, LaunchJob, refuse_options
 from paceline.launch.kubectl import Kubectl
 from paceline.launch.kubernetes import render as render_manifests
-from paceline.launch.kubernetes_options import KubernetesOptions
-from paceline.launch.kubernetes_settings import AskedPods, read_options
+from paceline.launch.kubernetes_settings import read_options
 from paceline.launch.manifests import to_text
 from paceline.launch.target import TargetMachines
 
@@ -39,25 +38,25 @@ _WRITTEN_S = 60.0  # until the launch has been written down
 def machines(job: LaunchJob) -> TargetMachines:
     """Returns what a pod is given. Raises UsageError or ConfigError for what no cluster can run."""
     refuse_options(job, _NOT_HERE)
-    options = options_of(job)
+    options = read_options(job)
     render_manifests(options, config_of(job))
     return replace(given(job), notes=(f"the cluster is {Kubectl(options).check()}",))
 
 
 def given(job: LaunchJob) -> TargetMachines:
     """Returns what the manifests ask for, which is known without a cluster."""
-    gib = options_of(job).resources.memory_gib
+    gib = read_options(job).resources.memory_gib
     return TargetMachines(where=f"a pod with {gib} GiB", host_bytes=gib * 2.0**30)
 
 
 def render(job: LaunchJob) -> str:
     """Returns the manifests."""
-    return to_text(render_manifests(options_of(job), config_of(job)))
+    return to_text(render_manifests(read_options(job), config_of(job)))
 
 
 def submit(job: LaunchJob) -> str:
     """Applies the manifests, and follows the run in the background. Returns the id of the process that does."""
-    options = options_of(job)
+    options = read_options(job)
     Kubectl(options).apply(render_manifests(options, config_of(job)))
     (Path(job.folder) / "script").write_text(render(job), encoding="utf-8")
     return background.start(job, [sys.executable, "-m", "paceline.launch.kubernetes_target", job.folder])
@@ -67,7 +66,7 @@ def state(job: LaunchJob) -> JobState:
     """Says what the cluster says of the pods."""
     if (code := job.exit_code()) is not None:
         return JobState(kind="ended", words="ended", code=code)
-    now = Kubectl(options_of(job)).look()
+    now = Kubectl(read_options(job)).look()
     words = ", ".join(f"{pod.name} {pod.reason or pod.phase}" for pod in now.pods) or "no pods yet"
     is_followed = background.state(job).kind == "running"  # it has yet to write the rest of the log
     if now.exit_code is not None and not is_followed:
@@ -78,15 +77,7 @@ def state(job: LaunchJob) -> JobState:
 
 def cancel(job: LaunchJob) -> None:
     """Removes the objects: the pods are asked to save first. The volume with the runs stays."""
-    Kubectl(options_of(job)).cancel()
-
-
-def options_of(job: LaunchJob) -> KubernetesOptions:
-    """Returns the options of a launch. Raises UsageError for what is wrong with them."""
-    asked = AskedPods(
-        name=job.run, nodes=job.nodes, least=job.least, gpus=job.gpus, ranks=job.ranks, queue=job.queue, time=job.time
-    )
-    return read_options(asked, job.settings)
+    Kubectl(read_options(job)).cancel()
 
 
 def config_of(job: LaunchJob) -> Config:
@@ -101,7 +92,7 @@ def main(folder: Path) -> int:
         if time.monotonic() > deadline:
             raise LaunchError(f"{folder} has no launch")
         time.sleep(_LOOK_S)
-    return Kubectl(options_of(LaunchJob.read(folder))).follow()
+    return Kubectl(read_options(LaunchJob.read(folder))).follow()
 
 
 if __name__ == "__main__":

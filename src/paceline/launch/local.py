@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from paceline.cluster.detect import detect_machine
 from paceline.errors import UsageError
-from paceline.launch import background
-from paceline.launch.job import JobState, LaunchJob, refuse_options, refuse_settings, shell
+from paceline.launch.background import cancel as cancel
+from paceline.launch.background import start
+from paceline.launch.background import state as state
+from paceline.launch.job import LaunchJob, refuse_options, refuse_settings, shell
 from paceline.launch.target import TargetMachines
 
 _NOT_HERE = {
@@ -41,14 +43,4 @@ def render(job: LaunchJob) -> str:
 
 def submit(job: LaunchJob) -> str:
     """Starts it in the background."""
-    return background.start(job, job.command())
-
-
-def state(job: LaunchJob) -> JobState:
-    """Says whether it runs."""
-    return background.state(job)
-
-
-def cancel(job: LaunchJob) -> None:
-    """Asks it to save and leave."""
-    background.cancel(job)
+    return start(job, job.command())

@@ -8,7 +8,6 @@ times. Slurm itself queues a job again whose node goes down. Each start continue
 
 from __future__ import annotations
 
-import difflib
 import re
 import shlex
 import shutil
@@ -17,11 +16,10 @@ import subprocess
 from pathlib import Path
 
 from paceline.cluster.devices import load_cluster
-from paceline.errors import LaunchError, UsageError
+from paceline.errors import LaunchError, UsageError, did_you_mean
 from paceline.health.exit_codes import FAILED, PREEMPTED
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, refuse_options
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, read_time, refuse_options
 from paceline.launch.target import TargetMachines
-from paceline.launch.time_limit import read_time
 
 _ASK_S = 60.0
 _NOT_HERE = {
@@ -59,9 +57,8 @@ def machines(job: LaunchJob) -> TargetMachines:
         default = re.search(r"PartitionName=(\S+)(?=.* Default=YES)", queue)
         queue = default[1] if default else ""
     if queue not in known:
-        near = difflib.get_close_matches(queue, known, n=1)
         what = f"Slurm has no queue named {queue}" if job.queue else "Slurm has no default queue"
-        fix = f"did you mean --queue {near[0]}?" if near else "give one of them: --queue NAME"
+        fix = did_you_mean(queue, known, "give one of them: --queue NAME")
         raise UsageError(f"{what}\n  its queues (partitions) are {', '.join(known)}\n  {fix}")
     own = [(int(row[1]), int(re.sub(r"\D", "", row[2]) or 0), row[3]) for row in rows if row[0] == queue]
     able = [each for each in own if _gpus(each[2]) >= job.gpus]
@@ -78,7 +75,7 @@ def machines(job: LaunchJob) -> TargetMachines:
     return TargetMachines(
         where=f"a node of queue {queue}",
         device_bytes=min((_gpu_memory(gres) or 0.0 for _, _, gres in able), default=0.0) or None,
-        host_bytes=memory * 2**20 if memory > 1 else None,  # 1: Slurm was not told
+        host_bytes=memory * 2**20 if memory > 1 else None,  # 1: Slurm does not know
     )
 
 
@@ -137,8 +134,8 @@ def _read_state(found: str, code: int | None) -> JobState:
     if name in _ENDED:
         own = re.search(r"\bExitCode=(\d+):(\d+)", found)
         if code is None:
-            told = int(own[1]) if own else FAILED
-            code = _CANCELLED if name == "CANCELLED" else told if told or name == "COMPLETED" else FAILED
+            left = int(own[1]) if own else FAILED
+            code = _CANCELLED if name == "CANCELLED" else left if left or name == "COMPLETED" else FAILED
         return JobState(kind="ended", words=f"{name.lower()}{why}", code=code)
     where = f" on {nodes[1]}" if nodes and nodes[1] != "(null)" else ""
     restarts = re.search(r"\bRestarts=([1-9]\d*)", found)

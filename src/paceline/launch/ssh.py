@@ -19,8 +19,10 @@ from typing import Any
 
 from paceline import __version__
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
-from paceline.launch import background
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, refuse_options, refuse_settings, shell
+from paceline.launch.background import cancel as cancel
+from paceline.launch.background import start
+from paceline.launch.background import state as state
+from paceline.launch.job import LAUNCHED, LaunchJob, refuse_options, refuse_settings, shell
 from paceline.launch.remote import forget_mark
 from paceline.launch.target import TargetMachines
 from paceline.untrusted import parse_json_object
@@ -187,19 +189,9 @@ def render(job: LaunchJob) -> str:
 def submit(job: LaunchJob) -> str:
     """Starts the process that holds the connections."""
     job.write()
-    return background.start(job, supervisor_command(job, "paceline.launch.ssh_hosts"))
+    return start(job, supervisor_command(job, "paceline.launch.ssh_hosts"))
 
 
 def supervisor_command(job: LaunchJob, module: str) -> list[str]:
     """Returns the command of a process on this machine that runs a launch elsewhere."""
     return [sys.executable, "-m", module, job.folder]
-
-
-def state(job: LaunchJob) -> JobState:
-    """Says whether that process lives."""
-    return background.state(job)
-
-
-def cancel(job: LaunchJob) -> None:
-    """Asks it to end the run."""
-    background.cancel(job)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 
 from paceline.config import Config, load_config
@@ -42,6 +42,9 @@ class LaunchRequest:
     is_dry: bool = False
 
 
+_OF_THE_JOB = {each.name for each in fields(LaunchRequest)} & {each.name for each in fields(LaunchJob)}
+
+
 def prepare(path: Path, overrides: Sequence[str], asked: LaunchRequest) -> tuple[Target, LaunchJob, SettledRun]:
     """Makes the job, and refuses one that cannot run at the target. Nothing is written.
 
@@ -57,25 +60,13 @@ def prepare(path: Path, overrides: Sequence[str], asked: LaunchRequest) -> tuple
     ranks = ranks_of_node(config, nodes, asked.gpus)
     job = LaunchJob(
         name="",
-        target=asked.target,
         run=_free_run(config, resumes=asked.resume),
         config=str(path.absolute()),
         overrides=tuple(overrides),
         workdir=str(Path.cwd()),
         folder="",
-        python=asked.python,
-        nodes=nodes,
-        least=asked.least,
-        gpus=asked.gpus,
         ranks=ranks,
-        time=asked.time,
-        queue=asked.queue,
-        hosts=asked.hosts,
-        tasks=asked.tasks,
-        max_requeues=asked.max_requeues,
-        port=asked.port,
-        settings=asked.settings,
-        setup=asked.setup,
+        **{name: getattr(asked, name) for name in _OF_THE_JOB},
     )
     job = _at(job, config, job.run)
     try:

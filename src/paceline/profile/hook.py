@@ -23,13 +23,13 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.comm.clock_offset import clock_offset
 from paceline.comm.traced import Trace
 from paceline.engines.pipeline import Pipeline
-from paceline.profile.spans import Operator, RankSpans, TraceSpan
+from paceline.profile.spans import ANCHOR, Operator, RankSpans, TraceSpan
 from paceline.run.variables import profile_request
 from paceline.schedule.grid import Action
-from paceline.train.trainer import StepResult, Trainer
+from paceline.train.step import StepResult
+from paceline.train.trainer import Trainer
 
 WARM_UP = 3
-ANCHOR = "paceline.anchor"
 _MOST_OPERATORS = 50
 
 

@@ -17,10 +17,9 @@ from typing import Any, TypeGuard
 
 from paceline.chrome_trace import TRACKS, Event, counter, name_process, name_track, name_tracks, span
 from paceline.errors import UsageError
-from paceline.profile.spans import RankSpans
+from paceline.profile.spans import ANCHOR, RankSpans
 from paceline.untrusted import parse_json, read_regular
 
-ANCHOR = "paceline.anchor"
 _FIRST_OF_TORCH = 10  # the track number after our own
 _MOST_BYTES = 2**30
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -156,7 +155,7 @@ def beside(events: Sequence[Event], path: Path) -> list[Event]:
 
 
 def _is_event(value: Any) -> TypeGuard[Event]:
-    """Says whether a value of JSON is an event whose process and arguments can be told."""
+    """Says whether a value of JSON is an event whose process and arguments can be read."""
     if not isinstance(value, dict) or not isinstance(value.get("args", {}), dict):
         return False
     return isinstance(value.get("pid", 0), int | float | str)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
+
+ANCHOR = "paceline.anchor"  # the event of torch by which its clock and ours are compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +64,5 @@ class RankSpans:
     def corrected(self, name: str) -> list[TraceSpan]:
         """Returns the spans of a track on the clock of rank 0."""
         ahead = self.ahead_s
-        return [
-            TraceSpan(
-                name=each.name,
-                start_s=each.start_s - ahead,
-                end_s=each.end_s - ahead,
-                num_bytes=each.num_bytes,
-                ranks=each.ranks,
-            )
-            for each in self.tracks.get(name, ())
-        ]
+        spans = self.tracks.get(name, ())
+        return [replace(each, start_s=each.start_s - ahead, end_s=each.end_s - ahead) for each in spans]

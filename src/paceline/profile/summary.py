@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
@@ -89,27 +89,27 @@ class ProfileSummary:
     def lines(self) -> list[str]:
         """Returns it for people."""
         error = f"clocks agree to within {format_seconds(self.clock_error_s)}"
-        told = [f"{self.steps} steps of {format_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
-        told.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
+        lines = [f"{self.steps} steps of {format_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
+        lines.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
         for each in self.ranks:
             per = [
                 format_seconds(value / max(self.steps, 1))
                 for value in (each.communication_s, each.exposed_s, each.hidden_s)
             ]
             memory = f"{format_bytes(each.peak_bytes):>12}  {each.peak_phase}"
-            told.append(f"{each.rank:<6}{per[0]:>14}{per[1]:>11}{per[2]:>11}{memory}")
-        told += ["", "idle, of the step"]
-        told += [f"  {name:<26}{100 * share:>6.1f} %" for name, share in self.idle.items()]
+            lines.append(f"{each.rank:<6}{per[0]:>14}{per[1]:>11}{per[2]:>11}{memory}")
+        lines += ["", "idle, of the step"]
+        lines += [f"  {name:<26}{100 * share:>6.1f} %" for name, share in self.idle.items()]
         for title, rows in (("operators", self.operators), ("kernels", self.kernels)):
             if rows:
-                told += ["", f"{f'costliest {title}':<52}{'calls':>8}{'a step':>11}"]
-                told += [
+                lines += ["", f"{f'costliest {title}':<52}{'calls':>8}{'a step':>11}"]
+                lines += [
                     f"  {each.name[:48]:<50}{each.calls:>8}{self._cost(each, title):>11}" for each in rows[:_SHOWN]
                 ]
         if self.actions:
-            told += ["", "actions of the schedule, mean: "]
-            told[-1] += ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in self.actions.items())
-        return told
+            lines += ["", "actions of the schedule, mean: "]
+            lines[-1] += ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in self.actions.items())
+        return lines
 
     def _cost(self, operator: Operator, title: str) -> str:
         seconds = operator.device_s if title == "kernels" else operator.host_s
@@ -154,8 +154,7 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
         memory={
             each.spans.rank: tuple(
-                MemoryPoint(at_s=point.at_s - zero_s, device=point.device, num_bytes=point.num_bytes)
-                for point in largest_by_time(each.memory, _POINTS)
+                replace(point, at_s=point.at_s - zero_s) for point in largest_by_time(each.memory, _POINTS)
             )
             for each in ranks
         },

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
-    from paceline.train.trainer import StepResult, Trainer
+    from paceline.train.step import StepResult
+    from paceline.train.trainer import Trainer
 
 
 @dataclass(slots=True)

@@ -3,7 +3,7 @@
 Work starts when its stream has finished what it was given before and all that the work waits for is done. So overlap,
 prefetch and bubbles come out of the order in which work is issued, as on a device's streams.
 
-    Clock       when each stream is free                a schedule's ranks are streams (``grid.walk``)
+    StreamClock when each stream is free                a schedule's ranks are streams (``grid.walk``)
     Timeline    the same, and keeps what was done       formulas of overlap
     RankClock   a host, a compute stream and lanes      the walk of an offloaded step, the replay of a recorded one
 

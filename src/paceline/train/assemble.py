@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,7 +20,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
-from paceline.config.data_sections import is_own_code, may_ignore
+from paceline.config.data_sections import may_ignore
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
@@ -34,6 +34,7 @@ from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
+from paceline.mesh import divisors
 from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model
 from paceline.plan.groups import groups_of
@@ -47,21 +48,22 @@ from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.search.make_plan import RunMachine, make_plan, with_length
-from paceline.train.batch_search import microbatch_sizes
 from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
+from paceline.train.hooks import CompileHook, NoteHook, bucket_choice
 from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.metrics import load_metrics
+from paceline.train.model_errors import has_own_code
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import resolve_together
 from paceline.train.run_state import TrainerParts
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import BucketHook, CompileHook, Hook, NoteHook, Trainer
+from paceline.train.trainer import Hook, Trainer
 from paceline.units import format_bytes
 
 
@@ -131,17 +133,19 @@ def build_trainer(
     if plan is None:
         config, plan = _plan_here(config, comm, node_ranks)
     layout = plan.layout
-    if layout.is_compiled and not _has_own_code(config):
+    if layout.is_compiled and not has_own_code(config):
         load_compiler()
     work = _build_work(config, layout, comm, on_part)
     plan = _with_lengths(plan, config, work.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
-    sample, files = cost_of_sample(config, work.data, work.model), _kept(config, work)  # before an engine has it
-    talking, compressor = _build_comm(config, comm, trace, node_ranks), build_compressor(layout)
-    is_fused, policy = fuses_loss(config.train.loss, layout, work.model, comm.device.type), build_policy(config)
+    policy = build_policy(config)
+    compressor = build_compressor(layout)
+    # The engine takes the model over: what reads the plain model comes before it.
+    sample = cost_of_sample(config, work.data, work.model)
+    files = kept_files(work.model, work.data, model_folder(config.model))
+    loss = _build_loss(config, layout, work, comm.device)
+    engine = _build_engine(config, _build_comm(config, comm, trace, node_ranks), layout, work, compressor)
     notes: list[Hook] = []
-    loss = _build_loss(config, layout, work, comm.device, is_fused=is_fused)
-    engine = _build_engine(config, talking, layout, work, compressor)
     if plan.finds_microbatch:
         plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
         notes.append(NoteHook("microbatch", {"note": found}))
@@ -176,14 +180,14 @@ def build_trainer(
     return Trainer(parts, [*notes, *_notes(engine, choice), *_tuning(layout), *hooks], sink)
 
 
-def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torch.device, *, is_fused: bool) -> Loss:
+def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torch.device) -> Loss:
     """Makes the loss, before an engine has the model; one that is compiled as a whole may normalise its images."""
     loss = build_loss(
         config.train.loss,
         work.data.shape,
         may_ignore=may_ignore(config.data),
         compiles=layout.is_compiled,
-        is_fused=is_fused,
+        is_fused=fuses_loss(config.train.loss, layout, work.model, device.type),
         dtype=getattr(torch, config.train.dtype),
     )
     if isinstance(loss, OnNormalised) and normalises_inside(config, layout):
@@ -207,10 +211,6 @@ def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tu
 def _build_work(config: Config, layout: Layout, comm: Communicator, on_part: Callable[[str], None]) -> DataAndModel:
     channels_last = keeps_channels_last(config, layout, comm.device)
     return build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
-
-
-def _kept(config: Config, work: DataAndModel) -> Mapping[str, bytes]:
-    return kept_files(work.model, work.data, model_folder(config.model))
 
 
 def _build_engine(
@@ -246,18 +246,13 @@ def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, data: Dat
 def _tuning(layout: Layout) -> list[Hook]:
     """Returns the hooks that follow the first steps of a run."""
     compiling: list[Hook] = [CompileHook()] if layout.is_compiled else []
-    return [*compiling, BucketHook()] if layout.tunes_buckets else compiling
+    return [*compiling, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else compiling
 
 
 def _notes(engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
     """Returns the hooks that record what was chosen for this run."""
     notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
     return notes if engine.float8 is None else [*notes, NoteHook("precision", {"layers": str(engine.float8)})]
-
-
-def _has_own_code(config: Config) -> bool:
-    """Says whether data or model are code of the user's, which may import anything."""
-    return config.model.kind in ("factory", "hf") or is_own_code(config.data)
 
 
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:
@@ -390,7 +385,7 @@ def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_
 
     Ranks may differ here: the search takes the smallest of what they say.
     """
-    sizes = [size for size in microbatch_sizes(plan.batch.samples_per_rank) if size <= most]
+    sizes = [size for size in divisors(plan.batch.samples_per_rank) if size <= most]
     settled = config.with_values("parallel", device=device)
     machine = detect_machine(with_gpus=device == "cuda")
     found = first_microbatch(settled, model, machine, sizes, ranks=plan.batch.ranks, node_ranks=node_ranks)

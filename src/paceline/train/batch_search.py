@@ -40,11 +40,6 @@ class _Point(NamedTuple):
     peak_bytes: int
 
 
-def microbatch_sizes(samples_per_rank: int) -> list[int]:
-    """Lists the microbatches that a rank's samples of a step can be cut into evenly, smallest first."""
-    return [size for size in range(1, samples_per_rank + 1) if samples_per_rank % size == 0]
-
-
 def search_microbatch(
     sizes: Sequence[int],
     measure: Callable[[int], int | None],

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from paceline.comm.objects import reduce_number
 from paceline.data.datasets import MapDataset
 from paceline.data.fetch import fetch_batch
 from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
+from paceline.mesh import divisors
 from paceline.search.choice import MARGIN
-from paceline.train.batch_search import Found, microbatch_sizes, search_microbatch
+from paceline.train.batch_search import Found, search_microbatch
 from paceline.train.loss import Loss
 from paceline.train.step import Passes, accumulate
 from paceline.train.survive.retry import PassState, can_fail_alone, drop_gradients, is_out_of_memory, release_memory
@@ -45,23 +47,27 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
 
     Raises TrainingError where not even one sample fits, or where a sharded engine runs out of memory in a trial.
     """
+
+    def agree(value: int) -> int:
+        return int(reduce_number(engine.gradient_comm, value, "min"))
+
     gauge = MemoryGauge(engine.device)
     state = PassState(engine)
-    sizes = microbatch_sizes(limits.samples_per_rank)
+    sizes = divisors(limits.samples_per_rank)
     limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
     limit = round(limit * (1 - MARGIN))
     base = gauge.now_bytes() + optimizer_bytes(engine, slots=1) + limits.reserve_bytes  # a gradient is one slot more
     trials = _Trials(engine, loss, dataset, dtype, gauge)
     found = Found(samples=None, trials=())
     # The first pass makes the gradients, beside which the others are measured.
-    if _least(engine, int(trials.measure(sizes[0], 0) is not None)):
+    if agree(int(trials.measure(sizes[0], 0) is not None)):
         found = search_microbatch(
             sizes,
             lambda size: trials.measure(size, limits.reserve_bytes),
             base_bytes=base,
             limit_bytes=limit,
             first=limits.first,
-            agree=lambda value: _least(engine, value),
+            agree=agree,
         )
     trials.clean_up()  # not after an error: the other ranks may be elsewhere
     state.restore()
@@ -131,9 +137,3 @@ class _Trials:
             "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
             f"  {fits}, or memory.checkpoint_activations = full"
         )
-
-
-def _least(engine: Engine, value: int) -> int:
-    number = torch.tensor([value], dtype=torch.int64, device=engine.device)
-    engine.gradient_comm.all_reduce(number, "min").wait()
-    return int(number.item())  # sync point

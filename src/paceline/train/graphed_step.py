@@ -36,7 +36,7 @@ GraphChoice = Literal["auto", "on", "off"]
 RunStep = Callable[[StepBatch, OnPhase], StepOutcome]  # trains on one global batch
 _TIMED = (3, 4, 5)  # steps; the first ones compile, and make the optimizer's state
 # The host's share of a step from which on a graph pays: kernels of a graph also follow one another more closely. Below
-# it the device has long kernels, and phases that can be told apart are worth more.
+# it the device has long kernels, and phases that records can show one by one are worth more.
 _HOST_BOUND = 0.25
 _Shape = tuple[Any, ...]
 

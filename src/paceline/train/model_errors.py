@@ -40,9 +40,14 @@ def needs_values(error: BaseException) -> bool:
     return isinstance(error, _NEEDS_VALUES) or any(word in str(error) for word in _SPEAKS_OF_THEM)
 
 
+def has_own_code(config: Config) -> bool:
+    """Says whether model or data of a config are code of the user's, which may import anything."""
+    return config.model.kind in ("factory", "hf") or is_own_code(config.data)
+
+
 def is_users(config: Config) -> bool:
     """Says whether model, data or loss of a config are of the user's own code."""
-    return config.model.kind in ("factory", "hf") or is_own_code(config.data) or config.train.loss != "auto"
+    return has_own_code(config) or config.train.loss != "auto"
 
 
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:
@@ -117,8 +122,8 @@ def _module(frame: FrameType) -> nn.Module | None:
 
 def _name(module: nn.Module, model: nn.Module) -> str:
     name = next((name for name, each in model.named_modules() if each is module), "")
-    told = type(module).__name__ if list(module.children()) else repr(module)
-    return f"{name} is {told}" if name else ""
+    shown = type(module).__name__ if list(module.children()) else repr(module)
+    return f"{name} is {shown}" if name else ""
 
 
 def _inputs(data: DataSplits) -> str:

@@ -67,7 +67,7 @@ def _patterns(config: Config) -> Iterator[Problem]:
     try:
         with torch.device("meta"):
             model = build_model(config.model, shape)
-    except Exception:  # code of the user's that needs values, or another problem, which is told by itself
+    except Exception:  # code of the user's that needs values, or another problem, which has a message of its own
         return
     names = [name for name, _ in model.named_parameters()]
     yield from map(_problem, unmatched_patterns(names, config.optim.groups))

@@ -99,8 +99,8 @@ def measure_config(
             what, place = f"{asked} cannot measure the model", raised_at(error, model)
             if place is not None and not needs_values(error):
                 raise misfit(error, what, data, place, made=made_at(config, make_model)) from error
-            told = f"{type(error).__name__}: {first_line(error)}" + ("" if place is None else f", {place}")
-            raise UsageError(f"{what}: {told}\n  {RULE}\n  {fix}") from error
+            cause = f"{type(error).__name__}: {first_line(error)}" + ("" if place is None else f", {place}")
+            raise UsageError(f"{what}: {cause}\n  {RULE}\n  {fix}") from error
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -65,6 +65,38 @@ class StepOutcome:
     is_updated: bool | None = None
 
 
+@dataclass(slots=True)
+class StepResult:
+    """A step that was issued. Its numbers come as records, when the device has finished it.
+
+    Neither frozen nor by keywords: it is made every step, between matrix products, where every call counts.
+    """
+
+    step: int
+    position: int
+    local_samples: list[int]
+    lr: float
+    outcome: StepOutcome
+    steps_per_epoch: int
+    is_last: bool
+
+    @property
+    def epoch(self) -> float:
+        """How many epochs the run has gone through."""
+        return self.step / max(self.steps_per_epoch, 1)
+
+    @property
+    def samples(self) -> int:
+        """How many samples this rank had in the step."""
+        return sum(self.local_samples)
+
+    @property
+    def loss(self) -> float:
+        """The mean loss of this rank's samples, nan without any. On CUDA, reading it waits for the device."""
+        count = float(self.outcome.count)
+        return float(self.outcome.loss_sum) / count if count else math.nan
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPolicy:
     """What may be chosen about a step, and about steps that go wrong.
@@ -79,21 +111,31 @@ class StepPolicy:
     histogram_every: int | None = None  # steps; None: no histograms
 
 
+class StepCallbacks(NamedTuple):
+    """Who hears of the end of each phase of a step, and who looks at its gradients before the update."""
+
+    on_phase: OnPhase = ignore_phase
+    on_gradients: OnGradients | None = None
+
+
+_NO_CALLBACKS = StepCallbacks()
+
+
 def train_step(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     loss: Loss,
     policy: StepPolicy,
-    on_phase: OnPhase = ignore_phase,
+    callbacks: StepCallbacks = _NO_CALLBACKS,
     scaler: LossScaler | None = None,
     passes: RunPasses | None = None,
-    on_gradients: OnGradients | None = None,
 ) -> StepOutcome:
     """Trains on one global batch and updates the parameters, unless a gradient is not finite.
 
-    ``passes`` runs forward and backward in the place of ``accumulate``. ``on_gradients`` is called before the update.
+    ``passes`` runs forward and backward in the place of ``accumulate``.
     """
+    on_phase, on_gradients = callbacks
     loss_scale = None if scaler is None else scaler.scale
     factor, undo = loss_factors(engine, batch, loss, scaler)
     values = (passes or accumulate)(Passes(engine, batch.microbatches, loss, factor, policy.dtype, on_phase))

@@ -10,208 +10,37 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from paceline.checkpoint.manifest import State
 from paceline.checkpoint.read import open_checkpoint
-from paceline.clock import on_device, seconds_between
+from paceline.clock import seconds_between
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config.sections import RecoveryConfig
-from paceline.data.loader import EvalLoader, StepBatch
-from paceline.engines.compiled import take_notes
-from paceline.engines.engine import Engine, OnPhase
+from paceline.data.loader import StepBatch
+from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
+from paceline.train.evaluate import Evaluation, evaluate
 from paceline.train.histograms import measure_histograms
-from paceline.train.loss import Loss
-from paceline.train.metrics import Metric, score_all
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
-from paceline.train.step import Passes, StepOutcome, place, train_step
+from paceline.train.step import OnGradients, Passes, StepCallbacks, StepOutcome, StepResult, train_step
 from paceline.train.survive.bad_steps import BadStep
 from paceline.train.survive.overflow import explain_bad_steps, find_overflow
 from paceline.train.survive.recovery import GoBack, GoOn, on_bad_steps
 
 _LARGEST_EXPONENT = 700.0  # of a float
 
-# Exact evaluation: every sample once, sums and counts added over ranks, divided once at the end.
-#
-# One model is evaluated: where rank 0's buffers are everyone's, the others take them over first, because each rank has
-# moved its own (batch-norm statistics, say) since the last step began.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Evaluation:
-    """What the whole evaluation set gave, the same on every rank."""
-
-    loss: float
-    accuracy: float | None
-    samples: int
-    metrics: dict[str, float] = field(default_factory=dict, hash=False)
-
-
-@torch.no_grad()
-def evaluate(
-    engine: Engine, loader: EvalLoader, loss: Loss, dtype: torch.dtype, metrics: Mapping[str, Metric] | None = None
-) -> Evaluation:
-    """Evaluates the engine over all ranks. One all-reduce of a few numbers, and one wait for the device."""
-    engine.share_buffers()
-    device = engine.device
-    modes = [(module, module.training) for module in engine.module.modules()]
-    engine.eval()
-    names, score = list(metrics or {}), score_all(loss, metrics or {})
-    # Summed loss, elements, right answers, samples, batches without a count of right answers; of metrics sum and count.
-    sums = torch.zeros(5 + 2 * len(names), dtype=torch.float64, device=device)
-    try:
-        for batch, samples in zip(loader, loader.local_samples(), strict=True):
-            if batch is None:
-                engine.sit_out()
-                continue
-            with engine.precision.context(device):
-                scored = engine.apply_loss(score, place(batch, device, dtype))
-            if scored is None:  # another stage of the pipeline has it
-                continue
-            value, rest = scored
-            correct, unscored = (0.0, 1.0) if value.correct is None else (value.correct, 0.0)
-            row = [value.total, value.count, correct, float(samples), unscored, *rest]
-            sums += torch.stack([on_device(number, device) for number in row])
-    finally:
-        for module, was_training in modes:  # one by one: a frozen part may have been in evaluation mode all along
-            module.training = was_training
-    engine.add_up(sums)
-    total, count, correct_sum, num_samples, num_unscored, *rest = sums.tolist()  # sync point
-    return Evaluation(
-        loss=total / max(count, 1.0),
-        accuracy=correct_sum / max(count, 1.0) if num_unscored == 0 else None,
-        samples=int(num_samples),
-        metrics={name: rest[2 * i] / rest[2 * i + 1] if rest[2 * i + 1] else math.nan for i, name in enumerate(names)},
-    )
-
-
-@dataclass(slots=True)
-class StepResult:
-    """A step that was issued. Its numbers come as records, when the device has finished it.
-
-    Neither frozen nor by keywords: it is made every step, between matrix products, where every call counts.
-    """
-
-    step: int
-    position: int
-    local_samples: list[int]
-    lr: float
-    outcome: StepOutcome
-    steps_per_epoch: int
-    is_last: bool
-
-    @property
-    def epoch(self) -> float:
-        """How many epochs the run has gone through."""
-        return self.step / max(self.steps_per_epoch, 1)
-
-    @property
-    def samples(self) -> int:
-        """How many samples this rank had in the step."""
-        return sum(self.local_samples)
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of this rank's samples, nan without any. On CUDA, reading it waits for the device."""
-        count = float(self.outcome.count)
-        return float(self.outcome.loss_sum) / count if count else math.nan
-
-
 Hook: TypeAlias = "Callable[[Trainer, StepResult], None]"
 """Runs after steps. A hook that communicates must run on all ranks at the same steps."""
-
-
-@dataclass(slots=True)
-class Every:
-    """Runs a hook every ``steps`` steps, or after each epoch, and after the last step if ``at_end``."""
-
-    steps: int | Literal["epoch"] | None
-    hook: Hook
-    at_end: bool = True
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        steps = max(result.steps_per_epoch, 1) if self.steps == "epoch" else self.steps
-        is_due = steps is not None and result.step % steps == 0
-        if is_due or (self.at_end and result.is_last):
-            self.hook(trainer, result)
-
-
-def is_time(trainer: Trainer, since: float, seconds: float) -> bool:
-    """Says whether so many seconds have passed since a moment, by rank 0's clock. All ranks ask; one broadcast."""
-    comm = trainer.parts.engine.world
-    due = torch.tensor([float(time.monotonic() - since >= seconds)], device=comm.device)
-    comm.broadcast(due).wait()
-    return bool(due.item())  # sync point
-
-
-@dataclass(slots=True)
-class EvaluateHook:
-    """Evaluates over all ranks; the result goes to the records. Ends a run that does not get better, where asked to."""
-
-    last_step: int = -1
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if self.last_step != result.step:
-            self.last_step = result.step
-            trainer.evaluate()
-            if trainer.early_stop.is_over and not result.is_last:
-                result.is_last = True  # for what comes at the end, such as the last checkpoint
-                trainer.end_reason = trainer.early_stop.reason
-                trainer.note("early_stop", {"note": trainer.end_reason}, step=result.step)
-
-
-@dataclass(slots=True)
-class BucketHook:
-    """Records the buckets that the engine has chosen, when it has."""
-
-    is_told: bool = False
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        choice = None if self.is_told else trainer.parts.engine.bucket_choice
-        if choice is not None and trainer.sink is not None:
-            self.is_told = True
-            trainer.note("buckets", {**choice.detail()}, step=result.step)
-
-
-@dataclass(slots=True)
-class CompileHook:
-    """Records what was compiled and how long that took, and what could not be."""
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if result.step > 3 and result.step % 100 and not result.is_last:
-            return
-        notes = take_notes(trainer.parts.engine.module, getattr(trainer.parts.loss, "sum", None))
-        done = [note for note in notes if not note.problem]
-        if done:
-            seconds = sum(note.seconds for note in done)
-            trainer.note("compiled", {"what": "; ".join(note.what for note in done), "seconds": round(seconds, 1)})
-        for note in notes:
-            if note.problem:
-                trainer.note("not_compiled", {"what": note.what, "why": note.problem})
-
-
-@dataclass(slots=True)
-class NoteHook:
-    """Records something that was decided before the first step, after that step."""
-
-    name: str
-    detail: dict[str, Any]
-    is_told: bool = False
-
-    def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        if not self.is_told:
-            self.is_told = True
-            trainer.note(self.name, self.detail, step=result.step)
 
 
 class GoBackError(TrainingError):
@@ -415,30 +244,32 @@ class Trainer(RunState):
         raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision) + reason)
 
     def _step(self, batch: StepBatch) -> StepResult:
-        parts, plan, step = self.parts, self.parts.plan, self.step + 1
+        parts, plan = self.parts, self.parts.plan
         lr = self._set_learning_rate(batch)
-        engine, optimizer, lap = parts.engine, parts.optimizer, parts.meter.lap
-
-        every = parts.policy.histogram_every
-        on_gradients = None if every is None or step % every else self._write_histograms
-        outcome = (
-            train_step(engine, optimizer, batch, parts.loss, parts.policy, lap, self.scaler, parts.passes, on_gradients)
-            if parts.graphs is None or on_gradients is not None  # a graph shows nobody its gradients
-            else parts.graphs(engine, optimizer, batch, lap, self._train_step)
-        )
+        outcome = self._train(batch)
         if parts.average is not None:
             parts.average.update()
-        self.step, self.position = step, batch.next_position
+        self.step += 1
+        self.position = batch.next_position
         if batch.indices is not None:
             self.consumed.note(batch.position, batch.next_position, batch.indices)
-        is_last = step == plan.total_steps
+        is_last = self.step == plan.total_steps
         samples = batch.local_samples if self._reports_samples else []
-        return StepResult(step, batch.next_position, samples, lr, outcome, plan.steps_per_epoch, is_last)
+        return StepResult(self.step, self.position, samples, lr, outcome, plan.steps_per_epoch, is_last)
 
-    def _train_step(self, batch: StepBatch, on_phase: OnPhase) -> StepOutcome:
-        parts = self.parts
+    def _train(self, batch: StepBatch) -> StepOutcome:
+        """Trains on one global batch. A step with histograms never comes from a CUDA graph, which hides gradients."""
+        parts, every = self.parts, self.parts.policy.histogram_every
+        if every is not None and (self.step + 1) % every == 0:
+            return self._train_step(batch, parts.meter.lap, self._write_histograms)
+        if parts.graphs is not None:
+            return parts.graphs(parts.engine, parts.optimizer, batch, parts.meter.lap, self._train_step)
+        return self._train_step(batch, parts.meter.lap)
+
+    def _train_step(self, batch: StepBatch, on_phase: OnPhase, on_gradients: OnGradients | None = None) -> StepOutcome:
+        parts, callbacks = self.parts, StepCallbacks(on_phase, on_gradients)
         return train_step(
-            parts.engine, parts.optimizer, batch, parts.loss, parts.policy, on_phase, self.scaler, parts.passes
+            parts.engine, parts.optimizer, batch, parts.loss, parts.policy, callbacks, self.scaler, parts.passes
         )
 
     def _write_histograms(self, weight: torch.Tensor | None) -> None:

@@ -1,7 +1,7 @@
 """Which runs there are, and everything that is known of one: columns, events, its state in a sentence.
 
     find_runs(paths)   folders of runs, and runs inside the folders given
-    Run.look()         takes in what its ranks wrote since the last look
+    ShownRun.look()    takes in what its ranks wrote since the last look
 
 Only files inside the folders that were given are read: a link that leads out of them is left out.
 """

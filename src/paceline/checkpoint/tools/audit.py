@@ -110,10 +110,10 @@ def check_files(
     known = {*manifest.files, MANIFEST}
     extra = [name for name in storage.names(path) if name not in known]
     how = "SHA-256 of each" if depth == "full" else "sizes (the hashes: --full)"
-    told = f"{len(manifest.files)} files, {manifest.num_bytes:,} bytes: {how}"
+    finding = f"{len(manifest.files)} files, {manifest.num_bytes:,} bytes: {how}"
     if extra:
-        told += f"; {len(extra)} more that do not belong to it: {', '.join(extra[:3])}"
-    return AuditCheck(what="files", finding=told, problems=tuple(problems))
+        finding += f"; {len(extra)} more that do not belong to it: {', '.join(extra[:3])}"
+    return AuditCheck(what="files", finding=finding, problems=tuple(problems))
 
 
 def check_tensors(path: Path, manifest: Manifest, storage: FileStore, skip: Collection[str] = ()) -> AuditCheck:
@@ -123,8 +123,10 @@ def check_tensors(path: Path, manifest: Manifest, storage: FileStore, skip: Coll
         problems += [f"{name}: {each}" for each in coverage_problems(name, tensor)]
     elements = sum(math.prod(tensor.shape) for tensor in manifest.tensors.values())
     num_pieces = sum(len(tensor.pieces) for tensor in manifest.tensors.values())
-    told = f"{len(manifest.tensors)} tensors, {elements:,} elements in {num_pieces} pieces: each element in exactly one"
-    return AuditCheck(what="tensors", finding=told, problems=tuple(problems))
+    finding = (
+        f"{len(manifest.tensors)} tensors, {elements:,} elements in {num_pieces} pieces: each element in exactly one"
+    )
+    return AuditCheck(what="tensors", finding=finding, problems=tuple(problems))
 
 
 # The samples
@@ -149,14 +151,14 @@ def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
     wrong_path, gaps = follow(segments, skipped, manifest.position)
     problems = [*_order_problems(manifest, segments), *wrong_path]
     wanted = sum(segment.last - segment.first for segment in segments)
-    told = f"{count:,} ids"
+    finding = f"{count:,} ids"
     if wanted != count:
         problems.append(f"{count:,} samples were consumed, and the order of the data has {wanted:,} there")
     elif wanted > manifest.step * max((segment.order.global_batch for segment in segments), default=0):
         problems.append(f"{count:,} samples were consumed, which is more than {manifest.step:,} batches have")
     else:  # else the segments are not to be trusted: they may be of any length
         found, num_batches, wrong_ids = consume_again(segments)
-        told += f" in {num_batches:,} batches hashed again in the order of the data"
+        finding += f" in {num_batches:,} batches hashed again in the order of the data"
         problems += wrong_ids
         if num_batches != manifest.step:
             problems.append(f"{num_batches:,} batches were consumed, and the checkpoint is of step {manifest.step:,}")
@@ -165,10 +167,10 @@ def _checked(manifest: Manifest, state: Mapping[str, Any]) -> AuditCheck:
                 f"the ids that were consumed hash to {state['hash']}, those of the order to {found}: "
                 "samples were lost, repeated or taken in another order"
             )
-    told += f" ({'; then '.join(map(_in_words, segments)) or 'none yet'})"
+    finding += f" ({'; then '.join(map(_in_words, segments)) or 'none yet'})"
     if not problems:
-        told += ", each at most once an epoch" if gaps else ", each once an epoch"
-    return AuditCheck(what="samples", finding="; ".join([told, *gaps]), problems=tuple(problems))
+        finding += ", each at most once an epoch" if gaps else ", each once an epoch"
+    return AuditCheck(what="samples", finding="; ".join([finding, *gaps]), problems=tuple(problems))
 
 
 def _check_sizes(segments: Sequence[Segment], count: int) -> None:

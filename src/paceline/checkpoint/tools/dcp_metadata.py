@@ -13,7 +13,7 @@ import io
 import itertools
 import math
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as records
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from paceline.checkpoint.manifest import overlaps, parse_shape
 from paceline.checkpoint.tensors import dtype_code
 from paceline.untrusted import file_inside, is_count, read_regular
 
@@ -120,21 +121,21 @@ def _interval_sizes(path: Path, storage: Mapping[Any, Any]) -> dict[tuple[str, t
         offset = getattr(index, "offset", None)
         found[str(index.fqn), None if offset is None else tuple(offset)] = length
     for name, intervals in taken.items():
-        file, ordered = file_inside(path, name), sorted(intervals)
+        file = file_inside(path, name)
         if file.exists() and not file.is_file():
             raise ValueError(f"{name} is not a plain file")
-        size = file.stat().st_size if file.exists() else None  # what is missing is told by who reads it
-        if size is not None and max(end for _, end in ordered) > size:
+        size = file.stat().st_size if file.exists() else None  # whoever reads it reports what is missing
+        if size is not None and max(end for _, end in intervals) > size:
             raise ValueError(f"{name} has {size:,} bytes, and more are needed")
-        if any(right[0] < left[1] for left, right in itertools.pairwise(ordered)):
+        if overlaps(intervals):
             raise ValueError(f"two pieces share bytes of {name}")
     return found
 
 
 def _check_tensor(name: str, entry: Any, sizes: Mapping[tuple[str, tuple[int, ...] | None], int]) -> None:
-    shape, item_bytes = _numbers(entry.size), torch.empty(0, dtype=entry.properties.dtype).element_size()
+    shape, item_bytes = parse_shape(list(entry.size)), torch.empty(0, dtype=entry.properties.dtype).element_size()
     dtype_code(entry.properties.dtype)
-    boxes = [(_numbers(chunk.offsets), _numbers(chunk.sizes)) for chunk in entry.chunks]
+    boxes = [(parse_shape(list(chunk.offsets)), parse_shape(list(chunk.sizes))) for chunk in entry.chunks]
     for begin, extent in boxes:
         is_inside = len(begin) == len(extent) == len(shape)
         if not is_inside or any(first + size > whole for first, size, whole in zip(begin, extent, shape, strict=True)):
@@ -157,17 +158,6 @@ def _do_overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tup
         all(a < b + size and b < a + length for a, length, b, size in zip(*left, *right, strict=True))
         for left, right in itertools.combinations(boxes, 2)
     )
-
-
-def _numbers(value: Iterable[Any]) -> tuple[int, ...]:
-    found = tuple(value)
-    if (
-        len(found) > 64
-        or not all(is_count(each) for each in found)
-        or math.prod(max(each, 1) for each in found) > 2**60
-    ):
-        raise ValueError("a shape is a list of sizes, with up to 2^60 elements")
-    return found
 
 
 def _check_places(places: Any) -> None:

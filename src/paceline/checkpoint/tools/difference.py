@@ -32,7 +32,7 @@ class TensorDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """All that differs. A setting is told as its dotted name and both values."""
+    """All that differs. A setting is shown by its dotted name and both values."""
 
     only_left: tuple[str, ...]
     only_right: tuple[str, ...]

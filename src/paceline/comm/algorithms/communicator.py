@@ -19,7 +19,6 @@ too, and ring (rank to rank) and tree of broadcast; all other verbs are those of
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, get_args
 
@@ -42,7 +41,7 @@ from paceline.comm.algorithms.rounds import ElementRange, Round, cut
 from paceline.comm.algorithms.topology import Topology, state_topology
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.group import WrappedCommunicator, check_peer, check_pieces, check_reduction
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 
 AlgorithmName: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarchical", "auto"]
 _NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
@@ -245,9 +244,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
 def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk_bytes: int, *, is_whole: bool) -> None:
     """Raises UsageError for what cannot be; hosts are asked for where the group is whole, and no subgroup."""
     if algorithm not in _NAMES:
-        near = difflib.get_close_matches(algorithm, _NAMES, n=1)
-        hint = f"\n  did you mean {near[0]}?" if near else ""
-        raise UsageError(f"algorithm {algorithm!r} is not one of {', '.join(_NAMES)}{hint}")
+        hint = did_you_mean(algorithm, _NAMES, "take one of these")
+        raise UsageError(f"algorithm {algorithm!r} is not one of {', '.join(_NAMES)}\n  {hint}")
     if chunk_bytes < 1:
         raise UsageError(f"chunk_bytes = {chunk_bytes}: a chunk has at least one byte")
     if topology is not None and sorted(r for host in topology.hosts for r in host) != list(range(inner.size)):

@@ -7,7 +7,7 @@ order, the oldest that is not done is the one that all of them work on.
 
 [Note: ahead] A message leaves when its receiver has said that it is ready, and on a busy link that word stands in line
 behind data. So what a lane receives is posted one round before it is needed. It cannot come too early: it is sent by
-a rank that has had all that this one puts there before. NCCL is not told ahead: it carries out what is posted in order.
+a rank that has had all that this one puts there before. Not so on NCCL: it carries out what is posted in order.
 
 [Note: window] What is received may be held back to a few lanes after the one that is being added up, so that of two
 ranks that send to the same one none runs ahead of the other, and takes the share of a link that the sum waits for.
@@ -49,7 +49,7 @@ class MessageLane:
         self._sends: list[Work] = []
 
     def post(self, number: int, *, receives: bool = True) -> None:
-        """Posts what a round sends, and unless told otherwise what it receives."""
+        """Posts what a round sends, and with ``receives`` what it receives."""
         if number >= self.num_rounds:
             return
         sends, me = self._rounds[number].sends, self._comm.rank

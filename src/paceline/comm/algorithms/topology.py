@@ -54,13 +54,13 @@ def detect_topology(comm: Communicator, node_ranks: int | None = None) -> Topolo
     """Asks every rank of a group for its host. All ranks call it; two small all-gathers.
 
     ``node_ranks`` is how many ranks the launcher says share this one's host. It goes before the names where all ranks
-    are told the same, as hosts may have one name; ranks that are told otherwise are on hosts of different sizes.
+    hear the same, as hosts may have one name; ranks that hear otherwise are on hosts of different sizes.
     """
-    told = gather_objects(comm, (socket.gethostname(), node_ranks))
-    sizes = {size for _, size in told}
+    known = gather_objects(comm, (socket.gethostname(), node_ranks))
+    sizes = {size for _, size in known}
     if len(sizes) == 1 and node_ranks and comm.size % node_ranks == 0:
         return state_topology(comm.size, node_ranks)
-    return from_names([name for name, _ in told])
+    return from_names([name for name, _ in known])
 
 
 def share_table(path: str, comm: Communicator, topology: Topology) -> MeasuredTable:

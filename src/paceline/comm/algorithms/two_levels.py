@@ -17,6 +17,7 @@ from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.topology import Topology
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.group import check_reduction
+from paceline.comm.objects import reduce_number
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError
 
@@ -35,9 +36,7 @@ def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300
         local = SharedMemoryCommunicator.join(comm.split(host), timeout_s=timeout_s)
     except CommunicationError:
         local = None
-    everywhere = torch.tensor([float(local is not None)])
-    comm.all_reduce(everywhere, "min").wait()
-    return local if everywhere.item() else None
+    return local if reduce_number(comm, local is not None, "min") else None
 
 
 class TwoLevelCommunicator(AlgorithmCommunicator):

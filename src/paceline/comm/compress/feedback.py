@@ -7,11 +7,11 @@ Error feedback: what a rank did not send of a gradient is added to its next one.
 Memory: one residual for each compressed element, and while a pass is under way the vector too. Between two passes both
 are kept, old and new: a pass whose gradients are dropped (memory ran out, a gradient was not finite) leaves no trace.
 
-The residuals are in units of the gradient's average over ranks: what N ranks owe the model together is the *mean* of
-their residuals. So another number of ranks goes on with that mean on every rank, and owes the same.
+The residuals are in units of the gradient's average over ranks: what the model still lacks of N ranks is the *mean*
+of their residuals. So another number of ranks goes on with that mean on every rank, and nothing is lost.
 
-Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: a rank owes what it
-did not send of its slice, and the ranks that average are the replicas.
+Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: the residual of
+a rank is what it did not send of its slice, and the ranks that average are the replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.shards import Shard, Slot
 
 
 class Compressor:
-    """Compresses the buckets of one engine, and keeps what they owe. One for each engine and rank."""
+    """Compresses the buckets of one engine, and keeps their residuals. One for each engine and rank."""
 
     def __init__(self, settings: Compression) -> None:
         self.settings = settings
@@ -71,7 +71,7 @@ class Compressor:
     def roll_back(self) -> None:
         self._pass = _GradientPass()
 
-    def withhold(self, names: Sequence[str]) -> None:
+    def keep_residuals(self, names: Sequence[str]) -> None:
         """Keeps the residuals of tensors whose average is not used as they were."""
         for name in names:
             self._pass.residuals.pop(name, None)
@@ -79,7 +79,7 @@ class Compressor:
     # State.
 
     def residual_norm(self) -> float:
-        """Returns the norm of what this rank owes. A sync point."""
+        """Returns the norm of the residuals of this rank. A sync point."""
         self.settle()
         found = [residual.double().square().sum() for residual in self.residuals.values()]
         return float(torch.stack(found).sum().sqrt()) if found else 0.0
@@ -90,7 +90,7 @@ class Compressor:
         return [tensor for tensors in kept for tensor in tensors.values()]
 
     def shards(self, comm: Communicator) -> Iterator[Shard]:
-        """Yields what this rank owes, and its factors, to be saved. ``comm`` has all ranks."""
+        """Yields the residuals of this rank, and its factors, to be saved. ``comm`` has all ranks."""
         self.settle()
         yield from state.residual_shards(self.residuals, self._pieces, self._replica(comm))
         yield from state.factor_shards(self.factors, self._pieces, self._replica(comm))
@@ -228,7 +228,7 @@ class _BucketWork:
         self._num_later = 0  # rounds behind this one
         self._whole: torch.Tensor | None = None
         self._whole_work: Work | None = None
-        self._paid: dict[str, torch.Tensor] = {}
+        self._sent: dict[str, torch.Tensor] = {}
         self._is_done = False
 
     def send_whole(self, comm: Communicator) -> None:
@@ -240,14 +240,14 @@ class _BucketWork:
         """Hands what is compressed to the policy, and averages the rest."""
         bucket, owner, buffer = self.bucket, self.bucket.owner, self._buffer
         if bucket.whole:
-            self._pay_whole()
+            self._add_residuals()
             self._whole = torch.cat([buffer[place] for place in bucket.whole])
             self._whole_work = comm.all_reduce(self._whole, "avg")
         narrow = buffer.dtype in (torch.float16, torch.bfloat16)
         vector = torch.cat([buffer[place] for place in bucket.compressed]).to(torch.float32 if narrow else buffer.dtype)
-        pieces, owed = bucket.split(vector), owner.residuals
-        if names := [name for name in pieces if name in owed]:
-            torch._foreach_add_([pieces[name] for name in names], [owed[name] for name in names])
+        pieces, residuals = bucket.split(vector), owner.residuals
+        if names := [name for name in pieces if name in residuals]:
+            torch._foreach_add_([pieces[name] for name in names], [residuals[name] for name in names])
         context = ExchangeContext(
             parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors
         )
@@ -256,13 +256,13 @@ class _BucketWork:
         self._num_later = owner.policy.num_rounds - 1
         self._round = next(self._rounds)
 
-    def _pay_whole(self) -> None:
-        """Adds what is owed to tensors that travel whole: they did not, in the run that this one goes on from."""
+    def _add_residuals(self) -> None:
+        """Adds the residuals of tensors that travel whole: they did not, in the run that this one goes on from."""
         for name, place in zip(self.bucket.whole_names, self.bucket.whole, strict=False):
-            owed = self.bucket.owner.residuals.get(name)
-            if owed is not None:
-                self._buffer[place] += owed
-                self._paid[name] = torch.zeros_like(owed)
+            residual = self.bucket.owner.residuals.get(name)
+            if residual is not None:
+                self._buffer[place] += residual
+                self._sent[name] = torch.zeros_like(residual)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -292,7 +292,7 @@ class _BucketWork:
             is_finite &= mean.sum().isfinite()
             _put(self._buffer, self.bucket.compressed, mean)
         left_over = {} if self._vector is None else self.bucket.split(self._vector)
-        self.bucket.owner.note(is_finite, left_over | self._paid, self.new_factors)
+        self.bucket.owner.note(is_finite, left_over | self._sent, self.new_factors)
 
     def _finish(self, rounds: ExchangeRounds) -> torch.Tensor:
         self.advance()

@@ -197,13 +197,13 @@ class _Connection(asyncio.Protocol):
         del self._content[:length]
         return taken
 
-    def _prove(self, nonce: bytes, told: bytes) -> None:
+    def _prove(self, nonce: bytes, claimed: bytes) -> None:
         """Checks that the client has the secret. Raises RefusedError if it has not, or if there is none."""
         try:
             proof, *seals = derive(self._server.secret(), self._nonce, nonce)
         except CommunicationError as error:
             raise RefusedError(str(error)) from error
-        if not hmac.compare_digest(proof, told):
+        if not hmac.compare_digest(proof, claimed):
             raise RefusedError("a connection without the secret")
         self._end_handshake()
         self._seals = (seals[0], seals[1])
@@ -235,7 +235,7 @@ class _Connection(asyncio.Protocol):
 
     async def _wait_for(self, answer: Awaitable[Any]) -> None:
         try:
-            reply = ["told", await answer]
+            reply = ["answer", await answer]
         except Exception as error:
             reply = _explain(error)
         self._reply(reply)
@@ -249,7 +249,7 @@ class _Connection(asyncio.Protocol):
             answer = ask()
         except Exception as error:
             return _explain(error)
-        return answer if asyncio.iscoroutine(answer) else ["told", answer]
+        return answer if asyncio.iscoroutine(answer) else ["answer", answer]
 
     def _reply(self, answer: list[Any]) -> None:
         assert self._seals is not None

@@ -13,7 +13,7 @@ _MOST_BYTES = 2**28  # of all values
 
 
 class Values:
-    """What the processes of a job have told one another. An operation returns a coroutine where it has to wait."""
+    """What the processes of a job have sent one another. An operation returns a coroutine where it has to wait."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}

@@ -6,8 +6,7 @@
 
 Until the proof is right the server reads 64 bytes and parses none. The keys of the seals come from the secret and both
 random parts, one for each direction, and messages are numbered: none can be forged, repeated, left out or sent back,
-and a client knows from the first reply that the server has the secret too. Nothing is encrypted. Only the standard
-library is used here.
+and a client knows from the first reply that the server has the secret too. Nothing is encrypted.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import hmac
 import json
 import os
-import re
 import secrets
 import socket
 import stat
@@ -27,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import CommunicationError
+from paceline.untrusted import parse_json
 
 NONCE_BYTES = 32
 PROOF_BYTES = 32
@@ -35,8 +34,6 @@ DEEPEST_MESSAGE = 8
 FEWEST_SECRET_BYTES = 16
 LONGEST_UNIX_PATH = 100  # Linux takes 107 bytes, macOS 103
 HEAD = struct.Struct("!I32s")
-# Strings, whole or cut off, so that brackets inside of them do not count.
-_BRACKETS = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[\]{}]', re.DOTALL)
 
 SECRET, SECRET_FILE = "PACELINE_SECRET", "PACELINE_SECRET_FILE"  # in the environment
 
@@ -126,15 +123,10 @@ def to_text(message: list[Any]) -> bytes:
 
 def from_text(text: bytes) -> list[Any]:
     """Reads a message. Raises RefusedError for what is no list in JSON, or nests too deeply."""
-    depth = 0
-    for found in _BRACKETS.finditer(text):
-        depth += {b"[": 1, b"{": 1, b"]": -1, b"}": -1}.get(found[0], 0)
-        if depth > DEEPEST_MESSAGE:
-            raise RefusedError(f"a control message nests more than {DEEPEST_MESSAGE} deep")
     try:
-        message = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise RefusedError("a control message is no JSON") from error
+        message = parse_json(text, LONGEST_MESSAGE, DEEPEST_MESSAGE)
+    except ValueError as error:
+        raise RefusedError(f"a control message is no JSON within bounds: {error}") from error
     if not isinstance(message, list):
         raise RefusedError("a control message is no list")
     return message
@@ -170,7 +162,7 @@ class WireLink:
         answer = from_text(self._replies.check(mark, self._receive(length)))
         self._is_proven = True
         match answer:
-            case ["told", value]:
+            case ["answer", value]:
                 return value
             case ["timeout"]:
                 raise TimeoutError

@@ -1,8 +1,8 @@
 """From where an operation was called: the first line outside communication and torch, ours or the user's.
 
 Walking frames takes time, so that the walk ends there. Where it ends in an engine, the user's line above it
-is looked for once, and told as the one from which this place was first reached. In a loop of the user's own, several
-lines may reach the same place of an engine: there the walk goes on to the user's line every time.
+is looked for once, and reported as the one from which this place was first reached. In a loop of the user's own,
+several lines may reach the same place of an engine: there the walk goes on to the user's line every time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def kind_of_file(filename: str) -> int:
 
 
 def short_name(filename: str) -> str:
-    """Returns a path as it is told: ours below the package, others in full."""
+    """Returns a path as reports show it: ours below the package, others in full."""
     return f"paceline/{filename.removeprefix(_OURS)}" if filename.startswith(_OURS) else filename
 
 
@@ -53,7 +53,7 @@ def instruction_of(frame: FrameType) -> int:
 
 
 class CallSites:
-    """Numbers call sites; ``add`` is told each new one once, with its number."""
+    """Numbers call sites; ``add`` gets each new one once, with its number."""
 
     def __init__(self, add: Callable[[int, str], object]) -> None:
         self._add = add
@@ -99,8 +99,8 @@ class CallSites:
 def name_site(frame: FrameType) -> str:
     """Returns the line at which a frame is; of one in an engine, behind the user's line from which it was reached."""
     user = _user_frame(frame) if kind_of_file(frame.f_code.co_filename) == ENGINE else None
-    told = _describe(frame)
-    return told if user is None else f"{_describe(user)} through {told}"
+    own = _describe(frame)
+    return own if user is None else f"{_describe(user)} through {own}"
 
 
 def _user_frame(frame: FrameType | None) -> FrameType | None:

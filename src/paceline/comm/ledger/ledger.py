@@ -82,7 +82,7 @@ class Ledger:
     """What one rank has issued, and how far it has come; ``now`` is its clock. Without a path it lies in memory.
 
     With ``is_own_loop`` the rank runs a loop of the user's own: engines and optimizers tell the ledger of phases and
-    steps, and an operation is told with the user's line that led to it.
+    steps, and an operation is reported with the user's line that led to it.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Ledger:
         self.cells[UPDATED] = number
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
-        """Names a group; those of the same members are told apart by the order in which a rank makes them."""
+        """Names a group; those of the same members differ by the order in which a rank makes them."""
         number = min(self._num_groups, NUM_GROUPS - 1)  # more than anybody makes: those beyond share a place
         self._num_groups += 1
         self._append("g", number, [list(ranks), self._groups[ranks]])

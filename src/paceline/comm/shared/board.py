@@ -151,7 +151,7 @@ class Collectives:
     def _in_rounds(
         self, count: int, stamp: int, put: Callable[[int, int], None], take: Callable[[int, int], None]
     ) -> Steps:
-        """Puts chunks in and takes them out, one round later; both are told a chunk's number and its ticket."""
+        """Puts chunks in and takes them out, one round later; both get a chunk's number and its ticket."""
         board = self.board
         first = board.take(count)
         for step in range(count + 1):

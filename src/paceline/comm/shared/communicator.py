@@ -33,9 +33,9 @@ from paceline.comm.shared.segment import (
     FOLDER,
     LINE_BYTES,
     Process,
+    RankLocation,
     SegmentLayout,
     SharedSegment,
-    Whereabouts,
     no_folder,
 )
 from paceline.comm.solo import SoloCommunicator
@@ -58,7 +58,7 @@ def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicato
     """
     if comm.size == 1 or comm.device.type != "cpu":
         return comm
-    everyone = gather_objects(comm, (Whereabouts.here(), FOLDER.is_dir()))
+    everyone = gather_objects(comm, (RankLocation.here(), FOLDER.is_dir()))
     if len({place.host for place, _ in everyone}) > 1 or not all(has_folder for _, has_folder in everyone):
         return comm
     return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
@@ -333,7 +333,7 @@ def _establish(
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes
-    everyone: list[Whereabouts] = exchange(Whereabouts.here())
+    everyone: list[RankLocation] = exchange(RankLocation.here())
     _check_one_host(everyone, ranks)
     segment = _common_segment(exchange, rank, ranks, num_bytes)
     return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
@@ -367,7 +367,7 @@ def _attempt(make: Callable[[], SharedSegment]) -> tuple[SharedSegment | None, s
         return None, str(error)
 
 
-def _check_one_host(everyone: Sequence[Whereabouts], ranks: Sequence[int]) -> None:
+def _check_one_host(everyone: Sequence[RankLocation], ranks: Sequence[int]) -> None:
     for rank, place in zip(ranks, everyone, strict=True):
         if place.host != everyone[0].host:
             raise CommunicationError(

@@ -68,16 +68,16 @@ def _state_of(pid: int) -> tuple[str, int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Whereabouts:
+class RankLocation:
     """Where a rank runs: processes with the same ``host`` can share memory and see one another."""
 
     host: tuple[str, str, str]  # its name, its boot, its process numbers
     process: Process
 
     @staticmethod
-    def here() -> Whereabouts:
+    def here() -> RankLocation:
         boot = _read(_PROCESSES / "sys/kernel/random/boot_id")
-        return Whereabouts(host=(socket.gethostname(), boot, _namespace()), process=Process.this())
+        return RankLocation(host=(socket.gethostname(), boot, _namespace()), process=Process.this())
 
     def __str__(self) -> str:
         name, boot, numbers = self.host

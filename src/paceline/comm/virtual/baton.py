@@ -5,8 +5,8 @@ rank holds the baton while it computes and passes it on, in rank order, when it 
 random states of torch, numpy and Python: each rank behaves as if it had a process to itself, and two runs give the
 same bits.
 
-It also makes waiting transparent: when no rank can go on, that is known at once and told as a verdict; a rank that
-keeps the baton beyond the time limit is told with the line it stands at.
+It also makes waiting transparent: when no rank can go on, that is known at once and reported as a verdict; a rank
+that keeps the baton beyond the time limit is reported with the line it stands at.
 """
 
 from __future__ import annotations

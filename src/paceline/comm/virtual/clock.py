@@ -153,7 +153,7 @@ class VirtualClock:
 
 @dataclass(slots=True, kw_only=True)
 class VirtualTime:
-    """What ``run_virtual`` is told about time: costs, who is slow, and how many spans a rank keeps, the newest.
+    """How ``run_virtual`` counts time: costs, who is slow, and how many spans a rank keeps, the newest.
 
     After the run ``clocks`` has the clock of each rank. ``measures = False`` counts nothing but what is given by
     ``spend``: two runs give the same times then.

@@ -146,7 +146,7 @@ def _kind(func: Any) -> str:
 
 
 def _key(func: Any, args: Any, kwargs: dict[str, Any], tensors: list[torch.Tensor]) -> Hashable | None:
-    """Returns what decides about a call, and puts its tensors into a list; None where that cannot be told."""
+    """Returns what decides about a call, and puts its tensors into a list; None where that is not known."""
     found: list[Any] = [id(func)]
     if not _sign(args, found, tensors):
         return None

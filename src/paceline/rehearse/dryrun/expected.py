@@ -139,7 +139,7 @@ class Background:
 def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectation | None:
     """Returns the dry run's figures where there are any; memory that it does not tell stays the estimate's.
 
-    Where neither has any, both reasons are told.
+    Where neither has any, both reasons are given.
     """
     if dry is None or formula is None:
         return dry or formula

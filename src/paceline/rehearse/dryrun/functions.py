@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.models.known_values import indexed
 
-# Is told of an attention kernel: ``(tensors, *, is_causal, is_back)``. These are query, key, value and all else that it
+# Called for an attention kernel: ``(tensors, *, is_causal, is_back)``. These are query, key, value and all else that it
 # reads; the last tensor is what it writes.
 SeesAttention: TypeAlias = Callable[..., None]
 

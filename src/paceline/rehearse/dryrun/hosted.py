@@ -1,4 +1,4 @@
-"""What an engine that offloads does on the host, told apart from what its device does.
+"""What an engine that offloads does on the host, kept apart from what its device does.
 
 In a dry run all tensors are alike; those in pinned memory are the host's. A kernel that was noted is then
 
@@ -22,7 +22,7 @@ from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnH
 _COPIES = ("copy_", "_foreach_copy_")
 
 
-def told_apart(
+def mark_host_work(
     events: Sequence[Event], host: set[int], places: Mapping[int, int], rank: int
 ) -> tuple[tuple[Event, ...], tuple[int, ...]]:
     """Returns the events with what the host does, and where each of those that were given now is.
@@ -34,7 +34,7 @@ def told_apart(
     starts = []
     for event in events:
         starts.append(len(found))
-        found += hosting.told(event)
+        found += hosting.place(event)
     return tuple(found), (*starts, len(found))
 
 
@@ -50,7 +50,7 @@ class _Hosting:
         self._coming: dict[int, int] = {}  # copies to the device, by storage
         self._leaving: dict[int, list[int]] = {}  # copies to the host, by storage
 
-    def told(self, event: Event) -> Iterator[Event]:
+    def place(self, event: Event) -> Iterator[Event]:
         if isinstance(event, Run):
             yield from self._run(event)
         elif isinstance(event, Issue):

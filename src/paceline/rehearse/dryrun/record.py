@@ -29,6 +29,7 @@ from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
+from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
 from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
@@ -38,18 +39,17 @@ from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.calls import KnownCalls
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
-from paceline.rehearse.dryrun.hosted import told_apart
+from paceline.rehearse.dryrun.hosted import mark_host_work
 from paceline.rehearse.dryrun.operators import dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data, tell_inputs
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
 from paceline.search.choice import MARGIN
-from paceline.train.batch_search import microbatch_sizes
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
-from paceline.train.step import train_step
+from paceline.train.step import StepCallbacks, train_step
 
 # What memory of a dry run is for: what the engine, its optimizer and all else of a step hold.
 
@@ -182,7 +182,7 @@ class _Recording:
                 for _ in range(2 if layout.strategy == "ddp" else 1):
                     _run(recorder, functions, parts, 1)
             done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
-        return self._told(rank, parts, done, order)
+        return self._program(rank, parts, done, order)
 
     @contextlib.contextmanager
     def _telling(self, model: nn.Module) -> Iterator[None]:
@@ -206,7 +206,7 @@ class _Recording:
             return "off"
         return "on" if asked is True else "auto"
 
-    def _told(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
+    def _program(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
         config, layout = self._config, self._layout
         precision = precision_named(layout.precision)
         samples = layout.microbatch * layout.accumulate * layout.data
@@ -233,13 +233,13 @@ class _Recording:
 def _recorded(
     recorder: Recorder, functions: MetaFunctions, parts: StepPieces, rank: int, *, is_whole: bool
 ) -> tuple[Recorded, tuple[Turn, ...]]:
-    """Runs the step that is told of: with few microbatches, where these tell of all."""
+    """Runs the step that is recorded: with few microbatches, where all others repeat these."""
     count = len(parts.batch.microbatches)
     few = count if is_whole else _enough_microbatches(parts.engine.pipeline, count)
     done = _run(recorder, functions, parts, few)
     if host := recorder.memory.host_storages:  # an engine that offloads: what the host does itself
-        told, starts = told_apart(done.events, host, recorder.places(), rank)
-        done = replace(done, events=told, laps=tuple(starts[lap] for lap in done.laps))
+        events, starts = mark_host_work(done.events, host, recorder.places(), rank)
+        done = replace(done, events=events, laps=tuple(starts[lap] for lap in done.laps))
     events, order = _compose(parts, done, few, count)
     if order and not is_playable(events, order):
         events, order = _run(recorder, functions, parts, count).events, ()  # pipelines offload nothing
@@ -270,7 +270,7 @@ def _run(recorder: Recorder, functions: MetaFunctions, parts: StepPieces, microb
         recorder.lap(phase)
         functions.forget_copies()
 
-    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, lap, parts.scaler)
+    train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy, StepCallbacks(lap), parts.scaler)
     if parts.average is not None:
         parts.average.update()
     claim_states(recorder.memory, parts)
@@ -341,8 +341,8 @@ def order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
         like = 0 if number == 0 else few - 1 if number == most else 1
         receive = _RECEIVES.get(action.kind)
         sends = () if receive is None else arrived.get(Action(receive, action.stage, number), ())  # type: ignore[arg-type]
-        told = tuple((send.kind, send.stage, send.microbatch) for send in sends)
-        found.append(Turn(action.kind, action.stage, number, like, told))
+        messages = tuple((send.kind, send.stage, send.microbatch) for send in sends)
+        found.append(Turn(action.kind, action.stage, number, like, messages))
     return tuple(found)
 
 
@@ -387,6 +387,6 @@ def with_fitting_microbatch(config: Config, cluster: Cluster, *, ranks: int, ran
         smaller = replace(layout, microbatch=size, accumulate=samples // size)
         return replay(_Recording(config, smaller, calls).stages(rank), cluster).total_memory > limit
 
-    sizes = microbatch_sizes(samples)
+    sizes = divisors(samples)
     found = sizes[max(0, bisect.bisect_left(sizes, True, key=is_too_large) - 1)]
     return config.with_values("train", microbatch=found)

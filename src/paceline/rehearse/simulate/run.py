@@ -5,239 +5,37 @@
     found.summary           steps, throughput, exposed and hidden communication, idle time
 
 One step is the step of ``paceline train``: the same code, on the same engine.
-
-What a rank's compute takes on another device: every operation of torch is run here, and priced for there.
-
-    on a device of the catalog  the kernels that a dry run would count, by its measured tables where it has any, else
-                                by the formulas with fitted constants (predict/replay/kernel_costs.py)
-    on no device in particular  max(floating point operations / rate, bytes read and written / bandwidth)
-    on a host                   + what it takes to call it
-    on a GPU                    at least what it takes to launch it: launches run ahead of the device
-
-Views cost nothing. The same run costs the same on every machine, to the bit: nothing is measured.
-
-What the clocks of a simulated run come to: where the time of its steps went.
-
-For N ranks, over all steps (evaluations and set-up are left out):
-
-    step        the longest of the ranks, median over the steps
-    exposed     what ranks waited for others and for the network
-    hidden      the share of the time of operations in which their rank computed, in steps whose spans it has kept
-    efficiency  compute of all ranks / (N x time of the steps): 1 where nobody ever waits
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from itertools import chain
-from typing import Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.detect import usable_cores
-from paceline.cluster.devices import Cluster, Device
-from paceline.cluster.operations import Operation
+from paceline.cluster.devices import Cluster
 from paceline.cluster.wires import WireCost, over_backend, wire_cost
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
-from paceline.models.measured import operator_flops
 from paceline.notebook import Shown, curve
 from paceline.plan.plan import MemoryEstimate, Plan
-from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.memory.memory import is_known
 from paceline.predict.memory.planned import EngineMemory
-from paceline.predict.replay.events import Run
-from paceline.predict.replay.kernel_costs import KernelCosts
-from paceline.records.records import EndRecord, EvalRecord, HostRecord, Record, StepRecord
+from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Fanout, Sink
-from paceline.records.summary import FINAL_STEPS, StepTable, Totals, add_up
-from paceline.rehearse.dryrun.operators import Operators, is_free, tensors_of
+from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
 from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
+from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
 from paceline.train.assemble import build_trainer
+from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.randomness import compute_threads
-from paceline.train.trainer import EvaluateHook, Every, Trainer
-from paceline.units import format_seconds
-
-_HALVES = (torch.float16, torch.bfloat16)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What a device does in a second. The default is one core of a host, in round numbers."""
-
-    name: str = "one core"
-    flops: float = 50e9
-    half_flops: float = 50e9
-    bandwidth: float = 10e9
-    launch_s: float = 5e-6
-    runs_ahead: bool = False
-
-    def price(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        tensors = list(tensors_of((args, kwargs, result)))
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        dtype = tensors[0].dtype if tensors else torch.float32
-        return self.seconds(operator_flops(func, args, kwargs, result), num_bytes, dtype)
-
-    def seconds(self, flops: float, num_bytes: float, dtype: torch.dtype) -> float:
-        rate = self.half_flops if dtype in _HALVES else self.flops / (2 if dtype == torch.float64 else 1)
-        work = max(flops / rate, num_bytes / self.bandwidth)
-        return max(work, self.launch_s) if self.runs_ahead else work + self.launch_s
-
-
-class KernelPrices:
-    """What calls take on a device of the catalog, kernel by kernel."""
-
-    def __init__(self, device: Device) -> None:
-        constants, _ = constants_for(fitted_constants(), device.generation, "eager")
-        self.name = device.name
-        self.work_s = self.launch_s = 0.0
-        self._runs_ahead = not device.is_cpu
-        self._costs = KernelCosts(device, constants, is_compiled=False)
-        self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
-
-    def price(self, func: Any, args: Any, kwargs: Any, result: Any) -> float:
-        total = 0.0
-        for kernel in self._kernels(func, args, kwargs, result):
-            work, launch = self._costs(Run(kernel))
-            total += max(work, launch) if self._runs_ahead else work + launch
-            if self._runs_ahead:
-                self.work_s, self.launch_s = self.work_s + work, self.launch_s + launch
-        return total
-
-    def _kernels(self, func: Any, args: Any, kwargs: Any, result: Any) -> list[Operation]:
-        name = func.__name__
-        if "scaled_dot_product" not in name:
-            return self._operators.kernels(func, args, kwargs, result)
-        is_back = "backward" in name
-        four = [tensor for tensor in tensors_of(args) if tensor.ndim == 4][1 if is_back else 0 :]
-        written = [tensor for tensor in tensors_of(result) if tensor.ndim == 4]
-        names = [each.name for each in func._schema.arguments]
-        place = names.index("is_causal") if "is_causal" in names else len(args)
-        is_causal = bool(args[place]) if place < len(args) else bool(kwargs.get("is_causal", False))
-        return [self._operators.attention([*four, written[0]], is_causal=is_causal, is_back=is_back)]
-
-
-class PricedCompute(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Spends the price of every operation that is run inside; a context of one thread."""
-
-    def __init__(self, rates: Rates | KernelPrices, spend: Callable[[float], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._rates = rates
-        self._spend = spend
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        del types
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not is_free(func):
-            self._spend(self._rates.price(func, args, kwargs, result))
-        return result
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedRankTimes:
-    """Seconds of one rank's steps together, and how much of its communication it did not wait for."""
-
-    rank: int
-    compute_s: float
-    exposed_s: float
-    hidden_share: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, repr=False)
-class SimulationSummary(Shown):
-    """The clocks of a run in numbers."""
-
-    ranks: int
-    steps: int
-    seconds: float
-    step_s: float
-    samples_per_s: float
-    exposed_share: float
-    efficiency: float
-    final_loss: float | None
-    test_loss: float | None
-    test_accuracy: float | None
-    by_rank: tuple[SimulatedRankTimes, ...]
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def facts(self) -> dict[str, object]:
-        return {
-            "ranks": self.ranks,
-            "steps": self.steps,
-            "step": format_seconds(self.step_s),
-            "samples/s": self.samples_per_s,
-            "efficiency": self.efficiency,
-            "loss": self.final_loss,
-            "test loss": self.test_loss,
-            "test accuracy": self.test_accuracy,
-        }
-
-
-def summarize_clocks(
-    records: Sequence[Sequence[Record]], clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBounds]]
-) -> SimulationSummary:
-    """Adds up what the ranks recorded."""
-    by_rank = [[each for each in own if isinstance(each, StepRecord)] for own in records]
-    table = StepTable(dict(enumerate(row)) for row in zip(*by_rank, strict=True))
-    totals = add_up(chain.from_iterable(by_rank))
-    evaluations = [each for each in records[0] if isinstance(each, EvalRecord)]
-    return SimulationSummary(
-        ranks=len(records),
-        steps=len(table),
-        seconds=max(each.seconds for own in records for each in own if isinstance(each, EndRecord)),
-        step_s=table.step_s or 0.0,
-        samples_per_s=table.samples_per_s or 0.0,
-        exposed_share=totals.comm_share,
-        efficiency=totals.efficiency(len(records), table.took_s),
-        final_loss=table.last(FINAL_STEPS).totals().loss,
-        test_loss=evaluations[-1].loss if evaluations else None,
-        test_accuracy=evaluations[-1].accuracy if evaluations else None,
-        by_rank=tuple(
-            _rank_times(rank, add_up(own), clock, bounds)
-            for rank, (own, clock, bounds) in enumerate(zip(by_rank, clocks, steps, strict=True))
-        ),
-    )
-
-
-def _rank_times(rank: int, totals: Totals, clock: VirtualClock, steps: Sequence[StepBounds]) -> SimulatedRankTimes:
-    inside = [(max(each.start_s, 0.0), each.end_s) for each in steps]
-    ways = [(each.start_s, each.end_s) for each in clock.spans if each.row == "communication"]
-    busy = [(each.start_s, each.end_s) for each in clock.spans if each.row == "compute"]
-    on_the_way_s = _time_in_all(ways, inside)
-    return SimulatedRankTimes(
-        rank=rank,
-        compute_s=totals.compute_s,
-        exposed_s=totals.comm_s,
-        hidden_share=_time_in_all(ways, busy, inside) / on_the_way_s if on_the_way_s else 0.0,
-    )
-
-
-def _time_in_all(*kinds: Sequence[tuple[float, float]]) -> float:
-    """Returns how long an interval of every kind was under way at once; those of one kind may overlap."""
-    edges = [
-        (moment, change, kind)
-        for kind, intervals in enumerate(kinds)
-        for interval in intervals
-        for moment, change in zip(interval, (-1, 1), strict=True)  # in order: at one moment, starts before ends
-    ]
-    under_way, since_s, found = [0] * len(kinds), 0.0, []
-    for moment, change, kind in sorted(edges):
-        was_in_all = all(under_way)
-        under_way[kind] -= change
-        if all(under_way) and not was_in_all:
-            since_s = moment
-        elif was_in_all and not all(under_way):
-            found.append(moment - since_s)
-    return sum(found)
-
+from paceline.train.trainer import Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
 COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
@@ -413,7 +211,7 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
 
 
 def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
-    """Returns the number of ranks, and what they are told about time."""
+    """Returns the number of ranks, and the settings of their clocks."""
     ranks = config.parallel.decided_ranks
     return ranks, VirtualTime(
         cost=conditions.wire_cost(ranks, config.parallel.node_ranks),

@@ -28,8 +28,9 @@ import torch
 from paceline.comm.base import Work
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import PreemptedError, TrainingError
+from paceline.train.step import StepResult
 from paceline.train.survive.recovery import GoBack, GoOn, Spike, StopRequest, find_spike, on_spike
-from paceline.train.trainer import GoBackError, StepResult, Trainer
+from paceline.train.trainer import GoBackError, Trainer
 
 _ASK_EVERY_S: Final = 0.1
 _FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from paceline.comm.base import Communicator
+from paceline.comm.objects import reduce_number
 from paceline.engines.batchnorm import SyncBatchNorm
 from paceline.engines.engine import Engine, LossSum
 from paceline.errors import MemoryExhaustedError, TrainingError
@@ -52,7 +52,7 @@ class Retry:
         engine, state = passes.engine, PassState(passes.engine)
         while True:
             values = self._try(self._finer(passes))
-            if not is_any(engine.gradient_comm, values is None):  # sync point
+            if not reduce_number(engine.gradient_comm, values is None, "max"):  # sync point
                 self._num_unproven -= 1
                 return values or []
             drop_gradients(engine)
@@ -144,13 +144,6 @@ def can_fail_alone(engine: Engine) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Says whether an error means that memory ran out, of a GPU or of the host."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
-
-
-def is_any(comm: Communicator, flag: bool) -> bool:
-    """Says whether the flag is set on any rank. All ranks call it."""
-    found = torch.tensor([float(flag)], device=comm.device)
-    comm.all_reduce(found, "max").wait()
-    return bool(found.item())
 
 
 def drop_gradients(engine: Engine) -> None:
