@@ -19,7 +19,8 @@ from paceline.config import Config, layout_of
 from paceline.errors import ConfigError, UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout
-from paceline.plan.workload import RECOMPUTES, ModelShape
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import RECOMPUTES
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch

@@ -27,7 +27,8 @@ from paceline.bounded_yaml import load_shipped
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.workload import ModelShape, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import SampleModel, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, ConstantSets, between, constants_for, fitted_constants
 from paceline.predict.formulas.step import StepParts, expected_most, reduce_behind, transformer_step
@@ -138,7 +139,7 @@ def sizes_of(workload: Workload) -> dict[str, float]:
     model = workload.model
     if isinstance(model, SampleModel):
         return {"samples": workload.micro_batch}
-    return {"width": float(model.hidden), "length": float(workload.run.seq_len), "tokens": workload.tokens}
+    return {"width": float(model.width), "length": float(workload.run.seq_len), "tokens": workload.tokens}
 
 
 def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tuple[str, ...]:

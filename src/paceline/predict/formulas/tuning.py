@@ -19,7 +19,8 @@ from dataclasses import replace
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.cluster.nccl import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
-from paceline.plan.workload import ModelShape, Recompute, Workload, stage_layers
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Recompute, Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
