@@ -382,8 +382,7 @@ def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> 
     """Raises UsageError where the host cannot hold what ``num_parameters`` of a rank need there."""
     if not offload.is_any or device.type in ("cpu", "meta"):  # what has no values takes no memory
         return
-    # Masters, gradients and two moments in fp32, and staged parameters.
-    needed = num_parameters * (18 if offload.optimizer else 8)
+    needed = num_parameters * offload.host_bytes
     available = psutil.virtual_memory().available
     if needed > available:
         raise UsageError(

@@ -211,9 +211,8 @@ def overhead_of(model: ModelFacts, layout: Layout, room: Room, itemsize: int = 4
     computing = operations * layout.microbatch * count / (pipeline * tensor)
     stream = layout.microbatch * max(layer.input_bytes for layer in model.layers)
     part = model.parameters * itemsize / (pipeline * tensor)
-    trips = {"ddp": 2, "zero1": 2, "zero2": count + 1}.get(layout.strategy, 3 * count)
     inside = 8 * stream * count * len(model.blocks) / pipeline * (tensor - 1) / tensor
-    averaged = trips * part * (data - 1) / data
+    averaged = layout.sharing.copies_sent(count) * part * (data - 1) / data
     sent = 2 * stream * count if pipeline > 1 else 0.0
     time = _INSIDE * inside
     time += (_INSIDE if data * tensor <= room.node_ranks else _BETWEEN) * averaged

@@ -72,7 +72,7 @@ def tuned_footprint(found: Footprint, workload: Workload) -> Footprint:
     return replace(
         found,
         parameters=resident if layout.is_fully_sharded else whole + resident,
-        gradients=found.gradients if layout.strategy == "zero1" else 0.0,
+        gradients=0.0 if layout.sharing.gradients else found.gradients,
         optimizer=0.0,
     )
 

@@ -58,11 +58,10 @@ def footprint(workload: Workload) -> Footprint:
     params = dense + experts
     cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
     weights, gradients, optimizer = _bytes_per_parameter(workload)
-    whole = not layout.is_fully_sharded
     activations, temporary = _activations(workload, layers), _temporary(workload)
     return Footprint(
-        parameters=(params if whole else cut) * weights,
-        gradients=(params if whole and layout.strategy != "zero2" else cut) * gradients,
+        parameters=(cut if layout.sharing.parameters else params) * weights,
+        gradients=(cut if layout.sharing.gradients else params) * gradients,
         optimizer=cut * optimizer,
         activations=activations,
         temporary=temporary,
