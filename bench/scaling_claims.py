@@ -13,8 +13,8 @@ from itertools import pairwise
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import Compute, Running, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Compute, Running, Workload
 from paceline.predict.formulas.predict import predict
 from paceline.predict.scored.published import known_samples
 from paceline.search.candidates import TrainingTask

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,3 +114,20 @@ class ModelShape:
     def active_matmul_params(self) -> float:
         """Weights that one token is multiplied with, the head included."""
         return self.layers * (self.attention_params + self.active_mlp_params) + self.vocab_size * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleModel:
+    """A model known by what one sample (an image, a token) costs, where no dimensions say it.
+
+    ``flops`` of a forward pass are those of products and convolutions, ``activations`` the numbers that its layers
+    write; ``kernels`` are those of a forward pass, whatever its samples.
+    """
+
+    params: float
+    flops: float
+    activations: float
+    kernels: int
+    unit: Literal["image", "token"] = "image"
+    kind: Literal["convolution", "planar", "depthwise", "recurrent", "attention"] = "convolution"
+    samples_each: float = 1.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import ModelShape
+from paceline.plan.model_shape import ModelShape, SampleModel
 
 Framework: TypeAlias = Literal["eager", "compiled", "megatron"]
 Recompute: TypeAlias = Literal["none", "selective", "attention", "full"]
@@ -17,23 +17,6 @@ Shown: TypeAlias = Literal["all", "activations", "states"]
 
 # What each ``checkpoint_activations`` of a layout computes again; the others have no formula.
 RECOMPUTES: Mapping[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleModel:
-    """A model known by what one sample (an image, a token) costs: for convolutional and recurrent ones.
-
-    ``flops`` of a forward pass, ``activations`` the elements that its layers write, ``kernels`` of a forward pass.
-    """
-
-    name: str
-    params: float
-    flops: float
-    activations: float
-    kernels: int
-    unit: Literal["image", "token"] = "image"
-    kind: Literal["convolution", "planar", "depthwise", "recurrent", "attention"] = "convolution"
-    samples_each: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.layout import Compression, Layout, Offload
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import RECOMPUTES, Compute, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import RECOMPUTES, Compute, Workload
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
@@ -77,15 +77,7 @@ def _of_samples(config: Config, facts: ModelFacts | None) -> tuple[SampleModel, 
             "  it follows from the sizes of the data, or from running the model's code on tensors without values\n"
             "  give the data's sizes, plan it with paceline.plan(...), or describe it as model.kind: gpt"
         )
-    model = SampleModel(
-        name=facts.name,
-        params=float(facts.parameters),
-        flops=facts.work.flops,
-        activations=facts.work.written,
-        kernels=facts.work.kernels,
-        kind="convolution" if facts.work.is_convolutional else "attention",
-    )
-    return model, {"seq_len": 1, "checkpoints": CHECKPOINTS if facts.blocks else CHECKPOINTS[:1]}
+    return facts.work, {"seq_len": 1, "checkpoints": CHECKPOINTS if facts.blocks else CHECKPOINTS[:1]}
 
 
 def assumed_of(config: Config) -> tuple[str, ...]:

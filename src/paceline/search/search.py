@@ -21,8 +21,8 @@ from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.plan.describe import Value, config_values, count_differences, layout_text
 from paceline.plan.layout import Layout, Offload
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price_untuned, with_tuning
 from paceline.predict.formulas.predict import Prediction, model_flops
 from paceline.predict.formulas.tuning import BUCKETS_MB, part_params

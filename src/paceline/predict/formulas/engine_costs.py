@@ -21,7 +21,8 @@ from dataclasses import replace
 from paceline.cluster.devices import Cluster
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.layout import Layout
-from paceline.plan.workload import Recompute, SampleModel, Workload
+from paceline.plan.model_shape import SampleModel
+from paceline.plan.workload import Recompute, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.predict import Prediction, predict
 from paceline.predict.formulas.step import StepParts

@@ -27,8 +27,8 @@ from paceline.bounded_yaml import load_shipped
 from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import collective_seconds, group_of
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, ConstantSets, between, constants_for, fitted_constants
 from paceline.predict.formulas.step import StepParts, expected_most, reduce_behind, transformer_step

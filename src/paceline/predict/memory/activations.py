@@ -36,8 +36,8 @@ from paceline.config import (
 )
 from paceline.config.data_sections import known_shape
 from paceline.plan.layout import WITH_MASTERS
-from paceline.plan.model_shape import ModelShape
-from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts, SampleWork
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
 _RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -295,19 +295,20 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         columns=channels,
         operations=2 * channels * classes + _OPERATIONS_PER_NUMBER * (channels + classes),
     )
+    root = BlockFacts.together((first, last))
     return ModelFacts(
         name=f"resnet-{model.depth}",
         blocks=tuple(blocks),
-        root=BlockFacts.together((first, last)),
+        root=root,
         buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
         temporary_bytes=first.temporary_bytes,
         entry=(first,),
         exit=(last,),
-        work=SampleWork(
+        work=SampleModel(
+            params=float(root.parameters + sum(block.parameters for block in blocks)),
             flops=sum(each.flops for each in convolutions) + 2 * channels * classes,
-            written=sum(each.outputs for each in convolutions) + classes,
+            activations=sum(each.outputs for each in convolutions) + classes,
             kernels=3 * len(convolutions) + len(blocks) + 4,  # norms and activations; sums; pooling, head and loss
-            is_convolutional=True,
         ),
     )
 
@@ -395,16 +396,19 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
     """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
     sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
     layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
+    root = BlockFacts.together(layers)
     return ModelFacts(
         name="mlp",
         blocks=(),
-        root=BlockFacts.together(layers),
+        root=root,
         temporary_bytes=2 * widths.compute * model.hidden_dim,
         entry=layers,
-        work=SampleWork(
+        work=SampleModel(
+            params=float(root.parameters),
             flops=sum(2 * rows * columns for rows, columns in pairwise(sizes)),
-            written=sum(sizes[1:]),
+            activations=sum(sizes[1:]),
             kernels=3 * len(layers) + 1,
+            kind="attention",
         ),
     )
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.plan.workload import SampleModel, Shown, Workload, stage_layers
+from paceline.plan.model_shape import SampleModel
+from paceline.plan.workload import Shown, Workload, stage_layers
 from paceline.units import GIB
 
 _CONTEXT_BYTES = 1.5 * GIB

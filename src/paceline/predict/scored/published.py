@@ -24,8 +24,8 @@ from paceline.bounded_yaml import load_yaml
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import Compute, Framework, Running, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Compute, Framework, Running, Workload
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 
 METRICS = {
@@ -352,7 +352,6 @@ def known_samples(name: str) -> SampleModel | None:
     if entry is None:
         return None
     return SampleModel(
-        name=_key(name),
         params=float(entry["params"]),
         flops=float(entry["flops"]),
         activations=float(entry["activations"]),

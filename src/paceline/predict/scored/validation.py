@@ -14,8 +14,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import SampleModel, Shown, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Shown, Workload
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.predict import Prediction, model_flops, predict
 from paceline.predict.memory.footprint import footprint
