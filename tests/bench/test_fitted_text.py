@@ -9,8 +9,8 @@ from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.constants import fitted_constants, parse_constants
+from paceline.predict.formulas.domain import calibrated_domain, kind_of, parse_domain
 from paceline.predict.formulas.measured_blocks import parse_blocks
-from paceline.predict.formulas.predict import calibrated_domain, kind_of, parse_domain
 
 SHAPE = ModelShape(
     layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True

@@ -10,7 +10,8 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Framework, Running, Workload
-from paceline.predict.formulas.predict import calibrated_domain, outside_of, predict
+from paceline.predict.formulas.domain import calibrated_domain, outside_of
+from paceline.predict.formulas.predict import predict
 from paceline.predict.scored.published import known_samples, known_transformer
 
 SHAPE = ModelShape(

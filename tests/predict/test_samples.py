@@ -11,7 +11,7 @@ from paceline.plan.layout import Layout
 from paceline.plan.model_shape import SampleModel
 from paceline.plan.workload import Compute, Running, Workload
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.predict import sample_step
+from paceline.predict.formulas.samples import sample_step
 from paceline.predict.scored.published import known_samples
 
 CONSTANTS = Constants()
