@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.plan.workload import ModelShape
+from paceline.plan.model_shape import ModelShape
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
 from paceline.predict.scored.published import PublishedRun

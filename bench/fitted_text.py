@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from paceline.plan.workload import Workload
 from paceline.predict.formulas.constants import CONSTANT_NAMES, FRAMEWORKS, GENERATIONS, ConstantSets
+from paceline.predict.formulas.domain import Domain, Key, sizes_of
 from paceline.predict.formulas.measured_blocks import SHAPE_NAMES, MeasuredBlocks
-from paceline.predict.formulas.predict import Domain, Key, sizes_of
 
 
 def format_constants(sets: ConstantSets) -> str:

@@ -13,7 +13,8 @@ from itertools import pairwise
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.layout import Layout
-from paceline.plan.workload import Compute, ModelShape, Running, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Compute, Running, Workload
 from paceline.predict.formulas.predict import predict
 from paceline.predict.scored.published import known_samples
 from paceline.search.candidates import TrainingTask
@@ -24,9 +25,7 @@ IMAGES_EACH = 128
 SEQUENCES_EACH = 8  # a step
 MICROBATCH = 4  # of them at once
 TOKENS = 2048
-LANGUAGE = ModelShape(
-    layers=20, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, gated=True, tied=False
-)  # gpt-1.1b
+LANGUAGE = ModelShape(layers=20, width=2048, heads=16, kv_heads=8, mlp_width=5632, vocab_size=32000)  # gpt-1.1b
 STATE_BYTES = 16  # of a parameter: master, gradient, two moments
 
 # GPUs, images/s, efficiency in %, communication in %.

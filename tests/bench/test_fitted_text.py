@@ -6,12 +6,15 @@ from dataclasses import replace
 
 from fitted_text import domain_of, format_blocks, format_constants, format_domain
 from paceline.plan.layout import Layout
-from paceline.plan.workload import ModelShape, Running, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.constants import fitted_constants, parse_constants
+from paceline.predict.formulas.domain import calibrated_domain, kind_of, parse_domain
 from paceline.predict.formulas.measured_blocks import parse_blocks
-from paceline.predict.formulas.predict import calibrated_domain, kind_of, parse_domain
 
-SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+SHAPE = ModelShape(
+    layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True
+)
 RUN = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16")
 WORK = Workload(model=SHAPE, layout=Layout(strategy="fsdp").for_ranks(8), run=RUN)
 

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from paceline.config import Config, GPTModelConfig, gpt_shape, json_schema
 from paceline.config.fields import known_fields, section_paths
-from paceline.config.sections import GPT_SIZES, GPTShape, GPTSize
+from paceline.config.sections import GPT_SIZES, GPTSize
+from paceline.plan.model_shape import ModelShape
 
 
 def test_defaults_are_as_documented() -> None:
@@ -69,12 +70,12 @@ def test_sizes_in_schema_and_table_are_the_same() -> None:
 
 def test_a_size_with_changes_keeps_its_proportions() -> None:
     shape = gpt_shape(GPTModelConfig(kind="gpt", size="gpt-nano", heads=8, width=128))
-    assert shape == GPTShape(layers=4, heads=8, kv_heads=4, width=128, mlp_width=256, context=64, tied=True)
+    assert shape == ModelShape(layers=4, heads=8, kv_heads=4, width=128, mlp_width=256, context=64, tied=True)
 
 
 def test_without_a_size_the_current_family_is_followed() -> None:
     shape = gpt_shape(GPTModelConfig(kind="gpt", layers=2, heads=4, width=128))
-    assert shape == GPTShape(layers=2, heads=4, kv_heads=4, width=128, mlp_width=384, context=None)
+    assert shape == ModelShape(layers=2, heads=4, kv_heads=4, width=128, mlp_width=384)
     shape = gpt_shape(GPTModelConfig(kind="gpt", layers=2, heads=4, width=128, mlp="gelu"))
     assert shape is not None
     assert shape.mlp_width == 512

@@ -20,8 +20,9 @@ from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.engines.fsdp import FullySharded
 from paceline.errors import RankFailedError, UsageError
-from paceline.models.gpt import GPT, GPTConfig, gpt_config
+from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Layout
+from paceline.plan.model_shape import ModelShape
 
 POLICIES = {
     "freed": Layout(),
@@ -449,7 +450,7 @@ def _train(engine: Engine, optimizer: torch.optim.Optimizer, step: int) -> None:
 
 
 def test_a_model_built_on_meta_gets_the_values_of_one_process() -> None:
-    config = GPTConfig(layers=3, heads=2, kv_heads=1, width=16, mlp_width=24, context=8, vocab_size=11, tied=True)
+    config = ModelShape(layers=3, heads=2, kv_heads=1, width=16, mlp_width=24, context=8, vocab_size=11, tied=True)
     torch.manual_seed(5)
     expected = GPT(config).state_dict()
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds, stage_totals
 from paceline.errors import UsageError
-from paceline.models.gpt import GPT, GPTConfig
+from paceline.models.gpt import GPT
 from paceline.models.layers import model_layers
 from paceline.models.mlp import MLPClassifier
 from paceline.models.registry import model_blocks
+from paceline.plan.model_shape import ModelShape
 
 
 def costs(*times: float, state: int = 0, kept: int = 0) -> list[LayerCost]:
@@ -59,7 +60,9 @@ def test_microbatches_in_flight_count() -> None:
 
 
 def small_gpt(layers: int = 4) -> GPT:
-    return GPT(GPTConfig(layers=layers, heads=2, kv_heads=1, width=8, mlp_width=8, context=8, vocab_size=11, tied=True))
+    return GPT(
+        ModelShape(layers=layers, heads=2, kv_heads=1, width=8, mlp_width=8, context=8, vocab_size=11, tied=True)
+    )
 
 
 @pytest.mark.parametrize(

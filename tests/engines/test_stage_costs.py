@@ -13,15 +13,16 @@ from paceline.engines.stages import costs
 from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers
 from paceline.errors import UsageError
-from paceline.models.gpt import GPT, GPTConfig
+from paceline.models.gpt import GPT
 from paceline.models.layers import PipelineLayer
 from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
+from paceline.plan.model_shape import ModelShape
 
 
 def gpt(**changes: Any) -> GPT:
     shape = {"layers": 2, "heads": 2, "kv_heads": 2, "width": 16, "mlp_width": 32, "context": 8, "vocab_size": 64}
-    return GPT(GPTConfig(**{**shape, **changes}))
+    return GPT(ModelShape(**{**shape, **changes}))
 
 
 def test_the_embedding_is_cheap_and_the_head_is_not() -> None:

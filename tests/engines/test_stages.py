@@ -16,17 +16,18 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
 from paceline.engines.stages.stages import Stage, initialise_stages, split_model, tied_names
 from paceline.errors import UsageError
-from paceline.models.gpt import GPT, GPTConfig
+from paceline.models.gpt import GPT
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
+from paceline.plan.model_shape import ModelShape
 
 SMALL = {"layers": 3, "heads": 2, "kv_heads": 1, "width": 16, "mlp_width": 24, "context": 8, "vocab_size": 11}
 
 
 def gpt(**changes: Any) -> GPT:
     torch.manual_seed(5)
-    return GPT(GPTConfig(**{**SMALL, **changes}))
+    return GPT(ModelShape(**{**SMALL, **changes}))
 
 
 def tied_sequential() -> nn.Sequential:

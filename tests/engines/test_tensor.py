@@ -25,7 +25,8 @@ from paceline.engines.tensor.apply import GPT_PLAN, SplitRule, TensorPlan, apply
 from paceline.engines.tensor.layers import ColumnLinear, RowLinear
 from paceline.engines.tensor.loss import SplitLogits
 from paceline.errors import RankFailedError, UsageError
-from paceline.models.gpt import GPT, GPTConfig
+from paceline.models.gpt import GPT
+from paceline.plan.model_shape import ModelShape
 
 TOLERANCE = 1e-10
 STEPS = 3
@@ -46,7 +47,7 @@ Change = Callable[[GPT], Any]
 
 def make(name: str, **options: Any) -> GPT:
     torch.manual_seed(3)
-    model = GPT(GPTConfig(**{**SHAPE, **MODELS[name], **options})).double()
+    model = GPT(ModelShape(**{**SHAPE, **MODELS[name], **options})).double()
     with torch.no_grad():  # as large as after some training: no two parts are nearly alike
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.2)
@@ -470,7 +471,7 @@ def test_a_rank_has_its_part_in_memory_of_its_own() -> None:
 @pytest.mark.parametrize("name", ["classic", "current"])
 def test_a_model_on_the_meta_device_is_initialised_as_the_plain_one(name: str) -> None:
     def plain() -> GPT:
-        return GPT(GPTConfig(**{**SHAPE, **MODELS[name]}))
+        return GPT(ModelShape(**{**SHAPE, **MODELS[name]}))
 
     torch.manual_seed(8)
     expected = plain().state_dict()
@@ -573,7 +574,7 @@ def test_more_ranks_than_features() -> None:
 def test_a_model_without_a_plan_is_told_what_the_nearest_lacks() -> None:
     class Odd(GPT):
         def __init__(self) -> None:
-            super().__init__(GPTConfig(**{**SHAPE, **CURRENT}))
+            super().__init__(ModelShape(**{**SHAPE, **CURRENT}))
             for block in self.layers:
                 block.mlp.wide, block.mlp.up = block.mlp.up, None
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from paceline.errors import ConfigError, UsageError
-from paceline.models.gpt import GPT, SIZES, Attention, GPTConfig, Rotary, gpt_config
+from paceline.models.gpt import GPT, SIZES, Attention, Rotary, gpt_config
 from paceline.models.registry import model_blocks, num_parameters
+from paceline.plan.model_shape import ModelShape
 
 # parameters in millions, least and most
 CLASSES = {
@@ -116,7 +117,7 @@ def test_parts_that_do_not_fit_are_refused_with_all_problems(overrides: dict[str
 
 
 def test_learned_positions_take_odd_heads() -> None:
-    assert gpt_config("gpt-nano", width=60, positions="learned").head_dim == 15
+    assert gpt_config("gpt-nano", width=60, positions="learned").head_width == 15
 
 
 # Forward
@@ -347,7 +348,7 @@ def test_it_runs_in_bfloat16_and_under_autocast() -> None:
 
 def test_a_config_is_frozen_and_compares_by_value() -> None:
     config = SIZES["gpt-nano"]
-    assert isinstance(config, GPTConfig)
+    assert isinstance(config, ModelShape)
     assert config == gpt_config("gpt-nano")
     with pytest.raises(AttributeError):
         config.layers = 3  # type: ignore[misc]

@@ -15,7 +15,7 @@ from paceline.config.layout import CONFIG_KEYS
 from paceline.config.schema import CommConfig, MemoryConfig, ParallelConfig, TrainConfig
 from paceline.errors import UsageError
 from paceline.plan.layout import STRATEGIES, Compression, Layout, Offload
-from paceline.plan.rule_case import ModelOutline
+from paceline.plan.model_shape import ModelShape
 from paceline.plan.rules import RULES, check_layout, rules
 from paceline.schedule.schedules import make_schedule
 
@@ -88,7 +88,7 @@ def test_rules_that_need_the_ranks_are_silent_without_them() -> None:
 
 def test_rules_know_the_model() -> None:
     layout = Layout(tensor=4, sequence_parallel=True)
-    model = ModelOutline(kind="gpt", heads=6, kv_heads=3, context=10)
+    model = ModelShape(kind="gpt", heads=6, kv_heads=3, context=10)
     assert [problem.what for problem in rules(layout, model=model)] == [
         "tensor = 4 does not divide heads = 6",
         "tensor = 4 does not divide kv_heads = 3",

@@ -8,11 +8,15 @@ import pytest
 
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
-from paceline.plan.workload import Framework, ModelShape, Running, Workload
-from paceline.predict.formulas.predict import calibrated_domain, outside_of, predict
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Framework, Running, Workload
+from paceline.predict.formulas.domain import calibrated_domain, outside_of
+from paceline.predict.formulas.predict import predict
 from paceline.predict.scored.published import known_samples, known_transformer
 
-SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+SHAPE = ModelShape(
+    layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True
+)
 RUN = Running(global_batch=64, micro_batch=2, seq_len=2048, compute="bf16")
 INSIDE = Workload(model=SHAPE, layout=Layout(strategy="fsdp").for_ranks(8), run=RUN)
 AMPERE, HOPPER, BLACKWELL = (load_cluster(name) for name in ("8x a100-sxm-80gb", "8x h100-sxm", "8x b200"))
@@ -39,7 +43,7 @@ def test_sizes_and_precisions_that_no_row_has_are_outside(changes: dict[str, obj
 
 
 def test_a_tiny_model_is_outside_by_its_width() -> None:
-    tiny = replace(SHAPE, hidden=64, heads=2, kv_heads=2, ffn=256)
+    tiny = replace(SHAPE, width=64, heads=2, kv_heads=2, mlp_width=256)
     assert any("a width of 64" in reason for reason in predict(replace(INSIDE, model=tiny), AMPERE).outside)
 
 
@@ -66,5 +70,5 @@ def test_constants_composed_of_others_are_outside(framework: Framework) -> None:
 def test_a_factor_of_two_is_inside() -> None:
     low, high = calibrated_domain()["ampere", "eager", "transformer"].sizes["width"]
     for width, count in ((low / 2, 0), (low / 2 - 64, 1), (high * 2, 0), (high * 2 + 64, 1)):
-        work = replace(INSIDE, model=replace(SHAPE, hidden=int(width), heads=1, kv_heads=1))
+        work = replace(INSIDE, model=replace(SHAPE, width=int(width), heads=1, kv_heads=1))
         assert len(outside_of(work, AMPERE, is_fitted=True)) == count

@@ -14,15 +14,26 @@ import pytest
 
 from paceline.cluster.devices import Catalog
 from paceline.plan.layout import Layout, Strategy
-from paceline.plan.workload import Framework, ModelShape, Running, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Framework, Running, Workload
 from paceline.predict.formulas.constants import FRAMEWORKS
 from paceline.predict.formulas.predict import Prediction, predict
 
 DEVICES = ("v100-sxm-32gb", "t4", "a100-sxm-80gb", "a10g", "l4", "rtx-4090", "h100-sxm", "h200", "b200", "gb300")
 LINKED = ("v100-sxm-32gb", "a100-sxm-80gb", "h100-sxm", "h200", "b200", "gb300")
-SHAPE = ModelShape(layers=64, hidden=4096, heads=32, kv_heads=32, ffn=16384, vocab=51200)
+SHAPE = ModelShape(
+    layers=64, width=4096, heads=32, kv_heads=32, mlp_width=16384, vocab_size=51200, mlp="gelu", tied=True
+)
 MIXTURE = ModelShape(
-    layers=32, hidden=4096, heads=32, kv_heads=8, ffn=2048, vocab=51200, gated=True, experts=64, active_experts=8
+    layers=32,
+    width=4096,
+    heads=32,
+    kv_heads=8,
+    mlp_width=2048,
+    vocab_size=51200,
+    experts=64,
+    active_experts=8,
+    tied=True,
 )
 SHARDINGS: dict[Framework, Strategy] = {"eager": "fsdp", "compiled": "fsdp", "megatron": "zero1"}
 FIGURES = ("compute", "tensor_wait", "launch_wait", "bubble", "exposed", "hidden", "contention", "slowest", "optimizer")

@@ -44,7 +44,7 @@ def test_mixtures_have_their_published_active_parameters(name: str, billions: fl
     assert model.params / 1e9 == pytest.approx(billions, rel=0.002)
     # Layers that are not alike (three dense ones in DeepSeek-V3) make the sum over equal layers a little larger.
     assert replace(model, total_params=0.0).params / 1e9 == pytest.approx(billions, rel=0.05)
-    embedded = model.active_matmul_params + model.end_params - model.vocab * model.hidden
+    embedded = model.active_matmul_params + model.end_params - model.vocab_size * model.width
     assert embedded / 1e9 == pytest.approx(active, rel=0.015)
 
 

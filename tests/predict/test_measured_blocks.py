@@ -8,14 +8,17 @@ import pytest
 
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
-from paceline.plan.workload import ModelShape, Running, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
 from paceline.predict.formulas.measured_blocks import Factors, shape_of
 from paceline.predict.formulas.predict import predict
 
 CLUSTER = load_cluster("4x a100-sxm-80gb")
 WORK = Workload(
-    model=ModelShape(layers=20, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=50304),
+    model=ModelShape(
+        layers=20, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=50304, mlp="gelu", tied=True
+    ),
     layout=Layout(pipeline=2, overlap=False, checkpoint_activations="full").for_ranks(4),
     run=Running(
         global_batch=16, micro_batch=2, seq_len=1024, compute="fp16", framework="megatron", fused_attention=False
@@ -53,7 +56,7 @@ def test_blocks_and_heads_have_factors_of_their_own() -> None:
         replace(WORK, run=replace(WORK.run, micro_batch=4)),
         replace(WORK, layout=replace(WORK.layout, checkpoint_activations="none")),
         replace(WORK, layout=replace(WORK.layout, data=1, tensor=2)),
-        replace(WORK, model=replace(WORK.model, hidden=4096)),  # type: ignore[type-var]
+        replace(WORK, model=replace(WORK.model, width=4096)),  # type: ignore[type-var]
     ],
 )
 def test_other_shapes_are_left_to_the_formulas(other: Workload) -> None:

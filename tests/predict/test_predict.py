@@ -11,14 +11,17 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.kernels import memory_seconds
 from paceline.cluster.nccl import Group, collective_seconds, group_of
 from paceline.plan.layout import Layout
-from paceline.plan.workload import ModelShape, Running, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.predict.formulas.constants import Constants, constants_for
 from paceline.predict.formulas.predict import predict
 from paceline.predict.memory.footprint import footprint
 from paceline.units import GIB
 
-SHAPE = ModelShape(layers=24, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+SHAPE = ModelShape(
+    layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True
+)
 SETS = {("ampere", "eager"): Constants(), ("ampere", "megatron"): Constants(launch_us=30.0)}
 
 
@@ -90,7 +93,7 @@ def test_a_fused_loss_passes_over_the_logits_once() -> None:
         predict(replace(base, run=replace(run, fused_loss=each)), cluster(), SETS).step.compute
         for each in (False, True)
     )
-    logits = 64 / 8 * 2048 * SHAPE.vocab
+    logits = 64 / 8 * 2048 * SHAPE.vocab_size
     saved = (PASSES["megatron"].logits - FUSED_LOGITS) * logits
     assert apart - fused == pytest.approx(memory_seconds(cluster().device, Constants(), saved))
 
@@ -118,7 +121,7 @@ def test_messages_across_nodes_are_waited_for_and_those_inside_hide() -> None:
             for count in (4, 64)
         )
         waits.append((many.bubble + many.launch_wait) - (few.bubble + few.launch_wait))
-    message = collective_seconds("send", 2 * 2048 * SHAPE.hidden * 2, Group(2, 2), cluster(16)) + CALL_S
+    message = collective_seconds("send", 2 * 2048 * SHAPE.width * 2, Group(2, 2), cluster(16)) + CALL_S
     assert waits[1] - waits[0] == pytest.approx(60 * 2 * message * Constants().slowdown)
 
 
@@ -126,7 +129,7 @@ def test_small_work_waits_for_the_host() -> None:
     base = workload(sharding="ddp")
     tiny = replace(
         base,
-        model=replace(SHAPE, hidden=128, ffn=512, heads=2, kv_heads=2),
+        model=replace(SHAPE, width=128, mlp_width=512, heads=2, kv_heads=2),
         run=replace(base.run, micro_batch=1, seq_len=64),
     )
     step = predict(tiny, cluster(), SETS).step
@@ -141,7 +144,10 @@ def test_a_slower_network_exposes_more() -> None:
 
 def test_what_does_not_fit_is_said() -> None:
     large = replace(
-        workload(), model=ModelShape(layers=96, hidden=12288, heads=96, kv_heads=96, ffn=49152, vocab=51200)
+        workload(),
+        model=ModelShape(
+            layers=96, width=12288, heads=96, kv_heads=96, mlp_width=49152, vocab_size=51200, mlp="gelu", tied=True
+        ),
     )
     found = predict(large, cluster(), SETS)
     assert not found.fits
@@ -164,26 +170,26 @@ def test_a_block_keeps_the_published_bytes_a_token() -> None:
     again = replace(one, layout=attention, run=replace(run, recomputes_attention=True))
     kept = predict(again, cluster(1), SETS).memory.activations
     whole = predict(replace(one, run=run), cluster(1), SETS).memory.activations
-    assert kept == pytest.approx(34 * SHAPE.hidden * tokens)
-    assert whole == pytest.approx((34 * SHAPE.hidden + 5 * SHAPE.heads * 2048) * tokens)
+    assert kept == pytest.approx(34 * SHAPE.width * tokens)
+    assert whole == pytest.approx((34 * SHAPE.width + 5 * SHAPE.heads * 2048) * tokens)
 
 
 def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
     """Where every block is computed again, logits count as far as they take more than such a block."""
     one = workload(data=1, sharding="none", recompute="full")
     totals = [
-        footprint(replace(one, model=replace(SHAPE, vocab=vocab))).total - 16 * vocab * SHAPE.hidden
+        footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))).total - 16 * vocab * SHAPE.width
         for vocab in (128, 1024, 512000)
     ]
     assert totals[0] == pytest.approx(totals[1])
     assert totals[2] > 1.2 * totals[1]
     kept = replace(one, layout=replace(one.layout, checkpoint_activations="none"))
-    small, large = (footprint(replace(kept, model=replace(SHAPE, vocab=vocab))).temporary for vocab in (128, 1024))
+    small, large = (footprint(replace(kept, model=replace(SHAPE, vocab_size=vocab))).temporary for vocab in (128, 1024))
     assert large == pytest.approx(8 * small)
 
 
 def test_states_of_experts_are_cut_by_the_ranks_that_hold_the_same_ones() -> None:
-    model = replace(SHAPE, gated=True, experts=8, active_experts=2)
+    model = replace(SHAPE, mlp="swiglu", experts=8, active_experts=2)
     layout = replace(workload(data=8, sharding="fsdp").layout, expert=8)
     found = footprint(Workload(model=model, layout=layout, run=workload().run))
     assert found.states == pytest.approx(16 * model.params / 8)

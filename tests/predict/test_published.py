@@ -9,7 +9,7 @@ import pytest
 
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
-from paceline.plan.workload import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape, SampleModel
 from paceline.predict.scored.measured_table import RowError, read_table
 from paceline.predict.scored.published import read_case
 

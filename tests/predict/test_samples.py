@@ -8,9 +8,10 @@ import pytest
 
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
-from paceline.plan.workload import Compute, Running, SampleModel, Workload
+from paceline.plan.model_shape import SampleModel
+from paceline.plan.workload import Compute, Running, Workload
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.predict import sample_step
+from paceline.predict.formulas.samples import sample_step
 from paceline.predict.scored.published import known_samples
 
 CONSTANTS = Constants()

@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
-from paceline.plan.workload import ModelShape, Running, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.predict import predict
 from paceline.predict.formulas.step import StageSeconds, expected_most, pipeline_seconds, slowest_device, slowest_share
 from paceline.schedule.measure import ScheduleCosts, StageCost, measure_schedule
 from paceline.schedule.schedules import make_schedule
 
-SHAPE = ModelShape(layers=8, hidden=2048, heads=16, kv_heads=16, ffn=8192, vocab=51200)
+SHAPE = ModelShape(layers=8, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True)
 
 
 def integral(count: int) -> float:

@@ -13,7 +13,8 @@ from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.search.choice import MARGIN, Choice, Room, apply_choice, choose_for_config
+from paceline.search import automatic
+from paceline.search.choice import MARGIN, Choice, Room, apply_choice
 from paceline.units import GIB
 
 P = 1_000_000_000
@@ -31,7 +32,7 @@ def config_of(memory: dict[str, Any] | None = None, **train: Any) -> Config:
         "data": {"kind": "digits"},
         "parallel": {"strategy": "auto"},
         "memory": memory or {},
-        "train": {"microbatch": 1, **train},
+        "train": {"microbatch": 1, "precision": "fp32", **train},
     }
     return config_from_dict(values)
 
@@ -49,7 +50,7 @@ def room(
 
 
 def choose(where: Room, model: ModelFacts = MODEL, **options: Any) -> Choice:
-    return choose_for_config(config_of(**options), model, where)
+    return automatic.choose(config_of(**options), model, where)
 
 
 @pytest.mark.parametrize(
@@ -166,6 +167,6 @@ def test_real_models() -> None:
     config = config_from_dict(values)
     model = describe_model(config, "cuda")
     assert model is not None
-    choice = choose_for_config(config, model, room(80))
+    choice = automatic.choose(config, model, room(80))
     assert choice.chosen.layout.strategy in ("zero2", "fsdp")
     assert [each.layout.strategy for each in choice.tried[:2]] == ["ddp", "zero1"]

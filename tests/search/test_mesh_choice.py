@@ -17,8 +17,9 @@ from paceline.plan.layout import Layout, Offload
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.planned import with_memory
+from paceline.search import automatic
 from paceline.search.choice import Choice, Room, apply_choice
-from paceline.search.make_plan import choose_mesh, overhead_of
+from paceline.search.ladder import overhead_of
 from paceline.units import GIB
 
 SEVEN_BILLION: dict[str, Any] = {
@@ -53,7 +54,7 @@ def choose(values: dict[str, Any], where: Room, **train: Any) -> Choice:
     config = config_of(values, **train)
     model = describe_model(config, where.device)
     assert model is not None
-    return choose_mesh(config, model, where)
+    return automatic.choose(config, model, where)
 
 
 def test_whole_models_come_first() -> None:
@@ -142,7 +143,7 @@ def test_other_models_have_stages_and_no_tensor_plan() -> None:
 def test_models_of_other_code_stay_whole() -> None:
     config = config_of({"model": {"kind": "factory", "factory": "a:b"}, "data": {"kind": "digits"}})
     model = ModelFacts(name="own", blocks=(), root=BlockFacts(parameters=1000), source="measured")
-    choice = choose_mesh(config, model, room(10))
+    choice = automatic.choose(config, model, room(10))
     assert {mesh_text(each.layout) for each in choice.ladder} == {"data 16"}
     assert choice.left_out == ("pipeline and tensor parallelism: only the model's own code knows its layers",)
 
@@ -153,7 +154,7 @@ def test_what_memory_says_is_kept() -> None:
     assert model is not None
     assert {
         (each.layout.checkpoint_activations, each.layout.offload)
-        for each in choose_mesh(config, model, room(300)).ladder
+        for each in automatic.choose(config, model, room(300)).ladder
     } == {("none", Offload())}
 
 
@@ -191,7 +192,7 @@ def test_a_choice_is_a_sound_config_that_needs_what_was_said(
     model = describe_model(config, "cuda")
     assert model is not None
     try:
-        choice = choose_mesh(config, model, where)
+        choice = automatic.choose(config, model, where)
     except ConfigError:
         return
     decided = apply_choice(config, choice)

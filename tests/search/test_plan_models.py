@@ -13,7 +13,7 @@ from made_plans import plan_of
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.workload import SampleModel
+from paceline.plan.model_shape import SampleModel
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.planned import EngineMemory
 from paceline.search.from_config import planned_values, planned_yaml, task_of, workload_as_written
@@ -132,8 +132,9 @@ def test_what_a_sample_costs_is_what_the_model_computes() -> None:
     assert described.work is not None
     assert measured.work is not None
     assert measured.work.flops == described.work.flops
-    assert measured.work.written == described.work.written
-    assert measured.work.is_convolutional
+    assert measured.work.activations == described.work.activations
+    assert measured.work.params == described.work.params
+    assert measured.work.kind == "convolution"
 
 
 def test_a_model_whose_sizes_nobody_says_is_refused() -> None:

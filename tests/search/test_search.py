@@ -13,7 +13,8 @@ from paceline.errors import UsageError
 from paceline.mesh import divisors
 from paceline.plan.describe import count_differences, layout_text
 from paceline.plan.layout import Layout, Offload, Strategy
-from paceline.plan.workload import ModelShape, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned
 from paceline.predict.formulas.predict import COMPOSED_P90, Prediction, predict
 from paceline.predict.formulas.tuning import zero_bubble_share
@@ -35,8 +36,8 @@ from paceline.search.search import (
     smallest_changes,
 )
 
-SMALL = ModelShape(layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072, vocab=50304)
-LARGE = ModelShape(layers=32, hidden=4096, heads=32, kv_heads=8, ffn=14336, vocab=128256, gated=True, tied=False)
+SMALL = ModelShape(layers=12, width=768, heads=12, kv_heads=12, mlp_width=3072, vocab_size=50304, mlp="gelu", tied=True)
+LARGE = ModelShape(layers=32, width=4096, heads=32, kv_heads=8, mlp_width=14336, vocab_size=128256)
 TASK = TrainingTask(model=LARGE, global_batch=128, seq_len=4096)
 NODES = load_cluster("2x dgx-h100")
 
@@ -205,7 +206,7 @@ def test_offload_trades_memory_for_time() -> None:
 
 def test_an_update_on_the_host_takes_as_long_as_it_was_measured() -> None:
     """3.4 billion parameters of one rank beside an H200, a sample of 2048 tokens: bench/results/memory-h200.json."""
-    shape = ModelShape(layers=69, hidden=2048, heads=16, kv_heads=8, ffn=5632, vocab=32000, gated=True, tied=False)
+    shape = ModelShape(layers=69, width=2048, heads=16, kv_heads=8, mlp_width=5632, vocab_size=32000)
     task = TrainingTask(model=shape, global_batch=1, seq_len=2048)
     for offload, measured in ((("optimizer",), 2048 / 1569.6), (("optimizer", "parameters"), 2048 / 1024.8)):
         moved = Offload.of(offload)

@@ -25,8 +25,9 @@ from torch import nn
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.errors import TrainingError, UsageError
-from paceline.models.gpt import GPT, GPTConfig, gpt_config
+from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Offload
+from paceline.plan.model_shape import ModelShape
 from paceline.units import GIB
 
 # The largest size that fits, from a few trials: pure, the trials come as a function.
@@ -166,7 +167,7 @@ class Family:
     size: str
     context: int
 
-    def config(self, layers: int) -> GPTConfig:
+    def config(self, layers: int) -> ModelShape:
         """Returns the config of a member."""
         return gpt_config(self.size, layers=layers, context=self.context, dropout=0.0)
 
@@ -228,7 +229,7 @@ class _TimedTrial:
     tokens_per_s: float
 
 
-def _train(option: Option, config: GPTConfig, device: torch.device, meter: _MemoryMeter) -> _TimedTrial:
+def _train(option: Option, config: ModelShape, device: torch.device, meter: _MemoryMeter) -> _TimedTrial:
     model = _make_model(option, config, device)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     engine = parallelize(
@@ -257,7 +258,7 @@ def _train(option: Option, config: GPTConfig, device: torch.device, meter: _Memo
     return _TimedTrial(usage=meter.read(), parameters=parameters, tokens_per_s=config.context / seconds)
 
 
-def _make_model(option: Option, config: GPTConfig, device: torch.device) -> nn.Module:
+def _make_model(option: Option, config: ModelShape, device: torch.device) -> nn.Module:
     torch.manual_seed(0)
     with torch.device("meta") if option.strategy == "fsdp" else device:
         model = GPT(config)

@@ -31,7 +31,6 @@ from paceline.config.schema import OptimConfig as OptimConfig
 from paceline.config.schema import json_schema as json_schema
 from paceline.config.sections import CheckpointConfig as CheckpointConfig
 from paceline.config.sections import GPTModelConfig as GPTModelConfig
-from paceline.config.sections import GPTShape as GPTShape
 from paceline.config.sections import HFModelConfig as HFModelConfig
 from paceline.config.sections import MLPModelConfig as MLPModelConfig
 from paceline.config.sections import ResNetModelConfig as ResNetModelConfig

@@ -131,13 +131,13 @@ def check_context(config: Config) -> Iterator[Problem]:
         if shape is None or not isinstance(source, _WITH_CONTEXT):
             continue
         context = source.context
-        if shape.context is None and context is None:
+        if not shape.context and context is None:
             yield Problem(
                 what=f"neither model.context nor {place}.context is given",
                 rule="the length of a sample comes from one of them, or from model.size",
                 fix="try model.context = 128",
             )
-        elif shape.context is not None and context is not None and context > shape.context:
+        elif shape.context and context is not None and context > shape.context:
             yield Problem(
                 what=f"model.context = {shape.context} is smaller than {place}.context = {context}",
                 rule="a sample must fit into the model's context",

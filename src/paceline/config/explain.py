@@ -15,7 +15,7 @@ from paceline.config.layout import config_batch, layout_of, why_not_sharded
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.problems import MISSING, value_at
 from paceline.config.schema import Config, TrainConfig
-from paceline.config.sections import GPTModelConfig, HFModelConfig, gpt_shape
+from paceline.config.sections import GPT_DIMENSIONS, GPTModelConfig, HFModelConfig, gpt_shape
 from paceline.config.settings import config_settings
 from paceline.plan.plan import BatchPlan
 
@@ -92,10 +92,10 @@ def _model(config: Config) -> Iterator[ExplainRow]:
     if gpt is None or not isinstance(model, GPTModelConfig):
         return
     formula = f"model.size = {model.size}" if model.size else "the current family, as model.size is null"
-    for key in gpt.__slots__:
-        if getattr(model, key) is None and key != "context":
+    for key in GPT_DIMENSIONS:
+        if getattr(model, key) is None and key not in ("context", "vocab_size"):
             yield _row(f"model.{key}", getattr(gpt, key), formula)
-    if model.context is None and gpt.context is not None:
+    if model.context is None and gpt.context:
         yield _row("model.context", gpt.context, formula)
     elif model.context is None:
         yield _row("model.context", shape.context, "data.context")
@@ -114,7 +114,7 @@ def _data(config: Config) -> Iterator[ExplainRow]:
         yield _row("data.size", size or IMAGE_SIZE, "the usual size" if size is None else "of model.path")
     if isinstance(config.data, TextDataConfig | TokensDataConfig) and config.data.context is None:
         gpt = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
-        yield _row("data.context", gpt.context if gpt else None, "model.context")
+        yield _row("data.context", gpt.context or None if gpt else None, "model.context")
 
 
 def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:

@@ -12,8 +12,9 @@ from paceline.config.schema import Config
 from paceline.config.sections import gpt_shape
 from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression, Layout, Offload
+from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import BatchPlan
-from paceline.plan.rule_case import ModelOutline, Rule
+from paceline.plan.rule_case import Rule
 from paceline.plan.rules import rules
 from paceline.schedule.text import read_csv
 
@@ -90,24 +91,13 @@ def config_batch(config: Config, ranks: int) -> BatchPlan:
     return batch_plan(config.train, layout.data, layout.pipeline)
 
 
-def outline_of(config: Config) -> ModelOutline:
-    """Returns what a config says of its model."""
-    model, data = config.model, config.data
-    context = getattr(data, "context", None)
+def _model_shape(config: Config) -> ModelShape:
+    """Returns what a config says of its model, whose context is that of the data."""
+    model, context = config.model, known_shape(config.data).context or 0
     if model.kind == "gpt" and (shape := gpt_shape(model)) is not None:
-        return ModelOutline(
-            kind="gpt",
-            blocks=shape.layers,
-            layers=shape.layers + 2,
-            heads=shape.heads,
-            kv_heads=shape.kv_heads,
-            context=context or shape.context or known_shape(data).context,
-        )
-    if model.kind == "resnet":
-        return ModelOutline(kind="resnet", blocks=_RESNET_BLOCKS[model.depth], layers=_RESNET_BLOCKS[model.depth] + 2)
-    if model.kind == "mlp":
-        return ModelOutline(kind="mlp", blocks=_LINEAR_LAYERS, noun="linear layers", layers=_LINEAR_LAYERS)
-    return ModelOutline(kind=model.kind, context=context)
+        return replace(shape, context=context or shape.context)
+    layers = _LINEAR_LAYERS if model.kind == "mlp" else _RESNET_BLOCKS[model.depth] if model.kind == "resnet" else 0
+    return ModelShape(kind=model.kind, layers=layers, context=context)
 
 
 def layout_problems(
@@ -141,7 +131,7 @@ def layout_problems(
         layout,
         ranks=ranks,
         node_ranks=node_ranks,
-        model=outline_of(config),
+        model=_model_shape(config),
         keys=CONFIG_KEYS,
         strategy=parallel.strategy,
         only=is_wanted,

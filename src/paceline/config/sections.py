@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, Strict
 
 from paceline.errors import Problem
 from paceline.plan.layout import Compile
+from paceline.plan.model_shape import ModelShape
 
 Count: TypeAlias = Annotated[int, Field(ge=1)]
 NotNegativeCount: TypeAlias = Annotated[int, Field(ge=0)]
@@ -97,35 +98,22 @@ class GPTModelConfig(_Model):
     dropout: Probability | None = Field(default=None, description="dropout in each block; null: from size")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTShape:
-    """The dimensions of a GPT, all decided but the vocabulary, which is the data's."""
-
-    layers: int
-    heads: int
-    kv_heads: int
-    width: int
-    mlp_width: int
-    context: int | None  # None: the data's
-    norm: str = "rms"
-    mlp: str = "swiglu"
-    positions: str = "rotary"
-    tied: bool = False
-    dropout: float = 0.0
-
-
+# What a config says of a GPT.
+GPT_DIMENSIONS = tuple(
+    field.name for field in fields(ModelShape) if field.name in GPTModelConfig.model_fields and field.name != "kind"
+)
 _OLD_FAMILY: dict[str, Any] = {"context": 1024, "norm": "layer", "mlp": "gelu", "positions": "learned", "tied": True}
 
-GPT_SIZES: dict[str, GPTShape] = {
-    "gpt-nano": GPTShape(layers=4, heads=4, kv_heads=2, width=64, mlp_width=128, context=64, tied=True),
-    "gpt-micro": GPTShape(layers=4, heads=4, kv_heads=4, width=128, mlp_width=384, context=128, tied=True),
-    "gpt-mini": GPTShape(layers=6, heads=6, kv_heads=6, width=192, mlp_width=512, context=256, tied=True),
-    "gpt-11m": GPTShape(layers=6, heads=6, kv_heads=6, width=384, mlp_width=1024, context=256, tied=True),
-    "gpt-124m": GPTShape(layers=12, heads=12, kv_heads=12, width=768, mlp_width=4 * 768, **_OLD_FAMILY),
-    "gpt-350m": GPTShape(layers=24, heads=16, kv_heads=16, width=1024, mlp_width=4 * 1024, **_OLD_FAMILY),
-    "gpt-1.1b": GPTShape(layers=20, heads=16, kv_heads=8, width=2048, mlp_width=5632, context=2048),
-    "gpt-3b": GPTShape(layers=28, heads=24, kv_heads=8, width=3072, mlp_width=8192, context=4096),
-    "gpt-7b": GPTShape(layers=32, heads=32, kv_heads=32, width=4096, mlp_width=11008, context=4096),
+GPT_SIZES: dict[str, ModelShape] = {
+    "gpt-nano": ModelShape(layers=4, heads=4, kv_heads=2, width=64, mlp_width=128, context=64, tied=True),
+    "gpt-micro": ModelShape(layers=4, heads=4, kv_heads=4, width=128, mlp_width=384, context=128, tied=True),
+    "gpt-mini": ModelShape(layers=6, heads=6, kv_heads=6, width=192, mlp_width=512, context=256, tied=True),
+    "gpt-11m": ModelShape(layers=6, heads=6, kv_heads=6, width=384, mlp_width=1024, context=256, tied=True),
+    "gpt-124m": ModelShape(layers=12, heads=12, kv_heads=12, width=768, mlp_width=4 * 768, **_OLD_FAMILY),
+    "gpt-350m": ModelShape(layers=24, heads=16, kv_heads=16, width=1024, mlp_width=4 * 1024, **_OLD_FAMILY),
+    "gpt-1.1b": ModelShape(layers=20, heads=16, kv_heads=8, width=2048, mlp_width=5632, context=2048),
+    "gpt-3b": ModelShape(layers=28, heads=24, kv_heads=8, width=3072, mlp_width=8192, context=4096),
+    "gpt-7b": ModelShape(layers=32, heads=32, kv_heads=32, width=4096, mlp_width=11008, context=4096),
 }
 
 
@@ -136,9 +124,9 @@ def missing_dimensions(model: GPTModelConfig) -> list[str]:
     return [name for name in ("layers", "heads", "width") if getattr(model, name) is None]
 
 
-def gpt_shape(model: GPTModelConfig) -> GPTShape | None:
-    """Decides every dimension of a GPT, or returns ``None`` where it has neither a size nor the dimensions."""
-    given: dict[str, Any] = {name: value for name in GPTShape.__slots__ if (value := getattr(model, name)) is not None}
+def gpt_shape(model: GPTModelConfig) -> ModelShape | None:
+    """Decides every dimension of a GPT but those of its data; None where it has neither a size nor the dimensions."""
+    given: dict[str, Any] = {name: value for name in GPT_DIMENSIONS if (value := getattr(model, name)) is not None}
     if model.size is not None:
         base = GPT_SIZES[model.size]
         heads, width = model.heads or base.heads, model.width or base.width
@@ -149,7 +137,7 @@ def gpt_shape(model: GPTModelConfig) -> GPTShape | None:
         return None
     # Three matrices of 8/3 the width hold as many parameters as two of 4 times; a multiple of 64 suits matrix units.
     mlp_width = 4 * model.width if model.mlp == "gelu" else 64 * math.ceil(8 * model.width / 3 / 64)
-    return GPTShape(**({"kv_heads": model.heads, "mlp_width": mlp_width, "context": None} | given))
+    return ModelShape(**({"kv_heads": model.heads, "mlp_width": mlp_width} | given))
 
 
 def head_problems(*, width: int, heads: int, kv_heads: int, is_rotary: bool) -> Iterator[Problem]:

@@ -49,7 +49,7 @@ def data_of(config: Config) -> DataSplits:
     """Makes the data of a run, as its model reads them."""
     model = config.model
     shape = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
-    context = getattr(model, "context", None) if shape is None else shape.context
+    context = getattr(model, "context", None) if shape is None else shape.context or None
     return build_data(config.data, context, config.train.seed, needs_of(config))
 
 

@@ -48,7 +48,8 @@ from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts
-from paceline.search.choice import Choice, choose_strategy
+from paceline.search.choice import Choice, take_first
+from paceline.search.ladder import whole_ladder
 from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
@@ -256,7 +257,7 @@ def choose_for_module(
 
     It judges by the parameters alone, since nobody has seen a batch: half of a rank's memory is left to activations,
     which are not checkpointed. What is offloaded is part of the choice. A config says more, and gets a better choice:
-    see ``paceline.search.choice``. Raises UsageError on every rank where nothing fits.
+    see ``paceline.search.automatic``. Raises UsageError on every rank where nothing fits.
     """
     decided: Choice | UsageError | None = None
     if comm.rank == 0:
@@ -264,11 +265,9 @@ def choose_for_module(
         room = replace(room, device_bytes=round(room.device_bytes * (1 - _FOR_ACTIVATIONS)))
         itemsize = max((p.element_size() for p in model.parameters()), default=4)
         states = StateFacts(itemsize=itemsize, device=comm.device.type)
-        keep = frozenset({"checkpoint_activations"})
+        facts, keep = _facts(model, blocks), frozenset({"checkpoint_activations"})
         try:
-            decided = choose_strategy(
-                _facts(model, blocks), Layout(precision=precision), room, states=states, keep=keep
-            )
+            decided = take_first(whole_ladder(facts, Layout(precision=precision), room, states, keep), facts, room)
         except ConfigError as error:
             decided = UsageError(f"strategy = 'auto'\n  {error.problems[0]}")
     decided = broadcast_object(comm, decided)
@@ -383,8 +382,7 @@ def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> 
     """Raises UsageError where the host cannot hold what ``num_parameters`` of a rank need there."""
     if not offload.is_any or device.type in ("cpu", "meta"):  # what has no values takes no memory
         return
-    # Masters, gradients and two moments in fp32, and staged parameters.
-    needed = num_parameters * (18 if offload.optimizer else 8)
+    needed = num_parameters * offload.host_bytes
     available = psutil.virtual_memory().available
     if needed > available:
         raise UsageError(

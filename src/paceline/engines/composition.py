@@ -48,7 +48,7 @@ def combine(
     numbers = {p: p.numel() * (1 if expert_dim(p) is None else asked.expert) for p in model.parameters()}
     sizes = sum(numbers.values()), sum(number for p, number in numbers.items() if p.requires_grad)
     layers = model_layers(model) if schedule.stages > 1 else ()
-    share_of_states = _share_of_states(asked.strategy, groups.gradients.size) / asked.tensor
+    share_of_states = asked.sharing.share_of_states(groups.gradients.size) / asked.tensor
     bounds = _bounds(model, layers, asked, schedule, comm, share_of_states) if layers else (0, 1)
     layout: TensorLayout | None = None
     if asked.tensor > 1:
@@ -103,12 +103,6 @@ def _bounds(
     costs, room = broadcast_object(comm, (costs, room))
     held = [replace(cost, state_bytes=int(cost.state_bytes * share_of_states)) for cost in costs]
     return choose_bounds(held, stages, memory_bytes=room * asked.pipeline / stages)
-
-
-def _share_of_states(strategy: str, ranks: int) -> float:
-    """Returns what a rank holds of parameters, gradients and two moments, where ``ranks`` share the batch."""
-    whole = {"ddp": 4, "zero1": 2, "zero2": 1}.get(strategy, 0)  # of the four
-    return (whole + (4 - whole) / ranks) / 4
 
 
 def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communicator) -> tuple[LayerCost, ...]:

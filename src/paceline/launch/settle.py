@@ -13,8 +13,9 @@ from paceline.config import Config, check_hosts, with_precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.launch.target import TargetMachines
 from paceline.predict.memory.activations import describe_model
-from paceline.search.choice import Room
-from paceline.search.make_plan import RunMachine, choose_layout, make_plan
+from paceline.search.automatic import choose
+from paceline.search.choice import Room, apply_choice
+from paceline.search.make_plan import RunMachine, make_plan
 from paceline.search.memory_verdict import MemoryVerdict, needed
 from paceline.units import format_bytes
 
@@ -75,7 +76,7 @@ def settle(config: Config, machines: TargetMachines, *, least: int, nodes: int, 
 
 
 def _is_decided(config: Config) -> bool:
-    return "auto" not in (config.parallel.strategy, config.parallel.sharding_strategy, config.train.microbatch)
+    return "auto" not in (config.parallel.strategy, config.train.microbatch)
 
 
 def _with_memory(config: Config, machines: TargetMachines, each: int) -> Config:
@@ -83,10 +84,10 @@ def _with_memory(config: Config, machines: TargetMachines, each: int) -> Config:
     room = _room(config, machines, each)
     if room is None:
         return config
-    if "auto" in (config.parallel.strategy, config.parallel.sharding_strategy):
+    if config.parallel.strategy == "auto":
         model = describe_model(config, room.device)
         known = Machine(processor="", cores=each, memory_bytes=float(room.host_bytes))
-        return config if model is None else choose_layout(config, model, room, known)[0]
+        return config if model is None else apply_choice(config, choose(config, model, room, known))
     verdict = _verdict(config, machines, each)
     if verdict is not None and verdict.kind == "too large":
         raise UsageError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,6 @@ from paceline.plan.layout import Layout
 from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import BlockModel
 from paceline.predict.formulas.constants import constants_for, fitted_constants
-from paceline.search.from_config import model_shape
 
 if TYPE_CHECKING:
     import torch
@@ -161,7 +161,7 @@ def block_seconds(cluster_name: str, size: str, tensor: int, tokens: int) -> tup
     """Returns what one block computes and waits in a step, in seconds: one of ``tensor`` ranks, one sequence."""
     cluster = load_cluster(cluster_name)
     workload = Workload(
-        model=model_shape(GPT_SIZES[size], _VOCABULARY),
+        model=replace(GPT_SIZES[size], vocab_size=_VOCABULARY),
         layout=Layout(tensor=tensor).for_ranks(tensor),
         run=Running(seq_len=tokens, compute="bf16"),
     )

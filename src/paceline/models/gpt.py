@@ -15,46 +15,26 @@ from __future__ import annotations
 
 import difflib
 import math
-from dataclasses import dataclass, fields
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from paceline.config.sections import GPT_SIZES, GPTModelConfig, GPTShape, gpt_shape, head_problems
+from paceline.config.sections import GPT_DIMENSIONS, GPT_SIZES, GPTModelConfig, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.head_loss import OutputLayer, head_loss
 from paceline.models.key_values import KeyValues
 from paceline.models.layers import PipelineLayer
+from paceline.plan.model_shape import ModelShape
 
 _INIT_STD = 0.02
 _NORM_EPS = 1e-5
 _ROTARY_BASE = 10_000.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GPTConfig(GPTShape):
-    """What a GPT is made of. Raises ConfigError with all problems when the parts do not fit together."""
-
-    context: int  # the most tokens of one sequence
-    vocab_size: int
-
-    @property
-    def head_dim(self) -> int:
-        """The width of one head."""
-        return self.width // self.heads
-
-    def __post_init__(self) -> None:
-        is_rotary = self.positions == "rotary"
-        problems = _value_problems(self) or list(
-            head_problems(width=self.width, heads=self.heads, kv_heads=self.kv_heads, is_rotary=is_rotary)
-        )
-        if problems:
-            raise ConfigError(problems, source="model")
-
-
-def gpt_config(size: str | None = None, **overrides: Any) -> GPTConfig:
+def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
     """Returns the config of a named size with some fields replaced; an override of None counts as not given.
 
     ``kv_heads`` and ``mlp_width`` keep the size's proportion to ``heads`` and ``width`` unless given. Without a size,
@@ -64,28 +44,30 @@ def gpt_config(size: str | None = None, **overrides: Any) -> GPTConfig:
     """
     if size is not None and size not in SIZES:
         raise UsageError(f"there is no GPT size {size!r}; {_offer(size, list(SIZES))}")
-    names = [field.name for field in fields(GPTConfig)]
     for name in overrides:
-        if name not in names:
-            raise UsageError(f"a GPT has no field {name!r}; {_offer(name, names)}")
+        if name not in GPT_DIMENSIONS:
+            raise UsageError(f"a GPT has no field {name!r}; {_offer(name, list(GPT_DIMENSIONS))}")
     given = {name: value for name, value in overrides.items() if value is not None}
     if size is None:
         _check_complete(given)
     else:
         given.setdefault("vocab_size", SIZES[size].vocab_size)
-    # The rules are those of the config room. Not validated there: GPTConfig lists all problems at once.
-    shape = gpt_shape(GPTModelConfig.model_construct(kind="gpt", size=size, **given))
-    return _with_vocabulary(cast("GPTShape", shape), given["vocab_size"])
+    # The rules are those of the config room. Not validated there: all problems are told at once.
+    shape = cast("ModelShape", gpt_shape(GPTModelConfig.model_construct(kind="gpt", size=size, **given)))
+    _check_gpt(shape)
+    return shape
 
 
 class GPT(nn.Module):
     """Maps tokens (batch, length) to logits (batch, length, vocab_size); logits at t see tokens 0 to t.
 
     With an ``end_token`` they see those of their own document: attention and positions begin anew behind each such one.
+    Raises ConfigError with all problems where the parts of its shape do not fit together.
     """
 
-    def __init__(self, config: GPTConfig, end_token: int | None = None) -> None:
+    def __init__(self, config: ModelShape, end_token: int | None = None) -> None:
         super().__init__()
+        _check_gpt(config)
         self.config = config
         self.end_token = end_token
         self.token_embedding = Embedding(config.vocab_size, config.width)
@@ -191,7 +173,7 @@ class GPT(nn.Module):
 class Block(nn.Module):
     """Attention, then an MLP; each reads the normed stream and adds to it."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.attention_norm = _make_norm(config)
         self.attention = Attention(config)
@@ -212,16 +194,16 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share a head of keys and values."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
-        self.head_dim = config.head_dim
+        self.head_dim = config.head_width
         self.queries_per_kv = config.heads // config.kv_heads
         self.dropout = config.dropout
-        self.query = Linear(config.width, config.heads * config.head_dim)
-        self.key = Linear(config.width, config.kv_heads * config.head_dim)
-        self.value = Linear(config.width, config.kv_heads * config.head_dim)
-        self.output = Linear(config.heads * config.head_dim, config.width, std=_residual_std(config))
-        self.rotary = Rotary(config.context, config.head_dim) if config.positions == "rotary" else None
+        self.query = Linear(config.width, config.heads * config.head_width)
+        self.key = Linear(config.width, config.kv_heads * config.head_width)
+        self.value = Linear(config.width, config.kv_heads * config.head_width)
+        self.output = Linear(config.heads * config.head_width, config.width, std=_residual_std(config))
+        self.rotary = Rotary(config.context, config.head_width) if config.positions == "rotary" else None
 
     def forward(self, x: Tensor, mask: Tensor | None = None, cache: KeyValues | None = None) -> Tensor:
         """Returns for each position the mix of the values at and before it, shape (batch, length, width).
@@ -300,7 +282,7 @@ class Rotary(nn.Module):
 class SwiGLU(nn.Module):
     """An MLP whose hidden features are gated: ``down(silu(gate(x)) * up(x))``."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.gate = Linear(config.width, config.mlp_width)
         self.up = Linear(config.width, config.mlp_width)
@@ -314,7 +296,7 @@ class SwiGLU(nn.Module):
 class GELU(nn.Module):
     """The classic MLP: ``down(gelu(up(x)))``."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: ModelShape) -> None:
         super().__init__()
         self.up = Linear(config.width, config.mlp_width)
         self.down = Linear(config.mlp_width, config.width, std=_residual_std(config))
@@ -369,19 +351,26 @@ def document_mask(tokens: Tensor, end_token: int) -> Tensor:
     return ((starts[:, :, None] == starts[:, None, :]) & causal).unsqueeze(1)
 
 
-def _make_norm(config: GPTConfig) -> nn.Module:
+def _make_norm(config: ModelShape) -> nn.Module:
     if config.norm == "rms":
         return nn.RMSNorm(config.width, eps=_NORM_EPS)
     return nn.LayerNorm(config.width, eps=_NORM_EPS, bias=False)
 
 
-def _residual_std(config: GPTConfig) -> float:
+def _residual_std(config: ModelShape) -> float:
     # 2 * layers projections add to the stream; scaled so, its variance does not grow with depth (GPT-2).
     return _INIT_STD / math.sqrt(2 * config.layers)
 
 
-def _with_vocabulary(shape: GPTShape, vocab_size: int) -> GPTConfig:
-    return GPTConfig(vocab_size=vocab_size, **{field.name: getattr(shape, field.name) for field in fields(GPTShape)})
+def _check_gpt(config: ModelShape) -> None:
+    """Raises ConfigError with all that does not fit together."""
+    problems = _value_problems(config) or list(
+        head_problems(
+            width=config.width, heads=config.heads, kv_heads=config.kv_heads, is_rotary=config.positions == "rotary"
+        )
+    )
+    if problems:
+        raise ConfigError(problems, source="model")
 
 
 def _check_complete(given: dict[str, Any]) -> None:
@@ -402,7 +391,7 @@ def _offer(name: str, names: list[str]) -> str:
     return (f"did you mean {near[0]!r}? " if near else "") + f"there are {', '.join(names)}"
 
 
-def _value_problems(config: GPTConfig) -> list[Problem]:
+def _value_problems(config: ModelShape) -> list[Problem]:
     """Lists the fields whose value is out of range by itself."""
     problems = [
         Problem(
@@ -423,6 +412,6 @@ def _value_problems(config: GPTConfig) -> list[Problem]:
 # Of GPT-2, rounded up to a multiple of 128, and of Llama; the other sizes are for text of bytes or characters.
 _VOCABULARIES = {"gpt-124m": 50304, "gpt-350m": 50304, "gpt-1.1b": 32000, "gpt-3b": 32000, "gpt-7b": 32000}
 
-SIZES: dict[str, GPTConfig] = {
-    name: _with_vocabulary(shape, _VOCABULARIES.get(name, 256)) for name, shape in GPT_SIZES.items()
+SIZES: dict[str, ModelShape] = {
+    name: replace(shape, vocab_size=_VOCABULARIES.get(name, 256)) for name, shape in GPT_SIZES.items()
 }

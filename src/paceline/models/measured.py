@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from paceline.predict.memory.facts import BlockFacts, ModelFacts, SampleWork
+from paceline.plan.model_shape import SampleModel
+from paceline.predict.memory.facts import BlockFacts, ModelFacts
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
 
@@ -41,7 +42,7 @@ class ActivationBytes:
     blocks: tuple[BlockBytes, ...]
     largest: int  # of a single tensor
     written_bytes: int  # by all operations, for backward or not
-    work: SampleWork  # of all samples of the pass
+    work: SampleModel  # of all samples of the pass
 
     @property
     def total(self) -> int:
@@ -104,7 +105,9 @@ def measure_model(
         temporary_bytes=2 * (more.largest - few.largest) / 2,  # its gradient, and that of what it was made from
         source="measured",
         work=replace(
-            more.work, flops=(more.work.flops - few.work.flops) / 2, written=(more.work.written - few.work.written) / 2
+            more.work,
+            flops=(more.work.flops - few.work.flops) / 2,
+            activations=(more.work.activations - few.work.activations) / 2,
         ),
     )
 
@@ -114,6 +117,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._params = float(sum(parameter.numel() for parameter in model.parameters()))
         self._seen = {_storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._kept: list[torch.Tensor] = []  # alive, so that no storage is taken for another at the same place
         self._calls: list[dict[str, int]] = []
@@ -158,11 +162,12 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns what was counted."""
         blocks = tuple(BlockBytes(**call) for call in self._calls)
         largest = max((tensor.untyped_storage().nbytes() for tensor in self._kept), default=0)
-        work = SampleWork(
+        work = SampleModel(
+            params=self._params,
             flops=sum(self._flops.values()),
-            written=float(self._written),
+            activations=float(self._written),
             kernels=self._kernels,
-            is_convolutional=self._flops["convolution"] > self._flops["other"],
+            kind="convolution" if self._flops["convolution"] > self._flops["other"] else "attention",
         )
         written = self._written_bytes
         return ActivationBytes(outside=self._outside, blocks=blocks, largest=largest, written_bytes=written, work=work)

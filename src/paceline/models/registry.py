@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from paceline.config.sections import GPT_DIMENSIONS
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.imports import import_from_path
-from paceline.models.gpt import GPT, GPTConfig, gpt_config
+from paceline.models.gpt import GPT, gpt_config
 from paceline.models.hugging_face import build_hugging_face
 from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
@@ -176,7 +176,7 @@ def _build_resnet(config: ResNetModelConfig, shape: DataShape) -> ResNet:
 def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
     """Builds a GPT; the data's vocabulary goes before that of the size, whose other fields go before the data's."""
     _raise_any(_kind_problems(config.kind, shape, needs="tokens"))
-    overrides = {field.name: getattr(config, field.name) for field in fields(GPTConfig)}
+    overrides = {name: getattr(config, name) for name in GPT_DIMENSIONS}
     if config.vocab_size is None:
         overrides["vocab_size"] = shape.vocab_size
     if config.context is None and config.size is None:

@@ -22,12 +22,13 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from paceline.errors import UsageError
 from paceline.mesh import Mesh
+from paceline.plan.sharing import SHARING, Sharing
+from paceline.plan.sharing import Strategy as Strategy
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import CHUNKS
 from paceline.schedule.text import format_csv, parse_csv
 from paceline.units import MIB
 
-Strategy: TypeAlias = Literal["ddp", "zero1", "zero2", "fsdp", "hybrid"]
 Algorithm: TypeAlias = Literal["native", "ring", "tree", "halving_doubling", "hierarchical", "auto"]
 Stages: TypeAlias = Literal["estimated", "measured"] | tuple[str, ...]
 
@@ -42,7 +43,6 @@ LOSS_CHUNK_BYTES = 2**30  # of the logits that a fused loss has at once
 _LEAST_ROWS = 128
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
-FULLY_SHARDED = ("fsdp", "hybrid")  # parameters too are cut among the ranks of a group
 OF_FULL_SHARDING = ("reshard_after_forward", "units", "unit_mb", "prefetch")  # fields that these alone read
 CHECKPOINTS: tuple[str, ...] = get_args(Checkpointing)
 WITH_MASTERS = ("bf16_master", "fp8", "fp8_row")  # precisions of bf16 parameters that are cast from fp32 masters
@@ -62,6 +62,11 @@ class Offload:
     optimizer: bool = False
     gradients: bool = False
     parameters: bool = False
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes on the host for each parameter that a rank updates: masters, gradients, moments, a staged copy."""
+        return (18 if self.optimizer else 8) if self.is_any else 0
 
     @classmethod
     def of(cls, parts: Collection[str]) -> Offload:
@@ -244,9 +249,14 @@ class Layout:
         return self.pipeline > 1 or self.tensor > 1
 
     @property
+    def sharing(self) -> Sharing:
+        """Which states data ranks cut among themselves."""
+        return SHARING[self.strategy]
+
+    @property
     def is_fully_sharded(self) -> bool:
         """Whether parameters are cut among ranks, and gathered before they are used."""
-        return self.strategy in FULLY_SHARDED
+        return self.sharing.parameters
 
     def fuses_loss(self, vocabulary: int, device: str) -> bool:
         """Whether a model with so many logits a token, if it can, computes its loss with its output layer.

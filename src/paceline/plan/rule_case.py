@@ -8,21 +8,9 @@ from dataclasses import dataclass
 from paceline.errors import Problem
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Offload
+from paceline.plan.model_shape import ModelShape
 
 DEFAULT = Layout()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOutline:
-    """What rules know of a model; None: not known before it is built. ``noun``: what ``blocks`` counts."""
-
-    kind: str = "factory"
-    blocks: int | None = None
-    noun: str = "blocks"
-    layers: int | None = None  # blocks and both ends
-    heads: int | None = None
-    kv_heads: int | None = None
-    context: int | None = None  # tokens of a sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +20,7 @@ class RuleCase:
     layout: Layout
     ranks: int | None
     node_ranks: int | None
-    model: ModelOutline
+    model: ModelShape
     keys: Mapping[str, str]
     strategy: str  # as it was written: zero3 is another name of fsdp
 

@@ -16,7 +16,8 @@ from paceline.errors import Problem, UsageError
 from paceline.plan import split_rules
 from paceline.plan.field_types import field_problems
 from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
-from paceline.plan.rule_case import ModelOutline, Rule, RuleCase, named_twice, nearest_divisor, no_effect
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.rule_case import Rule, RuleCase, named_twice, nearest_divisor, no_effect
 
 _COUNTS = (
     *("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks"),
@@ -30,7 +31,7 @@ def rules(
     *,
     ranks: int | None = None,
     node_ranks: int | None = None,
-    model: ModelOutline | None = None,
+    model: ModelShape | None = None,
     keys: Mapping[str, str] | None = None,
     strategy: str | None = None,
     only: Callable[[Rule], bool] = lambda _: True,
@@ -43,16 +44,14 @@ def rules(
         layout=layout,
         ranks=ranks,
         node_ranks=node_ranks,
-        model=model or ModelOutline(),
+        model=model or ModelShape(kind="factory"),
         keys=keys or {},
         strategy=strategy or layout.strategy,
     )
     return [problem for rule in RULES if only(rule) for problem in rule.find(case)]
 
 
-def check_layout(
-    layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelOutline | None = None
-) -> Layout:
+def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, model: ModelShape | None = None) -> Layout:
     """Returns the layout on so many ranks. Raises UsageError with everything that does not go together."""
     problems = field_problems(layout) or rules(layout, ranks=ranks, node_ranks=node_ranks, model=model)
     if problems:

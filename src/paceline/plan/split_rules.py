@@ -85,18 +85,17 @@ def stages_fit(case: RuleCase) -> Iterator[Problem]:
 
 
 def _enough_layers(case: RuleCase) -> Iterator[Problem]:
-    layout, model = case.layout, case.model
-    stages = layout.num_stages
-    if model.layers is None or stages <= model.layers:
+    layout, layers, stages = case.layout, case.model.num_layers, case.layout.num_stages
+    if not layers or stages <= layers:
         return
     chunks = stages // layout.pipeline
-    noun = model.noun if model.layers == model.blocks else "layers, blocks and both ends"
+    noun = "linear layers" if case.model.kind == "mlp" else "layers, blocks and both ends"
     yield Problem(
         what=case.said("pipeline")
         + (f" x {case.key('chunks')} = {chunks}" if chunks > 1 else "")
-        + f" makes {stages} stages of a model with {model.layers} {noun}",
+        + f" makes {stages} stages of a model with {layers} {noun}",
         rule="every stage runs at least one whole layer",
-        fix=f"try {_fewer_stages(case, model.layers, chunks)}, or a deeper model",
+        fix=f"try {_fewer_stages(case, layers, chunks)}, or a deeper model",
     )
 
 
@@ -109,7 +108,8 @@ def _fewer_stages(case: RuleCase, layers: int, chunks: int) -> str:
 
 
 def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
-    stages, blocks, noun = case.layout.num_stages, case.model.blocks, case.model.noun
+    stages, blocks, is_mlp = case.layout.num_stages, case.model.layers, case.model.kind == "mlp"
+    noun = "linear layers" if is_mlp else "blocks"
     asked, good = case.said("stage_layers"), f"give {stages} counts"
     if blocks:
         even = tuple(blocks // stages + (stage < blocks % stages) for stage in range(stages))
@@ -117,10 +117,10 @@ def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
     if len(counts) != stages:
         what = f"{asked} is for {len(counts)} stages, and there are {stages}"
         yield Problem(what=what, rule="it has a count for each stage: pipeline x chunks", fix=good)
-    elif blocks is not None and sum(counts) != blocks:
+    elif blocks and sum(counts) != blocks:
         what = f"{asked} adds up to {sum(counts)}, and the model has {blocks} {noun}"
         yield Problem(what=what, rule="together the stages run all of them", fix=good)
-    elif 0 in (counts if case.model.layers == blocks is not None else counts[1:-1]):
+    elif 0 in (counts if is_mlp else counts[1:-1]):
         rule = "only a first or last stage may have none, and run the embedding or the head alone"
         yield Problem(what=f"{asked} leaves a stage without {noun}", rule=rule, fix=good)
 

@@ -1,21 +1,13 @@
-"""A training step as data: the shape of the model, its layout, and what a framework does with that.
-
-Parameters of a transformer with L layers of width h, a of h being queries and g of it keys and values together, MLP
-width f in k matrices (3 where it is gated), vocabulary V:
-
-    L (h (2 a + g) + k h f) + V h (twice where the head is not tied)
-
-A mixture of experts has k h f for each expert; a token passes through some of them only.
-"""
+"""A training step as data: the shape of the model, its layout, and what a framework does with that."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal, TypeAlias
 
 from paceline.plan.layout import Layout
+from paceline.plan.model_shape import ModelShape, SampleModel
 
 Framework: TypeAlias = Literal["eager", "compiled", "megatron"]
 Recompute: TypeAlias = Literal["none", "selective", "attention", "full"]
@@ -25,100 +17,6 @@ Shown: TypeAlias = Literal["all", "activations", "states"]
 
 # What each ``checkpoint_activations`` of a layout computes again; the others have no formula.
 RECOMPUTES: Mapping[str, Recompute] = {"none": "none", "matmuls": "selective", "full": "full"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """A transformer. ``experts`` is 0 for a dense one; with experts, ``ffn`` is the width of one of them.
-
-    ``score_dim``: where scores and values of a head differ in size (latent attention), their mean; else 0.
-    """
-
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    gated: bool = False
-    tied: bool = True
-    causal: bool = True
-    head_dim: int = 0
-    experts: int = 0
-    active_experts: int = 0
-    total_params: float = 0.0
-    score_dim: int = 0
-
-    @property
-    def score_width(self) -> int:
-        """Over all heads: 4 x this x length are the FLOPs of one token's attention."""
-        return self.heads * self.score_dim or self.query_width
-
-    @property
-    def query_width(self) -> int:
-        return self.heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def kv_width(self) -> int:
-        return 2 * self.kv_heads * (self.head_dim or self.hidden // self.heads)
-
-    @property
-    def matrices(self) -> int:
-        return 3 if self.gated else 2
-
-    @property
-    def attention_params(self) -> float:
-        return self.hidden * (2 * self.query_width + self.kv_width)
-
-    @property
-    def expert_params(self) -> float:
-        return self.matrices * self.hidden * self.ffn
-
-    @property
-    def mlp_params(self) -> float:
-        """Of one layer, over all its experts; where the count of all is given, what is left of it."""
-        if self.total_params and self.experts:
-            return (self.total_params - self.end_params) / self.layers - self.attention_params
-        return self.expert_params * max(1, self.experts)
-
-    @property
-    def active_mlp_params(self) -> float:
-        return self.expert_params * (self.active_experts if self.experts else 1)
-
-    @property
-    def layer_params(self) -> float:
-        """Of one layer, with biases and norms left out, which are less than a thousandth."""
-        return self.attention_params + self.mlp_params
-
-    @property
-    def end_params(self) -> float:
-        return self.vocab * self.hidden * (1 if self.tied else 2)
-
-    @cached_property
-    def params(self) -> float:
-        return self.total_params or self.layers * self.layer_params + self.end_params
-
-    @cached_property
-    def active_matmul_params(self) -> float:
-        """Weights that one token is multiplied with, the head included."""
-        return self.layers * (self.attention_params + self.active_mlp_params) + self.vocab * self.hidden
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleModel:
-    """A model known by what one sample (an image, a token) costs: for convolutional and recurrent ones.
-
-    ``flops`` of a forward pass, ``activations`` the elements that its layers write, ``kernels`` of a forward pass.
-    """
-
-    name: str
-    params: float
-    flops: float
-    activations: float
-    kernels: int
-    unit: Literal["image", "token"] = "image"
-    kind: Literal["convolution", "planar", "depthwise", "recurrent", "attention"] = "convolution"
-    samples_each: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)

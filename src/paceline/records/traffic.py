@@ -4,10 +4,8 @@
     bus bandwidth        achieved x 2 (N-1)/N for an all-reduce, x (N-1)/N for a gather, a scatter or an exchange:
                          what each link carried, whatever the number of ranks
 
-Without records of operations, what a step sends follows from the strategy and the parameters, in fp32:
-
-    ddp          an all-reduce of the gradients           zero1, zero2   a reduce-scatter and an all-gather
-    fsdp         two all-gathers and a reduce-scatter
+Without records of operations, what a step sends follows from the strategy (``plan/sharing.py``) and the parameters, in
+fp32.
 """
 
 from __future__ import annotations
@@ -17,18 +15,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.cluster.wires import WireCost
+from paceline.plan.sharing import SHARING
 from paceline.records.bandwidth import bus_factor
 from paceline.records.records import CommRecord, RunRecord
 from paceline.records.summary import RankAttempt
 
 _BUCKET_BYTES = 25 * 2**20
 _ELEMENT_BYTES = 4
-_SENT = {
-    "ddp": ("all_reduce",),
-    "zero1": ("reduce_scatter", "all_gather"),
-    "zero2": ("reduce_scatter", "all_gather"),
-    "fsdp": ("all_gather", "all_gather", "reduce_scatter"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +81,11 @@ def priced_step_s(run: RunRecord, traffic: Sequence[TrafficRow], steps: int, cos
         return sum(
             row.calls * cost(row.kind, row.bytes // max(row.calls, 1), tuple(range(row.ranks))) for row in traffic
         ) / (steps)
-    kinds, world = _SENT.get(run.strategy, ()), tuple(range(run.world_size))
-    if not kinds or run.num_parameters <= 0 or run.world_size < 2:
+    sharing, world = SHARING.get(run.strategy), tuple(range(run.world_size))
+    if sharing is None or run.strategy == "hybrid" or run.num_parameters <= 0 or run.world_size < 2:
         return None
     total = _ELEMENT_BYTES * run.num_parameters
     calls = max(1, -(-total // _BUCKET_BYTES))
     # Beside the gradients a step exchanges a few numbers: how many samples count, and the norm.
     small = 2 * cost("all_reduce", _ELEMENT_BYTES, world)
-    return small + sum(calls * cost(kind, total // calls, world) for kind in kinds)
+    return small + sum(calls * cost(kind, total // calls, world) for kind in sharing.collectives)

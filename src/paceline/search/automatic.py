@@ -1,8 +1,9 @@
-"""``parallel.strategy: auto`` and ``train.microbatch: auto`` by predicted time, where this machine can be priced.
+"""The one chooser: ``auto`` by memory, and by predicted time where this machine can be priced.
 
-Memory is judged as always (``search/choice.py``). Of the candidates that fit, in their order from simple to costly,
-one is taken over those before it where a step of it is predicted to take at most 98 % as long: what differs by less is
-not told apart, and the simpler one stays. Where nothing can be priced, the order alone decides, and the choice says so.
+The candidates are those of ``search/ladder.py``, judged by memory. Of those that fit, in their order from simple to
+costly, one is taken over those before it where a step of it is predicted to take at most 98 % as long: what differs by
+less is not told apart, and the simpler one stays. Where nothing can be priced, the order alone decides, and the choice
+says so.
 
 With an open microbatch, a candidate is timed with the largest that the estimate finds room for.
 """
@@ -15,28 +16,47 @@ from collections.abc import Sequence
 
 from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster
-from paceline.config import Config, layout_of
+from paceline.config import Config, config_batch, layout_of, with_precision
 from paceline.errors import ConfigError, UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout
-from paceline.plan.workload import RECOMPUTES, ModelShape
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import RECOMPUTES
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch
 from paceline.search.candidates import TrainingTask
-from paceline.search.choice import Choice, Judged
+from paceline.search.choice import Choice, Judged, Room, take_first
 from paceline.search.expect import present_cluster, unpriced
 from paceline.search.from_config import task_of
+from paceline.search.ladder import ladder_for, with_degrees
 
 ENOUGH = 0.98  # of the time of a simpler candidate
 
 
-def choose_by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine) -> Choice:
+def choose(config: Config, model: ModelFacts, room: Room, machine: Machine | None = None) -> Choice:
+    """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``, of a config whose ranks are decided.
+
+    Of what fits into ``room``, the fastest by prediction on ``machine`` is taken; the first in order where that is None
+    or cannot be priced. Raises ConfigError where nothing fits, or the batch divides among no number of data ranks.
+    """
+    config = with_precision(config, room.device)
+    ladder, left_out = ladder_for(config, model, room)
+    if not ladder:
+        config_batch(with_degrees(config, room.ranks), room.ranks)  # says what is wrong with the batch
+    is_whole = config.parallel.sharding_strategy == "manual"
+    key = "parallel.strategy" if is_whole else "parallel.sharding_strategy"
+    choice = take_first(ladder, model, room, key=key, left_out=tuple(left_out))
+    return choice if machine is None else _by_time(choice, config, model, machine)
+
+
+def _by_time(choice: Choice, config: Config, model: ModelFacts, machine: Machine) -> Choice:
     """Returns the choice with predicted seconds, and with the fastest candidate in the place of the first that fits."""
     room = choice.room
+    config = config.with_values("parallel", device=room.device)
     try:
         cluster = _known_cluster(config, machine, ranks=room.ranks, node_ranks=room.node_ranks)
-        task = task_of(_undecided(config), room.ranks, facts=model)
+        task = task_of(with_degrees(config, room.ranks), room.ranks, facts=model)
         ladder = tuple(
             each
             if each.rejected
@@ -67,7 +87,7 @@ def first_microbatch(
         return None
     try:
         cluster = _known_cluster(config, machine, ranks=ranks, node_ranks=node_ranks)
-        task = task_of(_undecided(config), ranks, facts=model)
+        task = task_of(with_degrees(config, ranks), ranks, facts=model)
         seconds = {size: _price(layout, size, task, cluster) for size in sizes}
     except (UsageError, ConfigError):
         return None
@@ -82,12 +102,6 @@ def _known_cluster(config: Config, machine: Machine, *, ranks: int, node_ranks: 
     if reason or policy != "none":
         raise UsageError(reason or f"comm.compression.policy = {policy} is not priced")
     return present_cluster(config, machine, ranks, None)[0]
-
-
-def _undecided(config: Config) -> Config:
-    """Returns the config with a batch that can be read before strategy and microbatch are decided."""
-    changes = {"strategy": "ddp", "sharding_strategy": "manual", "pipeline": 1, "tensor": 1, "shard_ranks": None}
-    return config.with_values("parallel", **changes)
 
 
 def _seconds(

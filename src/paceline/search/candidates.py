@@ -21,7 +21,8 @@ from dataclasses import dataclass, field, replace
 from paceline.cluster.devices import Cluster
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
-from paceline.plan.workload import RECOMPUTES, Compute, Framework, ModelShape, Running, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import RECOMPUTES, Compute, Framework, Running, Workload
 from paceline.predict.memory.planned import EngineMemory
 
 CHECKPOINTS = tuple(RECOMPUTES)

@@ -1,39 +1,26 @@
-"""``parallel.strategy: auto``: the cheapest way to train a model that fits into memory, and why.
+"""What a choice is: candidates that are judged by memory, the one that was taken, and why.
 
-Candidates stand in the order of what they cost; the first that fits is taken:
-
-    strategy       ddp, zero1, zero2     2 P (N-1)/N bytes a step each; more is shared, a little less overlaps
-                   hybrid                3 P inside a host, and little between hosts; only where there are several
-                   fsdp                  3 P (N-1)/N
-    checkpointing  none, matmuls, full   computes again: nothing, all but the matrix products, the whole forward (+ 1/3)
-    offload        none, optimizer, + gradients and parameters    the host's memory and its bus, in every step
-
-Recomputation costs time on every rank and offload more still, so that every strategy is tried before the next of them.
-Where this machine can be priced, the fastest of those that fit takes the place of the first (``search/automatic.py``).
-A margin of the device's memory is kept free: allocators lose some, and estimates are estimates. Models that are split
-themselves are chosen among in ``make_plan.py``.
+A margin of the device's memory is kept free: allocators lose some, and estimates are estimates. The candidates and
+their order are in ``ladder.py``.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import Config, batch_plan, layout_of
+from paceline.config import Config, with_precision
 from paceline.errors import ConfigError, Problem
 from paceline.plan.describe import layout_label
-from paceline.plan.layout import Layout, Offload, Strategy
+from paceline.plan.layout import Layout
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.units import format_bytes, format_count, format_seconds
 
 MARGIN = 0.1  # of the device's memory
-_OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, gradients=True, parameters=True))
-_CHECKPOINTS = ("none", "matmuls", "full")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,31 +126,6 @@ class Choice:
         }
 
 
-def choose_for_config(config: Config, model: ModelFacts, room: Room) -> Choice:
-    """Takes the cheapest candidate that fits. What the config says about memory itself is kept as it is.
-
-    A microbatch that is to be found counts as one sample. Raises ConfigError where nothing fits.
-    """
-    asked = layout_of(config.with_values("parallel", pipeline=1, tensor=1, sequence_parallel=False))
-    if config.train.microbatch != "auto":
-        batch = batch_plan(config.train, room.ranks)
-        asked = dataclasses.replace(asked, microbatch=batch.microbatch, accumulate=batch.accumulate)
-    keep = frozenset(config.memory.model_fields_set)
-    return choose_strategy(model, asked, room, states=StateFacts.of(config, room.device), keep=keep)
-
-
-def choose_strategy(
-    model: ModelFacts, asked: Layout, room: Room, *, states: StateFacts, keep: frozenset[str] = frozenset()
-) -> Choice:
-    """Takes the first candidate that fits: those of ``asked`` with another strategy, checkpointing and offload.
-
-    ``keep`` names what stays as asked: ``checkpoint_activations``, ``offload``. Shard ranks in ``asked`` are those of
-    hybrid sharding. Raises ConfigError where nothing fits, with what would come nearest.
-    """
-    ladder = [judge(model, layout, room, states) for layout in data_layouts(model, asked, room, keep)]
-    return take_first(ladder, model, room)
-
-
 def take_first(
     ladder: Sequence[Judged],
     model: ModelFacts,
@@ -187,9 +149,9 @@ def budget_of(room: Room) -> int:
 
 
 def apply_choice(config: Config, choice: Choice) -> Config:
-    """Returns the config with what was chosen in the place of ``auto``."""
+    """Returns the config with what was chosen in the place of ``auto``, and the precision of the device."""
     layout = choice.chosen.layout
-    changed = config.with_values(
+    changed = with_precision(config, choice.room.device).with_values(
         "memory", checkpoint_activations=layout.checkpoint_activations, offload=layout.offload.parts
     )
     return changed.with_values(
@@ -206,51 +168,6 @@ def judge(model: ModelFacts, layout: Layout, room: Room, states: StateFacts, ove
     """Estimates what a layout needs; it is rejected, with the reason, if there is no room for it."""
     memory = estimate_memory(model, layout, states)
     return Judged(layout=layout, memory=memory, overhead=overhead, rejected=_rejection(memory, budget_of(room), room))
-
-
-def checkpoints_for(model: ModelFacts, asked: Layout, keep: frozenset[str]) -> tuple[str, ...]:
-    """Returns the checkpointing to try, the cheapest first."""
-    checkpoints = (asked.checkpoint_activations,) if "checkpoint_activations" in keep else _CHECKPOINTS
-    return checkpoints if model.blocks else checkpoints[:1]  # there is nothing to checkpoint block by block
-
-
-def data_layouts(model: ModelFacts, asked: Layout, room: Room, keep: frozenset[str]) -> Iterator[Layout]:
-    """Iterates over the layouts of whole models, the cheapest first."""
-    checkpoints = checkpoints_for(model, asked, keep)
-    offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if room.device == "cuda" else _OFFLOADS[:1]
-    for offload, checkpoint in itertools.product(offloads, checkpoints):
-        for strategy, shards in _strategies(asked, room):
-            if offload.is_any and not _can_offload(strategy, offload):
-                continue
-            if room.ranks == 1 and strategy != "ddp" and not offload.is_any:  # with nobody to share, nothing is saved
-                continue
-            yield dataclasses.replace(
-                asked,
-                strategy=strategy,
-                data=room.ranks,
-                shard_ranks=shards,
-                node_ranks=room.node_ranks,
-                chunks=1,
-                checkpoint_activations=checkpoint,
-                offload=offload,
-            )
-
-
-def _can_offload(strategy: Strategy, offload: Offload) -> bool:
-    if strategy in ("zero1", "zero2"):
-        return offload.optimizer and not offload.parameters
-    return strategy != "ddp"
-
-
-def _strategies(asked: Layout, room: Room) -> Iterator[tuple[Strategy, int]]:
-    yield "ddp", 1
-    yield "zero1", room.ranks
-    if room.ranks > 1:
-        yield "zero2", room.ranks
-        group = asked.shard_ranks if asked.shard_ranks > 1 else room.node_ranks
-        if 1 < group < room.ranks and room.ranks % group == 0:
-            yield "hybrid", group
-    yield "fsdp", room.ranks
 
 
 def _rejection(memory: MemoryEstimate, budget: int, room: Room) -> str:

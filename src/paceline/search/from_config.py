@@ -6,16 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from paceline.cluster.devices import Cluster
-from paceline.config import Config, config_batch, config_from_dict, gpt_shape, layout_of
+from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.config.checks import check_ranks
 from paceline.config.data_sections import known_shape
-from paceline.config.sections import GPTModelConfig, GPTShape
+from paceline.config.sections import GPTModelConfig
 from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.layout import Compression, Layout, Offload
-from paceline.plan.workload import RECOMPUTES, Compute, ModelShape, SampleModel, Workload
-from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import RECOMPUTES, Compute, Workload
+from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
 from paceline.search.search import Ranked
@@ -44,7 +45,7 @@ def task_of(
     precision = train.precision_on(config.parallel.device)
     own: ModelShape | SampleModel
     if isinstance(config.model, GPTModelConfig):
-        own, details = _of_gpt(config, config.model)
+        own, details = _of_gpt(config)
     else:
         own, details = _of_samples(config, facts)
     return TrainingTask(
@@ -57,29 +58,14 @@ def task_of(
     )
 
 
-def _of_gpt(config: Config, model: GPTModelConfig) -> tuple[ModelShape, dict[str, Any]]:
-    data, sizes = known_shape(config.data), gpt_shape(model)
-    context = data.context or (sizes.context if sizes else None)
-    if sizes is None or context is None:
+def _of_gpt(config: Config) -> tuple[ModelShape, dict[str, Any]]:
+    known = known_gpt(config)
+    if known is None:
         raise UsageError(
             "the model's context is not known: data.context and model.context are not given\n"
             "  a plan needs the tokens of a sample\n  set model.context, or data.context"
         )
-    return model_shape(sizes, model.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), {"seq_len": context}
-
-
-def model_shape(sizes: GPTShape, vocabulary: int) -> ModelShape:
-    """Returns a GPT in the terms of predictions."""
-    return ModelShape(
-        layers=sizes.layers,
-        hidden=sizes.width,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        ffn=sizes.mlp_width,
-        vocab=vocabulary,
-        gated=sizes.mlp == "swiglu",
-        tied=sizes.tied,
-    )
+    return known[0], {"seq_len": known[1]}
 
 
 def _of_samples(config: Config, facts: ModelFacts | None) -> tuple[SampleModel, dict[str, Any]]:
@@ -91,15 +77,7 @@ def _of_samples(config: Config, facts: ModelFacts | None) -> tuple[SampleModel, 
             "  it follows from the sizes of the data, or from running the model's code on tensors without values\n"
             "  give the data's sizes, plan it with paceline.plan(...), or describe it as model.kind: gpt"
         )
-    model = SampleModel(
-        name=facts.name,
-        params=float(facts.parameters),
-        flops=facts.work.flops,
-        activations=facts.work.written,
-        kernels=facts.work.kernels,
-        kind="convolution" if facts.work.is_convolutional else "attention",
-    )
-    return model, {"seq_len": 1, "checkpoints": CHECKPOINTS if facts.blocks else CHECKPOINTS[:1]}
+    return facts.work, {"seq_len": 1, "checkpoints": CHECKPOINTS if facts.blocks else CHECKPOINTS[:1]}
 
 
 def assumed_of(config: Config) -> tuple[str, ...]:

@@ -19,7 +19,7 @@ from paceline.cluster.entries import near_names
 from paceline.config import Config
 from paceline.config.data_sections import known_shape
 from paceline.errors import UsageError
-from paceline.plan.workload import ModelShape
+from paceline.plan.model_shape import ModelShape
 from paceline.untrusted import parse_json, read_regular
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
@@ -48,6 +48,11 @@ _MIXTURE_NAMES = {
     "qwen3_moe": _QWEN_NAMES,
 }
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_intermediate_size")
+_CLASSIC: dict[str, Any] = {"norm": "layer", "mlp": "gelu", "positions": "learned"}
+_IN_A_CONFIG = (
+    *("layers", "heads", "kv_heads", "width", "mlp_width", "vocab_size"),
+    *("norm", "mlp", "positions", "tied"),
+)
 _TOKENS_OF_A_BATCH = 2**22
 _SAMPLES = 2**16
 _LONGEST = 4096  # of a sample, where nothing is said: many models allow more than they are trained with
@@ -140,12 +145,12 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel
     is_classic = kind in ("gpt2", "bert")
     shape = ModelShape(
         layers=sizes["layers"],
-        hidden=width,
+        width=width,
         heads=heads,
         kv_heads=kv_heads,
-        ffn=mlp_width,
-        vocab=sizes["vocab"],
-        gated=not is_classic,
+        mlp_width=mlp_width,
+        vocab_size=sizes["vocab"],
+        **(_CLASSIC if is_classic else {}),
         tied=bool(values.get("tie_word_embeddings", is_classic)),
         causal=kind != "bert",
         head_dim=head_dim if head_dim != width // heads else 0,
@@ -155,48 +160,43 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel
         fields.check()
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else 0
     window = window if isinstance(window, int) else 0
-    return _model(kind, shape, min(sizes["context"], _LONGEST), is_classic, window)
+    return _model(kind, shape, min(sizes["context"], _LONGEST), window)
 
 
 def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> ModelShape:
     """Returns the shape with experts, a shared one counted as so many of the others."""
-    width = sizes.get("expert", dense.ffn)
+    width = sizes.get("expert", dense.mlp_width)
     shared = fields.optional("shared_expert_intermediate_size")
     every = fields.optional("decoder_sparse_step") or 1
     if sizes["active"] > sizes["experts"]:
         fields.problems.append(f"num_experts_per_tok = {sizes['active']} of {sizes['experts']} experts")
     without = set(fields.values.get("mlp_only_layers") or ())
     sparse = sum((each + 1) % every == 0 and each not in without for each in range(dense.layers))
-    of_mixture = 3 * dense.hidden * (sizes["experts"] * width + shared) + dense.hidden * sizes["experts"]
-    of_dense = 3 * dense.hidden * dense.ffn
+    of_mixture = 3 * dense.width * (sizes["experts"] * width + shared) + dense.width * sizes["experts"]
+    of_dense = 3 * dense.width * dense.mlp_width
     total = dense.layers * dense.attention_params + dense.end_params
     return replace(
         dense,
-        ffn=width,
+        mlp_width=width,
         experts=sizes["experts"],
         active_experts=sizes["active"] + round(shared / width),
         total_params=float(total + sparse * of_mixture + (dense.layers - sparse) * of_dense),
     )
 
 
-def _model(kind: str, shape: ModelShape, context: int, is_classic: bool, window: int) -> HuggingFaceModel:
+def _model(kind: str, shape: ModelShape, context: int, window: int) -> HuggingFaceModel:
     batch = max(1, _TOKENS_OF_A_BATCH // context)
     no_config = "its attention looks in both directions" if kind == "bert" else ""
     if shape.head_dim:
-        no_config = f"its heads have {shape.head_dim} features, and width / heads is {shape.hidden / shape.heads:g}"
+        no_config = f"its heads have {shape.head_dim} features, and width / heads is {shape.width / shape.heads:g}"
     if shape.experts:
         no_config = f"it is a mixture of {shape.experts} experts"
     samples = max(_SAMPLES, 4 * batch)
     # Of which as many are evaluated as a step has.
-    data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab, "context": context, "samples": samples}
-    family = {"norm": "rms", "mlp": "swiglu", "positions": "rotary"}
-    if is_classic:
-        family = {"norm": "layer", "mlp": "gelu", "positions": "learned"}
-    sizes = {"layers": shape.layers, "heads": shape.heads, "kv_heads": shape.kv_heads, "width": shape.hidden}
-    sizes |= {"mlp_width": shape.ffn, "vocab_size": shape.vocab}
+    data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab_size, "context": context, "samples": samples}
     values = {
         "name": kind,
-        "model": {"kind": "gpt", **sizes, **family, "tied": shape.tied},
+        "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG},
         "data": data | {"eval_fraction": round(batch / samples, 4)},
         "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
     }

@@ -12,7 +12,7 @@ from paceline.cluster.entries import near_names
 from paceline.cluster.wires import over_backend
 from paceline.config import Config, config_from_dict, with_precision
 from paceline.errors import UsageError
-from paceline.plan.workload import ModelShape
+from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts
 from paceline.predict.memory.planned import EngineMemory

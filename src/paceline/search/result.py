@@ -18,7 +18,8 @@ from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.notebook import Shown, table
 from paceline.plan.layout import Layout
-from paceline.plan.workload import ModelShape, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Workload
 from paceline.search.candidates import TrainingTask
 from paceline.search.from_config import planned_values, planned_yaml
 from paceline.search.request import PlanRequest

@@ -21,7 +21,8 @@ from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.plan.describe import Value, config_values, count_differences, layout_text
 from paceline.plan.layout import Layout, Offload
-from paceline.plan.workload import ModelShape, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import engine_footprint, price_untuned, with_tuning
 from paceline.predict.formulas.predict import Prediction, model_flops
 from paceline.predict.formulas.tuning import BUCKETS_MB, part_params
@@ -38,7 +39,6 @@ NOT_ALLOWED = "the config forbids them"
 NO_ROOM_ON_HOST = "more memory than the host has"
 _TIMED_BY_MEMORY = 200  # of the smallest candidates, where the smallest are asked for
 _WORTH_TUNING = 0.995
-_HOST_BYTES = 18  # of a parameter that is offloaded: masters, gradients, moments, and a copy in low precision
 # Parts of a step in words: where a slower candidate spends more.
 _PARTS = {
     "compute": "computing",
@@ -213,10 +213,7 @@ def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
 
 def host_bytes(workload: Workload) -> float:
     """Returns what a rank has in its host's memory."""
-    offload = workload.layout.offload
-    if not offload.is_any:
-        return 0.0
-    return (_HOST_BYTES if offload.optimizer else 8) * part_params(workload) / workload.layout.shards
+    return workload.layout.offload.host_bytes * part_params(workload) / workload.layout.shards
 
 
 def node_bytes(workload: Workload, cluster: Cluster) -> float:

@@ -29,7 +29,6 @@ from paceline.models.gpt import GPT
 from paceline.models.known_values import KnownValues, answering
 from paceline.predict.formulas.predict import transformer_flops
 from paceline.predict.memory.activations import describe_model
-from paceline.search.from_config import model_shape
 from paceline.train.loss import Loss, build_loss
 from paceline.train.randomness import capture_random_states, restore_random_states
 
@@ -60,8 +59,7 @@ def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | 
     The model is as it was built, before any engine has it, and stays as it is; so do random states.
     """
     if isinstance(model, GPT):
-        shape = model_shape(model.config, model.config.vocab_size)
-        return transformer_flops(shape, data.shape.context or model.config.context)
+        return transformer_flops(model.config, data.shape.context or model.config.context)
     known = describe_model(config, "cpu")
     if known is not None and known.work is not None:
         return 3 * known.work.flops

@@ -27,8 +27,8 @@ from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.search.choice import Choice, Room
-from paceline.search.make_plan import choose_layout
+from paceline.search.automatic import choose
+from paceline.search.choice import Choice, Room, apply_choice
 from paceline.train.loss import build_loss
 from paceline.train.model_errors import RULE, first_line, made_at, misfit, needs_values, raised_at
 
@@ -41,7 +41,8 @@ def resolve_strategy(config: Config, room: Room, machine: Machine | None = None)
     """
     config = with_precision(config, room.device)
     model = describe_model(config, room.device) or measure_config(config, room.device)
-    return choose_layout(config, model, room, machine or detect_machine(with_gpus=room.device == "cuda"))
+    choice = choose(config, model, room, machine or detect_machine(with_gpus=room.device == "cuda"))
+    return apply_choice(config, choice), choice
 
 
 def resolve_together(

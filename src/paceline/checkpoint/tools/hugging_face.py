@@ -19,8 +19,9 @@ import torch
 from paceline.checkpoint.manifest import Manifest, damaged
 from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.stream import stream_made
-from paceline.config.sections import GPTModelConfig, GPTShape, gpt_shape
+from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.errors import CheckpointError, UsageError
+from paceline.plan.model_shape import ModelShape
 from paceline.untrusted import is_count
 
 _EPS = 1e-5
@@ -55,7 +56,7 @@ _GPT2_BLOCK = {
 Streams = Mapping[str, Stream]
 
 
-def shape_of(manifest: Manifest) -> GPTShape:
+def shape_of(manifest: Manifest) -> ModelShape:
     """Returns the dimensions of the GPT that a checkpoint holds. Raises UsageError for another model."""
     kind = manifest.setting("model", "kind")
     if kind != "gpt":
@@ -71,10 +72,10 @@ def shape_of(manifest: Manifest) -> GPTShape:
     if shape is None:
         raise damaged("the config that a checkpoint has of its model has no sizes")
     context = manifest.setting("data", "context")
-    return replace(shape, context=shape.context or (context if is_count(context) else None))
+    return replace(shape, context=shape.context or (context if is_count(context) else 0))
 
 
-def to_hugging_face(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
+def to_hugging_face(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     """Returns a GPT's config.json and tensors, as Hugging Face has them. Raises UsageError without a counterpart."""
     kind = (shape.norm, shape.mlp, shape.positions)
     is_classic = kind == ("layer", "gelu", "learned") and shape.tied and shape.kv_heads == shape.heads
@@ -108,7 +109,7 @@ def from_hugging_face(config: Mapping[str, Any], streams: Streams) -> dict[str, 
     )
 
 
-def _to_llama(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
+def _to_llama(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     width = streams["token_embedding.weight"].shape[1]
     config = {
         **_common_config("llama", "LlamaForCausalLM", shape, streams),
@@ -151,7 +152,7 @@ def _from_llama(streams: Streams) -> dict[str, Stream]:
     return {names[name]: replace(streams[name], name=names[name]) for name in kept}
 
 
-def _to_gpt2(shape: GPTShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
+def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[Stream]]:
     width = streams["token_embedding.weight"].shape[1]
     config = {
         **_common_config("gpt2", "GPT2LMHeadModel", shape, streams),
@@ -231,7 +232,7 @@ def _cut(stream: Stream, first: int, last: int) -> torch.Tensor:
     return stream.whole()[:, first:last].t()
 
 
-def _common_config(kind: str, architecture: str, shape: GPTShape, streams: Streams) -> dict[str, Any]:
+def _common_config(kind: str, architecture: str, shape: ModelShape, streams: Streams) -> dict[str, Any]:
     embedding = streams["token_embedding.weight"]
     return {
         "architectures": [architecture],

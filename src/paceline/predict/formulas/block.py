@@ -131,7 +131,7 @@ class BlockModel:
             forward=forward.times(known.block),
             backward=(backward + again).times(known.block),
             embed=BlockCost(
-                device=self._memory_seconds(6 * self.tokens * self.model.hidden * self.width), host=4 * launch
+                device=self._memory_seconds(6 * self.tokens * self.model.width * self.width), host=4 * launch
             ),
             head_forward=head_f.times(known.head),
             head_backward=head_b.times(known.head),
@@ -168,15 +168,15 @@ class BlockModel:
         """Forward, backward, and of the forward the last product."""
         model, tensor, tokens = self.model, self.layout.tensor, self.tokens
         pairs = [
-            self._product(tokens, (model.query_width + model.kv_width) / tensor, model.hidden, self.linear),
-            self._product(tokens, model.hidden, model.query_width / tensor, self.linear),
+            self._product(tokens, (model.query_width + model.kv_width) / tensor, model.width, self.linear),
+            self._product(tokens, model.width, model.query_width / tensor, self.linear),
         ]
         rows, copies = tokens, 1.0
         if model.experts:
             copies = max(1.0, model.experts / self.layout.expert)
             rows = tokens * self.layout.expert * model.active_experts / model.experts
-        up = self._product(rows, (model.matrices - 1) * model.ffn / tensor, model.hidden, self.linear)
-        down = self._product(rows, model.hidden, model.ffn / tensor, self.linear)
+        up = self._product(rows, (model.matrices - 1) * model.mlp_width / tensor, model.width, self.linear)
+        down = self._product(rows, model.width, model.mlp_width / tensor, self.linear)
         pairs += [(up[0] * copies, up[1] * copies), (down[0] * copies, down[1] * copies)]
         return sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs), pairs[-1][0]
 
@@ -199,20 +199,20 @@ class BlockModel:
     def _memory(self) -> float:
         model, tensor = self.model, self.layout.tensor
         across = tensor if self.layout.sequence_parallel else 1
-        hidden = self.passes.hidden * model.hidden / across
+        hidden = self.passes.hidden * model.width / across
         gate = self.passes.gate if model.gated else 0.0
-        wide = (self.passes.ffn + gate) * model.ffn / tensor
+        wide = (self.passes.ffn + gate) * model.mlp_width / tensor
         if model.experts:
-            wide = wide * model.active_experts + 6 * model.active_experts * model.hidden
+            wide = wide * model.active_experts + 6 * model.active_experts * model.width
         return self._memory_seconds(self.width * self.tokens * (hidden + wide))
 
     def _head(self) -> tuple[BlockCost, BlockCost]:
         model, tensor = self.model, self.layout.tensor
         # An encoder predicts the masked tokens alone.
         tokens = self.tokens * (1.0 if model.causal else MASKED)
-        forward, backward = self._product(tokens, model.vocab / tensor, model.hidden, self.other)
+        forward, backward = self._product(tokens, model.vocab_size / tensor, model.width, self.other)
         logits = FUSED_LOGITS if self.run.fused_loss else self.passes.logits
-        loss = self._memory_seconds(logits * tokens * model.vocab / tensor)
+        loss = self._memory_seconds(logits * tokens * model.vocab_size / tensor)
         launch, wait = self.constants.launch_us * 1e-6, self._tensor_wait() / 2
         return (
             BlockCost(device=forward + loss / 2, host=10 * launch, wait=wait),
@@ -228,7 +228,7 @@ class BlockModel:
         if tensor == 1:
             return 0.0
         group = group_of(self.cluster, tensor)
-        num_bytes = self.tokens * self.model.hidden * self.width
+        num_bytes = self.tokens * self.model.width * self.width
         if self.layout.sequence_parallel:
             each = collective_seconds("all_gather", num_bytes, group, self.cluster)
             each += collective_seconds("reduce_scatter", num_bytes, group, self.cluster) + CALL_S
@@ -242,7 +242,7 @@ class BlockModel:
         if expert == 1:
             return 0.0
         group = group_of(self.cluster, expert, self.layout.tensor)
-        num_bytes = self.tokens / self.layout.tensor * self.model.active_experts * self.model.hidden * 2
+        num_bytes = self.tokens / self.layout.tensor * self.model.active_experts * self.model.width * 2
         return 2 * (collective_seconds("all_to_all", num_bytes, group, self.cluster) + CALL_S) * self.constants.slowdown
 
     def _context_wait(self, attention: float) -> float:

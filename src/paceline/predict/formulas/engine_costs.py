@@ -21,7 +21,8 @@ from dataclasses import replace
 from paceline.cluster.devices import Cluster
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.layout import Layout
-from paceline.plan.workload import Recompute, SampleModel, Workload
+from paceline.plan.model_shape import SampleModel
+from paceline.plan.workload import Recompute, Workload
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.predict import Prediction, predict
 from paceline.predict.formulas.step import StepParts
@@ -92,11 +93,11 @@ def engine_footprint(workload: Workload) -> Footprint:
 
 
 def _shared(found: Footprint, layout: Layout) -> Footprint:
-    shards, is_fully = layout.shards, layout.is_fully_sharded
+    shards, sharing = layout.shards, layout.sharing
     return replace(
         found,
-        parameters=found.parameters / (shards if is_fully else 1),
-        gradients=found.gradients / (shards if is_fully or layout.strategy == "zero2" else 1),
+        parameters=found.parameters / (shards if sharing.parameters else 1),
+        gradients=found.gradients / (shards if sharing.gradients else 1),
         optimizer=found.optimizer / shards,
     )
 
@@ -125,7 +126,7 @@ def _shared_seconds(step: StepParts, workload: Workload, cluster: Cluster) -> tu
         last = timeline.add("compute", computed * (2 if is_backward else 1), after=here)
         if is_backward:
             timeline.add("link", reduce, after=(last,))
-    times = 1 if workload.layout.strategy == "zero1" else count
+    times = count if workload.layout.sharing.gradients else 1
     exposed = timeline.idle("compute") * times
     hidden = max(0.0, timeline.busy("link") * times - exposed)
     return (exposed, hidden) if is_fully else (exposed + PIECES * gather, hidden)

@@ -20,7 +20,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import cast
 
-from paceline.plan.workload import Compute, ModelShape, Recompute, Workload
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Compute, Recompute, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +57,8 @@ def shape_of(workload: Workload) -> BlockShape | None:
     if not isinstance(model, ModelShape) or model.experts or layout.context > 1:
         return None
     return BlockShape(
-        hidden=model.hidden,
-        ffn=model.ffn,
+        hidden=model.width,
+        ffn=model.mlp_width,
         tensor=layout.tensor,
         seq_len=run.seq_len,
         samples=workload.micro_batch,

@@ -152,7 +152,7 @@ def _message_seconds(workload: Workload, cluster: Cluster, constants: Constants)
     if layout.pipeline == 1:
         return 0.0
     # Tensor ranks send a part each, and gather behind the link.
-    num_bytes = workload.tokens * workload.shape.hidden * 2 / layout.tensor
+    num_bytes = workload.tokens * workload.shape.width * 2 / layout.tensor
     group = Group(2, 2 if _leaves_node(layout, cluster) else 1)
     return (collective_seconds("send", num_bytes, group, cluster) + CALL_S) * constants.slowdown
 

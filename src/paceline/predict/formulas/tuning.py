@@ -19,7 +19,8 @@ from dataclasses import replace
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.cluster.nccl import Collective, collective_seconds, group_of
 from paceline.plan.layout import Offload
-from paceline.plan.workload import ModelShape, Recompute, Workload, stage_layers
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.workload import Recompute, Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
 from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
@@ -71,7 +72,7 @@ def tuned_footprint(found: Footprint, workload: Workload) -> Footprint:
     return replace(
         found,
         parameters=resident if layout.is_fully_sharded else whole + resident,
-        gradients=found.gradients if layout.strategy == "zero1" else 0.0,
+        gradients=0.0 if layout.sharing.gradients else found.gradients,
         optimizer=0.0,
     )
 

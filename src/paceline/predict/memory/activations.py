@@ -29,7 +29,6 @@ from itertools import pairwise
 from paceline.config import (
     Config,
     GPTModelConfig,
-    GPTShape,
     MLPModelConfig,
     ResNetModelConfig,
     SyntheticImagesDataConfig,
@@ -37,7 +36,8 @@ from paceline.config import (
 )
 from paceline.config.data_sections import known_shape
 from paceline.plan.layout import WITH_MASTERS
-from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts, SampleWork
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
 _RESNET_STAGES = {18: (2, 2, 2, 2), 50: (3, 4, 6, 3)}
@@ -84,11 +84,8 @@ def describe_model(config: Config, device: str) -> ModelFacts | None:
     widths = Widths.of(precision, config.train.dtype, device, is_compiled=is_compiled, is_one_graph=is_one_graph)
     model, shape = config.model, known_shape(config.data)
     if isinstance(model, GPTModelConfig):
-        dimensions = gpt_shape(model)
-        context = shape.context or (dimensions.context if dimensions else None)
-        if dimensions is None or context is None:
-            return None
-        return describe_gpt(dimensions, model.vocab_size or shape.vocab_size or ASSUMED_VOCABULARY, context, widths)
+        known = known_gpt(config)
+        return None if known is None else describe_gpt(*known, widths)
     if isinstance(model, ResNetModelConfig) and isinstance(config.data, SyntheticImagesDataConfig):
         channels = model.in_channels or config.data.channels
         return describe_resnet(model, channels, model.num_classes or config.data.classes, config.data.size, widths)
@@ -98,6 +95,16 @@ def describe_model(config: Config, device: str) -> ModelFacts | None:
     return None
 
 
+def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
+    """Returns the shape of a config's GPT with its vocabulary, and the tokens of a sample; None where one is open."""
+    if not isinstance(config.model, GPTModelConfig):
+        return None
+    shape, data = gpt_shape(config.model), known_shape(config.data)
+    if shape is None or not (tokens := data.context or shape.context):
+        return None
+    return replace(shape, vocab_size=shape.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), tokens
+
+
 def _is_alone(config: Config) -> bool:
     return config.model.compile != "blocks" and config.parallel.ranks == 1
 
@@ -105,17 +112,16 @@ def _is_alone(config: Config) -> bool:
 # GPT
 
 
-def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a GPT on samples of ``context`` tokens."""
-    block = _gpt_block(shape, context, widths)
-    first = _gpt_embedding(shape, vocab_size, context, widths)
-    last = _gpt_head(shape, vocab_size, context, widths)
-    tied = vocab_size * shape.width if shape.tied else 0
+def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
+    """Returns the facts of a GPT on samples of so many tokens."""
+    block = _gpt_block(shape, tokens, widths)
+    first, last = _gpt_embedding(shape, tokens, widths), _gpt_head(shape, tokens, widths)
+    tied = shape.vocab_size * shape.width if shape.tied else 0
     root = BlockFacts.together((first, last), tied=tied, tied_columns=shape.width if shape.tied else 0)
     loss = LossFacts(
-        vocabulary=vocab_size,
+        vocabulary=shape.vocab_size,
         width=shape.width,
-        tokens=context,
+        tokens=tokens,
         element_bytes=widths.compute,
         kept_bytes=last.split_bytes,
         temporary_bytes=block.temporary_bytes,
@@ -133,13 +139,13 @@ def describe_gpt(shape: GPTShape, vocab_size: int, context: int, widths: Widths)
     )
 
 
-def _gpt_block(shape: GPTShape, tokens: int, widths: Widths) -> BlockFacts:
-    width, matrices = shape.width, _gpt_matrices(shape)
+def _gpt_block(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
+    width, matrices = shape.width, shape.attention_params + shape.expert_params
     inside = _gpt_inner_bytes(shape, tokens, widths)
-    norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.mlp == "swiglu" else 1)]
+    norms = [_norm_bytes(shape, widths, readers=each) for each in (3, 2 if shape.gated else 1)]
     between = sum(kept for kept, _ in norms) + 2 * _dropout_bytes(shape.dropout, width, widths.compute, widths)
     products = _gpt_product_features(shape)
-    rotary = 2 * 4 * (shape.context or tokens) * (width // shape.heads // 2) if shape.positions == "rotary" else 0
+    rotary = 2 * 4 * (shape.context or tokens) * (shape.head_width // 2) if shape.positions == "rotary" else 0
     return BlockFacts(
         parameters=matrices + 2 * width,
         saved_bytes=tokens * (inside + between + sum(outputs for _, outputs in norms)),
@@ -147,7 +153,7 @@ def _gpt_block(shape: GPTShape, tokens: int, widths: Widths) -> BlockFacts:
         product_bytes=tokens * widths.compute * products,
         cast_bytes=2 * matrices if widths.is_autocast else 0,
         largest_parameter=width * max(width, shape.mlp_width),
-        columns=(6 if shape.mlp == "swiglu" else 5) * width + shape.mlp_width,
+        columns=(6 if shape.gated else 5) * width + shape.mlp_width,
         buffer_bytes=rotary,
         temporary_bytes=tokens * 3 * shape.mlp_width * widths.compute,
         operations=_gpt_block_operations(shape, shape.context or tokens),
@@ -158,24 +164,24 @@ def _gpt_block(shape: GPTShape, tokens: int, widths: Widths) -> BlockFacts:
     )
 
 
-def _gpt_embedding(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> BlockFacts:
+def _gpt_embedding(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     width, length = shape.width, shape.context or tokens
     learned = length * width if shape.positions == "learned" else 0
     masks = tokens * _dropout_bytes(shape.dropout, width, widths.stream, widths)
     return BlockFacts(
-        parameters=vocab_size * width + learned,
+        parameters=shape.vocab_size * width + learned,
         saved_bytes=tokens * _INDEX_BYTES + masks,
-        largest_parameter=max(vocab_size * width, learned),
+        largest_parameter=max(shape.vocab_size * width, learned),
         columns=width + (width if learned else 0),
         operations=_OPERATIONS_PER_NUMBER * length * (3 if learned else 1) * width,
-        split_parameters=vocab_size * width,
+        split_parameters=shape.vocab_size * width,
         stream_bytes=masks,
     )
 
 
-def _gpt_head(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> BlockFacts:
+def _gpt_head(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
     """The last norm, the output layer, and the loss."""
-    head = vocab_size * shape.width
+    vocab_size, head = shape.vocab_size, shape.vocab_size * shape.width
     logit_bytes = max(widths.stream, 4)  # the loss wants digits
     inputs, outputs = _norm_bytes(shape, widths, readers=1)
     length = shape.context or tokens
@@ -195,26 +201,18 @@ def _gpt_head(shape: GPTShape, vocab_size: int, tokens: int, widths: Widths) -> 
     )
 
 
-def _gpt_block_operations(shape: GPTShape, tokens: int) -> float:
+def _gpt_block_operations(shape: ModelShape, tokens: int) -> float:
     """Products, attention over all tokens, and what is written: every product twice, scores about four times."""
-    width, mlp = shape.width, shape.mlp_width * (2 if shape.mlp == "swiglu" else 1)
+    width, mlp = shape.width, shape.mlp_width * (2 if shape.gated else 1)
     turned = 5 * width if shape.positions == "rotary" else 0
     norms = (6 if shape.norm == "rms" else 2) * width
     written = 2 * (_gpt_product_features(shape) - width) + 4.5 * shape.heads * tokens + mlp + norms + 2 * width + turned
-    return tokens * (2 * _gpt_matrices(shape) + 4 * tokens * width + _OPERATIONS_PER_NUMBER * written)
+    return tokens * (
+        2 * (shape.attention_params + shape.expert_params) + 4 * tokens * width + _OPERATIONS_PER_NUMBER * written
+    )
 
 
-def _gpt_matrices(shape: GPTShape) -> int:
-    """Counts the weights of a block's matrices: query and output, keys and values, and the MLP."""
-    mlp = (3 if shape.mlp == "swiglu" else 2) * shape.width * shape.mlp_width
-    return 2 * shape.width**2 + 2 * shape.width * _kv_width(shape) + mlp
-
-
-def _kv_width(shape: GPTShape) -> int:
-    return shape.width // shape.heads * shape.kv_heads
-
-
-def _gpt_inner_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
+def _gpt_inner_bytes(shape: ModelShape, tokens: int, widths: Widths) -> float:
     """What attention and the MLP save, but for their inputs: what tensor parallelism splits."""
     width = shape.width
     if shape.dropout and widths.device == "cpu":
@@ -225,20 +223,20 @@ def _gpt_inner_bytes(shape: GPTShape, tokens: int, widths: Widths) -> float:
         copies = 2 if shape.positions == "rotary" else 1
         # Kernels in 16 bits on a GPU share keys and values among heads; elsewhere they are repeated for each head.
         is_shared = widths.device == "cuda" and widths.compute == 2
-        keys = _kv_width(shape) if is_shared else width
-        attention = ((1 + copies) * width + 2 * keys) * widths.compute + 4 * shape.heads
+        keys = shape.kv_width if is_shared else 2 * width
+        attention = ((1 + copies) * width + keys) * widths.compute + 4 * shape.heads
     # The gate, up, silu of the gate, and their product, which the last product reads; of GELU its input and its result.
     # A compiler keeps no silu: the backward makes it again from the gate (predict/replay/kernel_costs.py).
-    kept = (3 if widths.is_compiled else 4) if shape.mlp == "swiglu" else 2
+    kept = (3 if widths.is_compiled else 4) if shape.gated else 2
     return attention + kept * shape.mlp_width * widths.compute
 
 
-def _gpt_product_features(shape: GPTShape) -> int:
-    mlp = (2 if shape.mlp == "swiglu" else 1) * shape.mlp_width + shape.width
-    return 2 * shape.width + 2 * _kv_width(shape) + shape.width + mlp
+def _gpt_product_features(shape: ModelShape) -> int:
+    mlp = (2 if shape.gated else 1) * shape.mlp_width + shape.width
+    return 3 * shape.width + shape.kv_width + mlp
 
 
-def _norm_bytes(shape: GPTShape, widths: Widths, *, readers: int) -> tuple[float, float]:
+def _norm_bytes(shape: ModelShape, widths: Widths, *, readers: int) -> tuple[float, float]:
     """A norm's input with its statistics, and its output, of which autocast makes a copy for each reader."""
     inputs = 2 * max(widths.stream, 4) if shape.norm == "rms" and widths.device == "cpu" else widths.stream
     outputs = readers * widths.compute if widths.is_autocast else widths.stream
@@ -297,19 +295,20 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         columns=channels,
         operations=2 * channels * classes + _OPERATIONS_PER_NUMBER * (channels + classes),
     )
+    root = BlockFacts.together((first, last))
     return ModelFacts(
         name=f"resnet-{model.depth}",
         blocks=tuple(blocks),
-        root=BlockFacts.together((first, last)),
+        root=root,
         buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
         temporary_bytes=first.temporary_bytes,
         entry=(first,),
         exit=(last,),
-        work=SampleWork(
+        work=SampleModel(
+            params=float(root.parameters + sum(block.parameters for block in blocks)),
             flops=sum(each.flops for each in convolutions) + 2 * channels * classes,
-            written=sum(each.outputs for each in convolutions) + classes,
+            activations=sum(each.outputs for each in convolutions) + classes,
             kernels=3 * len(convolutions) + len(blocks) + 4,  # norms and activations; sums; pooling, head and loss
-            is_convolutional=True,
         ),
     )
 
@@ -397,16 +396,19 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
     """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
     sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
     layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
+    root = BlockFacts.together(layers)
     return ModelFacts(
         name="mlp",
         blocks=(),
-        root=BlockFacts.together(layers),
+        root=root,
         temporary_bytes=2 * widths.compute * model.hidden_dim,
         entry=layers,
-        work=SampleWork(
+        work=SampleModel(
+            params=float(root.parameters),
             flops=sum(2 * rows * columns for rows, columns in pairwise(sizes)),
-            written=sum(sizes[1:]),
+            activations=sum(sizes[1:]),
             kernels=3 * len(layers) + 1,
+            kind="attention",
         ),
     )
 

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from paceline.plan.model_shape import SampleModel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockFacts:
@@ -41,19 +43,6 @@ class BlockFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SampleWork:
-    """What a forward pass of one sample takes: the FLOPs of products and convolutions, the numbers that they write.
-
-    ``kernels`` are those of a pass, whatever its samples; ``is_convolutional``: most FLOPs are of convolutions.
-    """
-
-    flops: float
-    written: float
-    kernels: int
-    is_convolutional: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class LossFacts:
     """What a loss keeps of logits, and what one takes that is fused with the output layer, and keeps none.
 
@@ -84,7 +73,7 @@ class ModelFacts:
     exit: tuple[BlockFacts, ...] = ()
     tied_parameters: int = 0  # that the first and the last layer both use
     loss: LossFacts | None = None  # None: the loss is not fused with the output layer
-    work: SampleWork | None = None  # None: a transformer, whose dimensions say more
+    work: SampleModel | None = None  # None: a transformer, whose dimensions say more
 
     @property
     def parameters(self) -> int:

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from paceline.plan.workload import SampleModel, Shown, Workload, stage_layers
+from paceline.plan.model_shape import SampleModel
+from paceline.plan.workload import Shown, Workload, stage_layers
 from paceline.units import GIB
 
 _CONTEXT_BYTES = 1.5 * GIB
@@ -58,11 +59,10 @@ def footprint(workload: Workload) -> Footprint:
     params = dense + experts
     cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
     weights, gradients, optimizer = _bytes_per_parameter(workload)
-    whole = not layout.is_fully_sharded
     activations, temporary = _activations(workload, layers), _temporary(workload)
     return Footprint(
-        parameters=(params if whole else cut) * weights,
-        gradients=(params if whole and layout.strategy != "zero2" else cut) * gradients,
+        parameters=(cut if layout.sharing.parameters else params) * weights,
+        gradients=(cut if layout.sharing.gradients else params) * gradients,
         optimizer=cut * optimizer,
         activations=activations,
         temporary=temporary,
@@ -97,7 +97,7 @@ def _activations(workload: Workload, layers: int) -> float:
     more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
     across = layout.tensor if layout.sequence_parallel else 1
     if workload.recompute == "full":
-        return layers * flight * more * workload.tokens * model.hidden * 2 / across + _recomputed_bytes(workload)
+        return layers * flight * more * workload.tokens * model.width * 2 / across + _recomputed_bytes(workload)
     return layers * flight * more * _block_bytes(workload)
 
 
@@ -113,13 +113,13 @@ def _block_bytes(workload: Workload) -> float:
     model, layout, run = workload.shape, workload.layout, workload.run
     tensor = layout.tensor
     across = tensor if layout.sequence_parallel else 1
-    hidden = model.hidden
+    hidden = model.width
     width = 2 if run.is_wide else 1
     # Two inputs of norms, two of products; Megatron's GPTs keep two masks of dropout as well, others have none.
     norms = (10 if run.framework == "megatron" else 8) * hidden / across
     # Queries and what goes into the output's product; keys and values.
     inner = (4 * model.query_width + 2 * model.kv_width) / tensor
-    wide = (4 if not model.gated else 6) * model.ffn / tensor * (model.active_experts or 1)
+    wide = (4 if not model.gated else 6) * model.mlp_width / tensor * (model.active_experts or 1)
     scores = 0.0
     if not run.fused_attention and workload.recompute in ("none", "full"):
         scores = 5 * model.heads * run.seq_len / tensor
@@ -128,13 +128,13 @@ def _block_bytes(workload: Workload) -> float:
         # input and attention's result.
         norms = 4 * hidden / across
         inner = (4 * model.query_width + model.kv_width) / tensor
-        wide = 2 * model.ffn / tensor * (model.active_experts or 1)
+        wide = 2 * model.mlp_width / tensor * (model.active_experts or 1)
     return workload.tokens * width * (norms + inner + wide + scores)
 
 
 def _temporary(workload: Workload) -> float:
     model, layout = workload.shape, workload.layout
-    logits = workload.tokens * model.vocab * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
+    logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
     units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
     return max(0.0, logits - _recomputed_bytes(workload)) + units
 

@@ -170,17 +170,17 @@ class _Estimate:
         temporary += self._moving() + self._compressed()
         whole = 0 if layout.is_fully_sharded else self.computed
         # The parameters that are updated, where they are not those of the module; slices, where ranks share them.
-        is_cut = layout.is_fully_sharded or (self.computed_apart and layout.strategy != "ddp")
+        is_cut = layout.is_fully_sharded or (self.computed_apart and layout.sharing.optimizer)
         masters = self.slice if is_cut else self.full if self.computed_apart else 0
         host = 0
-        gradients = self.full if layout.strategy in ("ddp", "zero1") else self.slice
+        gradients = self.slice if layout.sharing.gradients else self.full
         optimizer = self._optimizer_bytes()
         if offload.updates_on_host:
             low_slice = self._slice_of(self.computed)
             staged = low_slice if self.computed != self.full else 0
             host = 2 * self.slice + optimizer + staged  # masters and gradients, and what is copied from
             masters, optimizer = 0 if offload.parameters else low_slice, 0
-            gradients = gradients if layout.strategy == "zero1" else 0
+            gradients = 0 if layout.sharing.gradients else gradients
         elif offload.gradients and self.has_copy:
             host = gradients
             # Those of the last microbatch come as the activations go, and the others are added to them.
@@ -201,7 +201,7 @@ class _Estimate:
     def _optimizer_bytes(self) -> int:
         """Returns the optimizer's state of this rank. Norms and biases of Muon's blocks count as matrices."""
         spared = self.states.fewer_in_blocks * self.itemsize * sum(block.parameters for block in self.model.blocks)
-        if self.layout.strategy == "ddp":
+        if not self.layout.sharing.optimizer:
             return self.states.optimizer_slots * self.full - spared
         return self.states.optimizer_slots * self.slice - spared // self.layout.shards
 

@@ -20,7 +20,7 @@ def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]
     code, a schedule of the user's own, or a model that cannot be cut so.
     """
     parallel, ranks = config.parallel, config.parallel.decided_ranks
-    if "auto" in (config.train.microbatch, parallel.strategy, parallel.sharding_strategy):
+    if "auto" in (config.train.microbatch, parallel.strategy):
         return ()
     try:
         layout = layout_of(config, ranks, ranks // hosts)

@@ -24,7 +24,8 @@ from paceline.bounded_yaml import load_yaml
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
-from paceline.plan.workload import Compute, Framework, ModelShape, Running, SampleModel, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Compute, Framework, Running, Workload
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 
 METRICS = {
@@ -142,11 +143,11 @@ def _model(row: Row) -> ModelShape | SampleModel:
         raise RowError(f"column kv_heads: {kv_heads} do not divide heads = {heads}")
     shape = ModelShape(
         layers=row.whole("layers"),
-        hidden=hidden,
+        width=hidden,
         heads=heads,
         kv_heads=kv_heads,
-        ffn=row.whole("ffn", 4 * hidden),
-        vocab=row.whole("vocab", 51200),
+        mlp_width=row.whole("ffn", 4 * hidden),
+        vocab_size=row.whole("vocab", 51200),
         causal=not _is_encoder(row),
     )
     return _fit_shape(shape, row.number("params_b"), name)
@@ -156,8 +157,8 @@ def _fit_shape(shape: ModelShape, billions: float | None, name: str) -> ModelSha
     """Finds out whether the MLP is gated and the head tied: what comes nearest to the count of parameters."""
     if billions is None:
         gated = any(word in name.lower() for word in ("llama", "qwen", "mistral", "internlm", "nemotron"))
-        return replace(shape, gated=gated, tied=not gated)
-    choices = [replace(shape, gated=gated, tied=tied) for gated in (False, True) for tied in (True, False)]
+        return replace(shape, mlp="swiglu" if gated else "gelu", tied=not gated)
+    choices = [replace(shape, mlp=mlp, tied=tied) for mlp in ("gelu", "swiglu") for tied in (True, False)]
     return min(choices, key=lambda each: abs(each.params - billions * 1e9))
 
 
@@ -351,7 +352,6 @@ def known_samples(name: str) -> SampleModel | None:
     if entry is None:
         return None
     return SampleModel(
-        name=_key(name),
         params=float(entry["params"]),
         flops=float(entry["flops"]),
         activations=float(entry["activations"]),

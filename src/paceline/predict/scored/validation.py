@@ -14,7 +14,8 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.plan.workload import ModelShape, SampleModel, Shown, Workload
+from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.workload import Shown, Workload
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.predict import Prediction, model_flops, predict
 from paceline.predict.memory.footprint import footprint
@@ -99,7 +100,7 @@ def _sample_flops(workload: Workload) -> float:
     flops = model_flops(workload)
     if workload.recompute != "full" or isinstance(workload.model, SampleModel):
         return flops
-    head = 6 * workload.run.seq_len * workload.model.vocab * workload.model.hidden
+    head = 6 * workload.run.seq_len * workload.model.vocab_size * workload.model.width
     return head + (flops - head) * 4 / 3
 
 

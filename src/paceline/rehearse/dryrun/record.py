@@ -168,7 +168,7 @@ class _Recording:
         comm = world.rank(rank, recorder)
         model = empty_model(config, self._data)
         recorder.watch(model_blocks(model), functions)
-        if layout.strategy in ("ddp", "zero1"):  # else whole gradients are there for a moment only
+        if not layout.sharing.gradients:  # else whole gradients are there for a moment only
             watch_gradients(recorder.memory, model)
         with self._telling(model), _without_collections(), recorder, functions:
             parts = build_parts(config, layout, model, self._data, comm, recorder.memory)

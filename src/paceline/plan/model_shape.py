@@ -1,0 +1,133 @@
+"""The shape of a model: what rules, formulas, estimates and the reference GPT are told of it.
+
+Parameters of a transformer with L layers of width h, a of h being queries and g of it keys and values together, MLP
+width f in k matrices (3 where it is gated), vocabulary V:
+
+    L (h (2 a + g) + k h f) + V h (twice where the head is not tied)
+
+A mixture of experts has k h f for each expert; a token passes through some of them only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A model by its dimensions, in the words of ``model`` in a config. 0: not known yet, or that of the data.
+
+    Of models that are no transformers, ``kind`` and ``layers`` alone are known: blocks, or the linear layers of an mlp.
+    ``experts`` is 0 for a dense transformer; with experts, ``mlp_width`` is the width of one of them. ``head_dim`` is 0
+    where it is width / heads. ``score_dim``: where scores and values of a head differ in size (latent attention), their
+    mean; else 0. ``total_params``: where layers differ, the count of all.
+    """
+
+    kind: str = "gpt"
+    layers: int = 0
+    heads: int = 0
+    kv_heads: int = 0
+    width: int = 0
+    mlp_width: int = 0
+    vocab_size: int = 0
+    context: int = 0  # tokens of a sample
+    norm: str = "rms"
+    mlp: str = "swiglu"
+    positions: str = "rotary"
+    tied: bool = False
+    dropout: float = 0.0
+    causal: bool = True
+    head_dim: int = 0
+    experts: int = 0
+    active_experts: int = 0
+    total_params: float = 0.0
+    score_dim: int = 0
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks and both ends: what a pipeline may cut between. An mlp has linear layers alone."""
+        return self.layers + 2 if self.layers and self.kind != "mlp" else self.layers
+
+    @property
+    def head_width(self) -> int:
+        """Features of one head."""
+        return self.head_dim or self.width // self.heads
+
+    @property
+    def score_width(self) -> int:
+        """Over all heads: 4 x this x length are the FLOPs of one token's attention."""
+        return self.heads * self.score_dim or self.query_width
+
+    @property
+    def query_width(self) -> int:
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """Features of keys and values together."""
+        return 2 * self.kv_heads * self.head_width
+
+    @property
+    def gated(self) -> bool:
+        return self.mlp == "swiglu"
+
+    @property
+    def matrices(self) -> int:
+        """Matrices of an MLP."""
+        return 3 if self.gated else 2
+
+    @property
+    def attention_params(self) -> int:
+        return self.width * (2 * self.query_width + self.kv_width)
+
+    @property
+    def expert_params(self) -> int:
+        return self.matrices * self.width * self.mlp_width
+
+    @property
+    def mlp_params(self) -> float:
+        """Of one layer, over all its experts; where the count of all is given, what is left of it."""
+        if self.total_params and self.experts:
+            return (self.total_params - self.end_params) / self.layers - self.attention_params
+        return self.expert_params * max(1, self.experts)
+
+    @property
+    def active_mlp_params(self) -> float:
+        return self.expert_params * (self.active_experts if self.experts else 1)
+
+    @property
+    def layer_params(self) -> float:
+        """Of one layer, with biases and norms left out, which are less than a thousandth."""
+        return self.attention_params + self.mlp_params
+
+    @property
+    def end_params(self) -> float:
+        return self.vocab_size * self.width * (1 if self.tied else 2)
+
+    @cached_property
+    def params(self) -> float:
+        return self.total_params or self.layers * self.layer_params + self.end_params
+
+    @cached_property
+    def active_matmul_params(self) -> float:
+        """Weights that one token is multiplied with, the head included."""
+        return self.layers * (self.attention_params + self.active_mlp_params) + self.vocab_size * self.width
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleModel:
+    """A model known by what one sample (an image, a token) costs, where no dimensions say it.
+
+    ``flops`` of a forward pass are those of products and convolutions, ``activations`` the numbers that its layers
+    write; ``kernels`` are those of a forward pass, whatever its samples.
+    """
+
+    params: float
+    flops: float
+    activations: float
+    kernels: int
+    unit: Literal["image", "token"] = "image"
+    kind: Literal["convolution", "planar", "depthwise", "recurrent", "attention"] = "convolution"
+    samples_each: float = 1.0
