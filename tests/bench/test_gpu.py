@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from measures.losses import compare_losses
 from paceline.bench.gpu import arms as arms_module
 from paceline.bench.gpu import loops
 from paceline.bench.gpu.arms import GpuArm, MeasuredTurn, StepWork, arms_of, bench_gpu, make_rows, select_arms
-from paceline.bench.gpu.losses import compare_losses
 from paceline.bench.gpu.process import ArmTurn, Order, run_order
 from paceline.bench.gpu.workloads import TINY_WORKLOADS, WORKLOADS, GpuWorkload
 from paceline.cluster.peaks import Peaks
