@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from paceline.cli.bench_options import show_record as show_record_by
 from paceline.cli.bench_tables import RATIO, STEPS, Rows, print_table
 
 _PARTS = ("speed", "features", "modelled", "bubbles")
@@ -106,6 +103,3 @@ def show_table(name: str, rows: Rows) -> None:
             if errors := [abs(row[key]) for row in rows if key in row]:
                 mean = sum(errors) / len(errors)
                 print(f"{what}: off by {100 * mean:.1f} % on average, {100 * max(errors):.1f} % at most")
-
-
-show_record = partial(show_record_by, program="python bench", show=show_table)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 import typer
 
-from measures.tables import show_record
+from measures.options import announced, check_scratch, show_record
 from paceline.cli.bench_options import (
     AsJson,
     Models,
     Output,
     Rounds,
-    announced,
     check_device,
     chosen_of,
     numbers_of,
@@ -23,7 +22,6 @@ from paceline.cli.bench_options import (
     words_of,
 )
 from paceline.cli.bench_tables import Rows
-from paceline.cli.destination import check_scratch
 from paceline.cli.options import ConfigPath, Overrides
 from paceline.errors import UsageError
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -82,13 +82,6 @@ def show_record(
 def tell(text: str) -> None:
     """Tells what is measured now."""
     echo(text, err=True)
-
-
-def announced(names: Iterable[str]) -> Iterator[str]:
-    """Iterates over what is to be measured, and tells each before its turn."""
-    for name in names:
-        tell(f"{name} ...")
-        yield name
 
 
 def typed_command(program: str, argv: list[str]) -> str:
