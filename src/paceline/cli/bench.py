@@ -207,7 +207,8 @@ def gpu(
     """
     import torch
 
-    from paceline.bench.gpu.arms import announced_rows, check_arms
+    from paceline.bench.arms import check_words
+    from paceline.bench.gpu.arms import arms_of, bench_gpu
     from paceline.bench.gpu.workloads import workloads_on
 
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
@@ -219,7 +220,13 @@ def gpu(
     known = workloads_on(device)
     wanted, words = chosen_of("--models", models, list(known), f"on {device} "), words_of(arms)
     workloads = [known[name] for name in wanted]
-    check_arms(workloads, words)
+    check_words([arm.name for each in workloads for arm in arms_of(each)], words)
     settings: dict[str, Any] = {"device": device, "models": wanted, "rounds": rounds, "steps": steps}
     settings["turns"] = {each.model: {"steps": steps or each.steps, "warm_up": each.warm_up} for each in workloads}
-    show_record("gpu", settings, announced_rows(workloads, rounds, steps, words, tell), output, as_json=as_json)
+
+    def measure() -> Iterator[Rows]:
+        for workload in workloads:
+            tell(f"{workload.model} ...")
+            yield bench_gpu(workload, rounds, steps, words, tell)
+
+    show_record("gpu", settings, measure(), output, as_json=as_json)
