@@ -16,7 +16,7 @@ from paceline.plan.model_shape import ModelShape
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
 from paceline.predict.scored.published import PublishedRun
-from paceline.predict.scored.validation import in_metric, predict_case
+from paceline.predict.scored.row_prediction import in_metric, predict_case
 
 PULL_BLOCK = 1.0
 PULL_HEAD = 0.02

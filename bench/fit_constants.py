@@ -32,7 +32,7 @@ from paceline.predict.formulas.constants import DEVICE_FIELDS, Constants, Consta
 from paceline.predict.formulas.domain import Domain, kind_of
 from paceline.predict.scored.measured_table import read_table
 from paceline.predict.scored.published import read_case
-from paceline.predict.scored.validation import in_metric, predict_case
+from paceline.predict.scored.row_prediction import in_metric, predict_case
 
 START = Constants()
 BOUNDS = {

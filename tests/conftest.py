@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-# Worker processes get this path, so that both sides import the pool's module under one name.
-sys.path.insert(0, str(Path(__file__).parent / "pool"))
+# Worker processes get these paths, so that both sides import the pool's module under one name. Scripts of the top-level
+# bench/ import the packages beside them, and so do tests.
+sys.path[:0] = [str(Path(__file__).parent / "pool"), str(Path(__file__).parents[1] / "bench")]
 
 if TYPE_CHECKING:
     from gloo_pool import GlooPool

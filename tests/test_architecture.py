@@ -81,6 +81,7 @@ TORCH_FREE = (
 )
 LAUNCHERS = ("torch.distributed.launcher", "torch.distributed.elastic")
 PEERS = ("torch.nn.parallel", "accelerate", "lightning", "deepspeed")
+OUTSIDE = ("measures", "slow_links")  # packages of the top-level bench/, which no wheel has
 ENVIRONMENT = ("os.environ", "os.environb", "os.getenv", "os.putenv", "os.unsetenv")
 # Each is one strategy, and knows no other; all else in engines/ may be shared.
 ENGINES = {"engines.ddp", "engines.zero", "engines.fsdp", "engines.pipeline"}
@@ -230,7 +231,7 @@ class Tree:
         self.engines = self._names & ENGINES
 
     def violations(self) -> list[Violation]:
-        rules = (direction, no_torch, only_comm_talks, peers, engines, environment, names, docstrings, sizes)
+        rules = (direction, no_torch, only_comm_talks, peers, outside, engines, environment, names, docstrings, sizes)
         found = [violation for file in self.files for rule in rules for violation in rule(self, file)]
         return found + list(self._cycles())
 
@@ -320,6 +321,12 @@ def peers(_: Tree, file: SourceFile) -> Iterator[Violation]:
     for use in file.uses:
         if is_below(use.target, PEERS) and not is_below(file.name, ("bench",)):
             yield file.violation(use.line, "peers", f"{file.name} uses {use.target}, which is for bench alone")
+
+
+def outside(_: Tree, file: SourceFile) -> Iterator[Violation]:
+    for use in file.uses:
+        if is_below(use.target, OUTSIDE):
+            yield file.violation(use.line, "outside", f"{file.name} uses {use.target}, which is outside the package")
 
 
 def engines(tree: Tree, file: SourceFile) -> Iterator[Violation]:
@@ -467,6 +474,7 @@ FOR_TYPES = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    {}\n"
         ("run/local.py", "from torch.distributed import init_process_group", 2, "only comm talks"),
         ("engines/ddp.py", "from torch.nn.parallel import DistributedDataParallel", 2, "peers"),
         ("train/step.py", "import accelerate", 2, "peers"),
+        ("bench/engines.py", "from measures.loop import bench_loop", 2, "outside"),
         ("engines/ddp.py", "from paceline.comm.objects import gather", 2, "engines"),
         ("engines/fsdp.py", "from paceline.comm import virtual", 2, "engines"),
         ("engines/fsdp.py", "from paceline.engines.ddp import DataParallel", 2, "engines"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from measures.memory import OPTIONS, Budget, Family, Option, bench_memory
 from paceline.bench.arms import arms_in_bf16
 from paceline.bench.engines import bench_bf16
 from paceline.bench.interleave import Turns
-from paceline.bench.memory import OPTIONS, Budget, Family, Option, bench_memory
 from paceline.bench.workloads import BenchWorkload
 from paceline.units import GIB, MIB
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from measures.muon import CPU, KINDS, bench_muon
 from paceline.bench.interleave import Turns
-from paceline.bench.muon import CPU, KINDS, bench_muon
 from paceline.bench.workloads import BenchWorkload
 
 pytestmark = pytest.mark.exhaustive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.checkpoint import CheckpointWorkload, bench_checkpoint
+from measures.checkpoint import CheckpointWorkload, bench_checkpoint
 
 
 @pytest.mark.exhaustive

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline.bench.compression import bench_compression, policies_to_try
-from paceline.cli.app import app
+from measures.compression import bench_compression, policies_to_try
+from measures.verbs import app
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, UsageError
 
@@ -65,13 +65,13 @@ def test_what_cannot_be_compared_is_refused() -> None:
 def test_the_command_prints_and_writes_a_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, record = tmp_path / "config.yaml", tmp_path / "record.json"
     config.write_text("model: {kind: mlp, hidden_dim: 16}\ndata: {kind: digits}\n")
-    words = ["bench", "compression", str(config), "--steps", "4", "--ratio", "0.1"]
+    words = ["compression", str(config), "--steps", "4", "--ratio", "0.1"]
     called = CliRunner().invoke(app, [*words, "--json", "--output", str(record)])
     assert called.exit_code == 0, called.output
     rows = json.loads(called.output)["rows"]
     assert json.loads(record.read_text())["rows"] == rows
     assert rows[1]["setting"] == "ratio=0.1"
-    monkeypatch.setattr("paceline.bench.compression.bench_compression", lambda *_, **__: rows)  # the run is the same
+    monkeypatch.setattr("measures.compression.bench_compression", lambda *_, **__: rows)  # the run is the same
     table = CliRunner().invoke(app, words)
     assert table.exit_code == 0, table.output
     assert "pays below" in table.output

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from paceline.bench.convergence import arms_to_run, bench_convergence
-from paceline.cli.app import app
+from measures.convergence import arms_to_run, bench_convergence
+from measures.verbs import app
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, UsageError
 
@@ -85,7 +85,7 @@ def test_the_command_prints_and_writes_a_record(tmp_path: Path) -> None:
     config.write_text(
         "model: {kind: mlp, hidden_dim: 16}\ndata: {kind: digits, eval_fraction: 0.2}\ntrain: {steps: 3}\n"
     )
-    words = ["bench", "convergence", str(config), "--seeds", "1", "--output", str(record)]
+    words = ["convergence", str(config), "--seeds", "1", "--output", str(record)]
     called = CliRunner().invoke(app, words)  # two processes
     assert called.exit_code == 0, called.output
     assert "close" in called.output

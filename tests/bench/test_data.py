@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.bench.data import (
+from measures.data import (
     LoaderTurn,
     PrepareWorkload,
     TokensWorkload,

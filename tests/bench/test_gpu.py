@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
+from measures.losses import compare_losses
 from paceline.bench.gpu import arms as arms_module
 from paceline.bench.gpu import loops
-from paceline.bench.gpu.arms import GpuArm, MeasuredTurn, StepWork, arms_of, bench_gpu, make_rows, select_arms
-from paceline.bench.gpu.losses import compare_losses
+from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
+from paceline.bench.gpu.loops import GpuArm
 from paceline.bench.gpu.process import ArmTurn, Order, run_order
 from paceline.bench.gpu.workloads import TINY_WORKLOADS, WORKLOADS, GpuWorkload
 from paceline.cluster.peaks import Peaks
-from paceline.errors import UsageError
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions
 TINY, IMAGES = TINY_WORKLOADS["gpt-tiny"], TINY_WORKLOADS["resnet-tiny"]
@@ -100,22 +100,22 @@ def test_words_select_arms_beside_the_plain_loops() -> None:
     assert [arm.name for arm in select_arms(TINY, ["plain masters", "engine"])] == [
         *("plain masters", "plain masters graphs", "paceline engine", "paceline engine fp8")
     ]
-    with pytest.raises(UsageError, match="--arms deepspeed: no arm is called so"):
-        arms_module.check_arms([TINY], ["deepspeed"])
 
 
-def turn_of(step_s: float, first_step_s: float = 9.0, loss: float = 2.0) -> MeasuredTurn:
-    return MeasuredTurn(step_s=step_s, first_step_s=first_step_s, loss=loss, peak_bytes=100, samples=4)
+def turn_of(step_s: float, first_step_s: float = 9.0, loss: float = 2.0) -> ArmTurn:
+    """A turn whose warm-up took longer, and which began at the fifth second."""
+    steps, at = [7.0, 7.0, step_s], first_step_s + 5.0
+    return ArmTurn(step_s=steps, losses=[3.0, loss], peak_bytes=100, first_step_at=at, samples=4, started_at=5.0)
 
 
 def test_rows_are_compared_with_the_best_plain_loop_round_by_round() -> None:
     arms = [
-        GpuArm(name="plain autocast", is_plain=True),
-        GpuArm(name="plain masters", is_plain=True),
-        GpuArm(name="accelerate", missing="accelerate is not installed"),
-        GpuArm(name="torchao fp8"),
-        GpuArm(name="paceline train"),
-        GpuArm(name="paceline train fp8", precision="fp8"),
+        GpuArm(name="plain autocast", kind="plain", is_plain=True),
+        GpuArm(name="plain masters", kind="masters", is_plain=True),
+        GpuArm(name="accelerate", kind="accelerate"),
+        GpuArm(name="torchao fp8", kind="fp8"),
+        GpuArm(name="paceline train", kind="train"),
+        GpuArm(name="paceline train fp8", kind="fp8", precision="fp8"),
     ]
     turns = {
         "plain autocast": [turn_of(2.0), turn_of(4.0)],
@@ -126,7 +126,9 @@ def test_rows_are_compared_with_the_best_plain_loop_round_by_round() -> None:
         "paceline train fp8": [turn_of(0.4), turn_of(0.8)],
     }
     work = StepWork(flops=1e12, items=16, peaks=Peaks(sheet=8e12, measured=4e12))
-    rows = {row["arm"]: row for row in make_rows(TINY, arms, turns, {"accelerate": arms[2].missing}, work)}
+    rows = {
+        row["arm"]: row for row in make_rows(TINY, arms, turns, {"accelerate": "accelerate is not installed"}, work)
+    }
     ours = rows["paceline train"]
     assert (ours["peer"], ours["ratio"], rows["plain autocast"]["ratio"]) == ("plain masters", 0.9, 2.0)
     assert (ours["first_step_s"], ours["second_start_s"], ours["loss"]) == (30.0, 7.0, 1.5)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.bench.memory import Budget, Usage, find_largest
+from measures.memory import Budget, Usage, find_largest
 
 Attempt = Callable[[int], Usage | None]
 

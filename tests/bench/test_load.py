@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.load import LoadedState, LoadWorkload, bench_load, check_same, make_rows, sums_of
+from measures.load import LoadedState, LoadWorkload, bench_load, check_same, make_rows, sums_of
 from paceline.errors import TrainingError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from paceline.bench.memory import OPTIONS, Budget, Family, bench_memory, make_budget, select_options
+from measures.memory import OPTIONS, Budget, Family, bench_memory, make_budget, select_options
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT
 from paceline.units import GIB

@@ -9,12 +9,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from paceline.bench.arms import select
-from paceline.bench.engines import MeasuredArm, check_losses
-from paceline.bench.features import FEATURES, FeatureProtocol, _check_losses, _row, _train
-from paceline.bench.interleave import Turns
-from paceline.bench.modelled import ModelledGPUs, model_features
-from paceline.bench.pipeline import (
+from measures.features import FEATURES, FeatureProtocol, _check_losses, _row, _train
+from measures.modelled import ModelledGPUs, model_features
+from measures.pipeline import (
     TOLERANCE,
     PipelineWorkload,
     _measure,
@@ -23,7 +20,10 @@ from paceline.bench.pipeline import (
     ideal_overhead,
     make_workload,
 )
-from paceline.bench.pipeline_arms import pipeline_arms
+from measures.pipeline_arms import pipeline_arms
+from paceline.bench.arms import select
+from paceline.bench.engines import MeasuredArm, check_losses
+from paceline.bench.interleave import Turns
 from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator

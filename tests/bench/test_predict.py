@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from measures.predict import PredictArm, arms_on, bench_predict, clusters, config_of, measure_steps, only
+from measures.tables import show_table
 from paceline.bench.arms import check_words
-from paceline.bench.predict import PredictArm, arms_on, bench_predict, clusters, config_of, measure_steps, only
-from paceline.cli.bench_tables import show_table
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import UsageError

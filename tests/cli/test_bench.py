@@ -20,10 +20,6 @@ ENGINE_ROW = {
     *("model", "ranks", "backend", "batch_per_rank", "context", "arm", "peer", "median_ms", "spread_ms", "ratio"),
     *("ratio_low", "ratio_high", "num_steps", "items_per_s", "loss", "loss_step", "peak_bytes"),
 }
-MEMORY_ROW = {
-    *("row", "strategy", "precision", "checkpoint_activations", "offload", "layers", "parameters", "device_bytes"),
-    *("host_bytes", "tokens_per_s", "limit", "too_many_layers", "tried_layers"),
-}
 
 
 @pytest.fixture
@@ -77,34 +73,6 @@ def test_engines_shows_a_table_of_the_arms_asked_for(call: Call) -> None:
     assert "paceline" not in called.out
 
 
-def test_memory_writes_a_record_of_the_rows_asked_for(call: Call, tmp_path: Path) -> None:
-    file = tmp_path / "record.json"
-    arguments = ["--device", "cpu", "--budget-gb", "0.001", "--size", "gpt-nano", "--context", "8"]
-    called = call("bench", "memory", *arguments, "--options", "ddp fp32", "--output", str(file))
-    assert called.code == 0, called.err
-    record = json.loads(file.read_text())
-    assert set(record) == RECORD
-    assert record["config"]["budget_bytes"] == 2**30 // 1000
-    (row,) = record["rows"]
-    assert set(row) == MEMORY_ROW
-    assert row["limit"] == "device"
-    assert f"{row['parameters'] / 1e3:.1f}k" in called.out
-
-
-@pytest.mark.exhaustive
-def test_pipeline_writes_the_parts_asked_for(call: Call, tmp_path: Path) -> None:
-    file = tmp_path / "record.json"
-    called = call("bench", "pipeline", "--parts", "modelled,bubbles", "--output", str(file))
-    assert called.code == 0, called.err
-    record = json.loads(file.read_text())
-    assert set(record) == RECORD
-    assert record["command"] == "paceline bench pipeline --parts modelled,bubbles"
-    assert record["config"]["workload"]["model"] == "gpt-11m"
-    assert {row["part"] for row in record["rows"]} == {"modelled", "bubbles"}
-    assert "on the virtual clock, modelled" in called.out
-    assert "zb-h1" in called.out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -114,12 +82,6 @@ def test_pipeline_writes_the_parts_asked_for(call: Call, tmp_path: Path) -> None
         (["gpu", "--device", "cpu", "--arms", "deepspeed"], "--arms deepspeed: no arm is called so"),
         (["engines", "--models", "gpt-9t"], "--models gpt-9t: on cpu they are mlp, gpt-11m"),
         (["engines", "--arms", "deepspeed"], "--arms deepspeed: no arm is called so"),
-        (["pipeline", "--parts", "sped"], "--parts sped: they are speed, features, modelled, bubbles"),
-        (["pipeline", "--arms", "2f2b"], "--arms 2f2b: no arm is called so"),
-        (["pipeline", "--model", "gpt-9t"], "there is no GPT size 'gpt-9t'"),
-        (["memory", "--device", "cpu", "--options", "zero9"], "--options zero9: no row is called so"),
-        (["memory", "--device", "cpu", "--budget-gb", "0"], "--budget-gb is needed on a CPU"),
-        (["memory", "--device", "cpu", "--size", "gpt-9t"], "there is no GPT size 'gpt-9t'"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_anything_runs(
@@ -128,6 +90,16 @@ def test_what_cannot_be_measured_is_refused_before_anything_runs(
     called = call("bench", *arguments)
     assert called.code == 2
     assert message in called.err
+
+
+def test_a_benchmark_of_the_authors_is_told_where_it_is(call: Call) -> None:
+    called = call("bench", "muon", "--rounds", "2")
+    assert (called.code, called.out) == (2, "")
+    assert called.err.splitlines() == [
+        "paceline: paceline bench muon: there is no such benchmark",
+        "  they are scaling, engines, comm, gpu",
+        "  what Paceline's authors measure is in its repository: python bench --help",
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

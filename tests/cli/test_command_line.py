@@ -148,7 +148,6 @@ def test_a_machine_without_gpus_is_told_as_such(monkeypatch: pytest.MonkeyPatch,
     "words",
     [
         ["bench", "comm", "--output"],
-        ["bench", "restart", "--output"],
         ["calibrate", "--output"],
         ["simulate", "tiny.yaml", "--trace"],
         ["predict", "tiny.yaml", "--cluster", "dgx-h100", "--trace"],
@@ -170,14 +169,6 @@ def test_a_file_that_cannot_be_written_is_found_before_anything_is_measured(
         assert (called.code, called.out) == (2, "")
         assert called.err.startswith(f"paceline: {name} cannot be written: {why}")
     assert sorted(project.rglob("*")) == before
-
-
-@pytest.mark.parametrize(("name", "why"), [("nowhere", "it is not there"), ("tiny.yaml", "Not a directory")])
-@pytest.mark.usefixtures("project")
-def test_a_disk_to_measure_must_be_there(call: Call, name: str, why: str) -> None:
-    called = call("bench", "checkpoint", "--folder", name)
-    assert called.code == 2
-    assert called.err.startswith(f"paceline: --folder {name} cannot be used: {why}")
 
 
 @pytest.mark.parametrize(("name", "code"), [("runs/nowhere", 2), ("tiny.yaml", 2)])

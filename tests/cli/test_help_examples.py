@@ -14,16 +14,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from command_runs import Call
 from typer.main import get_command
 
+from measures.verbs import app as authors_app
 from paceline.cli.app import app
 from paceline.config import load_config
 from paceline.run.result import RunOptions
 from paceline.run.train import train
 
 REPOSITORY = Path(__file__).parents[2]
-_EXAMPLE = re.compile(r"^(?:Examples?:)?\s*((?:torchrun .*)?paceline .*)$", re.MULTILINE)
+_EXAMPLE = re.compile(r"^(?:Examples?:)?\s*((?:(?:torchrun .*)?paceline|python bench) .*)$", re.MULTILINE)
 
 CHEAP = ("cluster ls", 'cluster show "', "config", "learn", "schedule 1f1b")
 LESS = {
@@ -66,6 +68,7 @@ ELSEWHERE = {
     "my_all_gather.py": "needs the answer of a reader: tests/learn has some",
     "mine.yaml": "measures a machine for minutes, or needs one that was: tests/calibrate has the parts",
     "bench prepare": "takes minutes, and has no smaller form",
+    "bench losses": "needs a GPU",
     "bench muon": "takes minutes, and has no smaller form",
     "bench convergence": "takes minutes, and has no smaller form",
     "bench predict": "takes minutes, and has no smaller form",
@@ -89,7 +92,10 @@ BEFORE = {  # what an example goes on from
     "inspect data/book": ["data prepare book.txt --tokenizer char --output data/book"],
     "digits-simulated": ["simulate configs/digits.yaml --ranks 2 train.steps=3"],
 }
-COMMAND: Any = get_command(app)
+AUTHORS = typer.Typer()
+AUTHORS.add_typer(authors_app, name="bench")
+VERBS = {"paceline": app, "python": AUTHORS}
+COMMANDS: dict[str, Any] = {program: get_command(verbs) for program, verbs in VERBS.items()}
 
 
 def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -100,12 +106,17 @@ def commands(command: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[s
 
 
 def examples() -> list[str]:
-    found = [each.strip() for _, command in commands(COMMAND) for each in _EXAMPLE.findall(command.help or "")]
+    every = [command for program in COMMANDS.values() for _, command in commands(program)]
+    found = [each.strip() for command in every for each in _EXAMPLE.findall(command.help or "")]
     return [re.split(r" > |, and ", each)[0] for each in dict.fromkeys(found)]
 
 
+def program_of(example: str) -> str:
+    return "python" if example.startswith("python bench ") else "paceline"
+
+
 def words_of(example: str) -> list[str]:
-    return shlex.split(example.partition("paceline ")[2])
+    return shlex.split(example.partition(f"{program_of(example)} ")[2])
 
 
 def with_less(words: list[str]) -> list[str]:
@@ -115,7 +126,7 @@ def with_less(words: list[str]) -> list[str]:
 
 
 def marked(example: str) -> Any:
-    verb = example.removeprefix("paceline ")
+    verb = example.removeprefix(f"{program_of(example)} ")
     is_cheap = verb.startswith(CHEAP)
     return pytest.param(example, marks=() if is_cheap else (pytest.mark.exhaustive,), id=verb[:70])
 
@@ -156,16 +167,16 @@ def test_every_example_of_a_help_is_read_by_its_command(tmp_path: Path, monkeypa
     assert len(EXAMPLES) > 100
     for example in EXAMPLES:
         for words in (words_of(example), with_less(words_of(example))):
-            read(words)
+            read(COMMANDS[program_of(example)], words)
         words = words_of(example)
         configs = [word for word in words if re.fullmatch(r"configs/\w+\.yaml", word)]
         if configs and example not in REFUSES and "data/book" not in example:
             load_config(Path(configs[0]), [word for word in words if re.match(r"[a-z_]+(\.\w+)+=", word)])
 
 
-def read(words: list[str]) -> None:
+def read(command: Any, words: list[str]) -> None:
     """Lets a command take its words; raises for an option or a value that it does not know."""
-    words, command = list(words), COMMAND
+    words = list(words)
     while words and words[0] in getattr(command, "commands", {}):
         command = command.commands[words.pop(0)]
     command.make_context("paceline", words)
@@ -180,7 +191,7 @@ def test_an_example_of_a_help_runs(example: str, workshop: Path, call: Call, req
         for command in before if part in example else ():
             done = call(*shlex.split(command))
             assert done.code == 0, f"{command}\n{done.err}"
-    called = call(*with_less(words_of(example)))
+    called = call(*with_less(words_of(example)), verbs=VERBS[program_of(example)])
     assert called.code == REFUSES.get(example, 0), f"{example}\n{called.out}\n{called.err}"
 
 

@@ -223,8 +223,7 @@ def test_the_table_of_one_gpu_is_what_the_script_prints(monkeypatch: pytest.Monk
 
 
 @pytest.mark.exhaustive  # it predicts all published runs; the headline is compared by default, in tests/cli
-def test_the_table_of_scores_is_what_the_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+def test_the_table_of_scores_is_what_the_script_prints() -> None:
     scores = importlib.import_module("score_table")
     assert scores.scores(read_shipped()) in (ROOT / "docs/prediction.md").read_text(encoding="utf-8")
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from paceline.bench.compression import sent_bytes
+from measures.compression import sent_bytes
 from paceline.comm.base import Communicator
 from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator

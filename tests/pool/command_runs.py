@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from gone_processes import wait_until_gone
 
 from paceline.records.records import Record, RunRecord, read_records
@@ -132,10 +133,13 @@ def call(
     capsys: pytest.CaptureFixture[str],
     plain_rendezvous: None,  # noqa: ARG001
 ) -> Iterator[Call]:
-    """Calls ``paceline`` in this process, which has torch already; the ranks are processes all the same."""
+    """Calls ``paceline`` in this process, which has torch already; the ranks are processes all the same.
+
+    With ``verbs`` it calls those of another program.
+    """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
-    from paceline.cli.app import run_command
+    from paceline.cli.app import app, run_command
 
     started: list[SubprocessHandler] = []
     start = SubprocessHandler.__init__
@@ -148,10 +152,10 @@ def call(
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(sys, "path", sys.path[:])
 
-    def run(*arguments: str) -> Called:
+    def run(*arguments: str, verbs: typer.Typer = app) -> Called:
         monkeypatch.setattr(sys, "argv", ["paceline", *arguments])
         with pytest.raises(SystemExit) as left:
-            run_command()
+            run_command(verbs)
         shown = capsys.readouterr()
         code = left.value.code
         return Called(code=code if isinstance(code, int) else int(code is not None), out=shown.out, err=shown.err)

@@ -15,8 +15,6 @@ from pathlib import Path
 import pytest
 from launched_runs import PATIENCE_S, environment
 
-sys.path.append(str(Path(__file__).parents[2] / "bench"))
-
 from slow_links.network import INTERFACE, Network, NoNetworkError, check_able, hosts
 
 SSHD = "/usr/sbin/sshd"

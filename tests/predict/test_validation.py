@@ -11,7 +11,8 @@ import pytest
 
 from paceline.predict.scored.measured_table import read_table
 from paceline.predict.scored.published import read_case
-from paceline.predict.scored.validation import predict_case, rows_csv, to_json, validate
+from paceline.predict.scored.row_prediction import predict_case
+from paceline.predict.scored.validation import rows_csv, to_json, validate
 
 MakeTable = Callable[..., Path]
 

@@ -14,7 +14,7 @@ from program_counts import count_bytes, count_operations
 from real_traffic import issued_by_real_ranks
 from torch import nn
 
-from paceline.bench.predict import device_families
+from measures.predict import device_families
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import UsageError

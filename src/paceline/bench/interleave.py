@@ -66,7 +66,7 @@ def interleave(
         times[name] += turn
         medians[name].append(statistics.median(turn))
     peers = dict.fromkeys(names, baseline) if isinstance(baseline, str) else baseline
-    return [_timing(name, peers[name], times[name], medians) for name in names]
+    return [timing_of(name, peers[name], times[name], medians) for name in names]
 
 
 def rotate(names: Sequence[str], rounds: int) -> Iterator[str]:
@@ -85,12 +85,8 @@ def time_step(step: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def timing_of(name: str, peer: str, seconds: Mapping[str, Sequence[float]]) -> Timing:
-    """Returns the timing of an arm from the seconds that a step of each arm took in each round."""
-    return _timing(name, peer, list(seconds[name]), seconds)
-
-
-def _timing(name: str, peer: str, times: list[float], medians: Mapping[str, Sequence[float]]) -> Timing:
+def timing_of(name: str, peer: str, times: Sequence[float], medians: Mapping[str, Sequence[float]]) -> Timing:
+    """Returns the timing of an arm from the seconds of its steps, and from the median of each arm in each round."""
     low, _, high = quartiles(times)
     return Timing(
         arm=name,

@@ -78,18 +78,18 @@ def _root(
 
 
 @cache
-def _command_line() -> Any:
+def _command_line(verbs: typer.Typer) -> Any:
     """Returns the parser of all verbs, which takes 0.1 s to make."""
-    return get_command(app)
+    return get_command(verbs)
 
 
-def run_command() -> None:
+def run_command(verbs: typer.Typer = app, program: str = "paceline") -> None:
     """Runs the command line; our own errors are one message and an exit code, never a traceback.
 
     Exit codes: those of ``health/exit_codes.py``, and 128 + n for what signal n ended (Ctrl-C: 130).
     """
     try:
-        _command_line()(prog_name="paceline")
+        _command_line(verbs)(prog_name=program)
     except PacelineError as error:
         is_refusal = isinstance(error, ConfigError | UsageError | RunFolderError | CheckpointError | DataError)
         from paceline.run.whereami import SOURCE

@@ -1,22 +1,23 @@
-"""``paceline bench``: ours beside the best of the others, interleaved in one run; and how large a model fits."""
+"""``paceline bench``: ours beside the best of the others on this machine, interleaved in one run; and how runs scale.
+
+What only Paceline's authors measure is no part of the package: ``python bench`` in its repository.
+"""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import typer
+from typer.core import TyperGroup
 
-from paceline.cli.bench_data import prepare, tokens
-from paceline.cli.bench_gpu import gpu
 from paceline.cli.bench_options import (
     AsJson,
     Models,
     Output,
     Rounds,
-    announced,
     check_device,
     chosen_of,
     numbers_of,
@@ -24,16 +25,79 @@ from paceline.cli.bench_options import (
     tell,
     words_of,
 )
-from paceline.cli.bench_scaling import scaling
 from paceline.cli.bench_tables import Rows
-from paceline.cli.destination import check_scratch
-from paceline.cli.options import ConfigPath, Overrides
+from paceline.cli.destination import check_picture
+from paceline.cli.options import ConfigPath, Overrides, load_and_tell
+from paceline.errors import UsageError
 
-app = typer.Typer(no_args_is_help=True, help="Time ours beside the others, and see how large a model fits.")
-app.command()(gpu)
-app.command()(prepare)
-app.command()(tokens)
-app.command()(scaling)
+
+class _Benchmarks(TyperGroup):
+    """Tells who looks for another benchmark where it may be."""
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        found = super().get_command(ctx, cmd_name)
+        if found is None:
+            raise UsageError(
+                f"paceline bench {cmd_name}: there is no such benchmark\n  they are {', '.join(self.commands)}\n"
+                "  what Paceline's authors measure is in its repository: python bench --help"
+            )
+        return found
+
+
+app = typer.Typer(cls=_Benchmarks, no_args_is_help=True, help="Time ours beside the others, and see how runs scale.")
+
+
+@app.command()
+def scaling(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    ranks: str = typer.Option("1,2,4", help="Comma-separated numbers of ranks."),
+    strategies: str = typer.Option(
+        None, help="Comma-separated: ddp, zero1, zero2, fsdp, pipeline. Without it, that of the config."
+    ),
+    batch_sizes: str = typer.Option("64", help="Comma-separated: global batch (strong), samples of a rank (weak)."),
+    modes: str = typer.Option("strong,weak", help="strong: the batch stays; weak: the samples of a rank stay."),
+    steps: int = typer.Option(20, min=6, help="Steps of each run."),
+    predict_to: int = typer.Option(0, min=0, help="Also predict for 1, 2, 4, ... up to so many ranks of --cluster."),
+    cluster: str = typer.Option("dgx-h100", help="Whose devices and links predictions have."),
+    plot: Path = typer.Option(
+        None, callback=check_picture, metavar="FILE", help="Draw speed-up; .svg and .pdf go too."
+    ),
+    output: Output = None,
+    as_json: AsJson = False,
+) -> None:
+    """See how a config scales with ranks, each row labelled.
+
+    Measured on real ranks where this machine has a core or a GPU for each, simulated beyond, and predicted for a
+    cluster. Efficiency is speed-up / ranks, among rows of the same kind. Each row also has the share of a step in which
+    ranks wait for communication or other ranks, and the memory of a rank.
+
+    Examples:
+
+      paceline bench scaling configs/digits.yaml --ranks 1,2,4 --strategies ddp,fsdp --batch-sizes 32,64
+
+      paceline bench scaling configs/gpt_pydoc.yaml --ranks 1,2 --strategies ddp,pipeline --modes strong
+
+      paceline bench scaling configs/gpt_124m.yaml --ranks 1 --predict-to 256 --plot scaling.svg
+    """
+    import torch
+
+    from paceline.bench.scaling import MODES, STRATEGIES, bench_scaling, cases, draw_rows, own_strategy
+    from paceline.cluster.devices import load_cluster
+
+    loaded = load_and_tell(config, overrides).config
+    counts, batches = numbers_of("--ranks", ranks), numbers_of("--batch-sizes", batch_sizes)
+    if not counts or not batches or 0 in counts + batches:
+        raise UsageError("--ranks and --batch-sizes\n  they are numbers from 1 on\n  try --ranks 1,2 --batch-sizes 64")
+    spread = chosen_of("--strategies", strategies or own_strategy(loaded), STRATEGIES)
+    gpus = 0 if loaded.parallel.device == "cpu" else torch.cuda.device_count()
+    todo = cases(counts, spread, batches, chosen_of("--modes", modes, MODES), gpus=gpus, to=predict_to)
+    where = load_cluster(f"1x {cluster}") if predict_to else None
+    settings = {"config": str(config), "overrides": overrides or [], "steps": steps, "cluster": cluster}
+    rows = bench_scaling(loaded, todo, steps, where, tell)
+    show_record("scaling", settings, [rows], output, as_json=as_json)
+    if plot is not None:
+        draw_rows(rows, plot, f"{loaded.name}: speed-up over ranks")
 
 
 @app.command()
@@ -92,143 +156,6 @@ def engines(
 
 
 @app.command()
-def loop(
-    rounds: Rounds = None,
-    ranks: int = typer.Option(2, help="Gloo ranks with one thread each.", min=1),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time what the trainer adds to a bare step.
-
-    That is timing, records, the log, samples of the host and hooks.
-
-    Example:  paceline bench loop --rounds 300
-    """
-    from paceline.bench.loop import PROTOCOLS, bench_loop
-
-    protocols = {name: replace(turns, rounds=rounds or turns.rounds) for name, turns in PROTOCOLS.items()}
-    settings = {"device": "cpu", "protocols": {name: asdict(turns) for name, turns in protocols.items()}}
-    batches = (bench_loop(name, protocols[name], ranks) for name in announced(protocols))
-    show_record("loop", settings, batches, output, as_json=as_json)
-
-
-@app.command()
-def muon(
-    models: str = typer.Option(
-        None, help="Comma-separated: gpt-mini (the default), gpt-11m on a CPU; gpt-124m on CUDA."
-    ),
-    device: str = typer.Option("cpu", help="cpu, or cuda: one GPU, in bf16 with fp32 masters, compiled."),
-    ranks: int = typer.Option(2, help="Gloo ranks with one thread each, on a CPU.", min=1),
-    strategies: str = typer.Option("ddp,fsdp", help="Comma-separated: ddp, zero1, zero2, fsdp."),
-    rounds: Rounds = None,
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time a step with Muon beside the same step with AdamW.
-
-    Examples:
-
-      paceline bench muon
-
-      paceline bench muon --device cuda --strategies ddp
-    """
-    import torch
-
-    from paceline.bench.muon import CPU, CUDA, bench_muon
-
-    check_device(device)
-    known = CUDA if device == "cuda" else CPU
-    wanted = chosen_of("--models", models or next(iter(known)), list(known), f"on {device} ")
-    spread = chosen_of("--strategies", strategies, ["ddp", "zero1", "zero2", "fsdp"])
-    asked = {
-        n: replace(known[n], turns=replace(known[n].turns, rounds=rounds or known[n].turns.rounds)) for n in wanted
-    }
-    where = torch.device("cuda", 0) if device == "cuda" else None
-    settings = {"device": device, "ranks": ranks, "workloads": {name: asdict(each) for name, each in asked.items()}}
-
-    def measure() -> Iterator[Rows]:
-        for name, each in asked.items():
-            for strategy in spread:
-                tell(f"{name}, {strategy} ...")
-                yield bench_muon(each, ranks, strategy, where)
-
-    show_record("muon", settings, measure(), output, as_json=as_json)
-
-
-@app.command()
-def memory(
-    device: str = typer.Option("cuda", help="cuda, or cpu: there tensors are counted, without activations."),
-    budget_gb: float = typer.Option(8.0, help="Memory of the device that may be used, in GiB; 0: all of it."),
-    host_gb: float = typer.Option(64.0, help="Memory of the host that offload may use, in GiB."),
-    size: str = typer.Option("gpt-1.1b", help="The GPT whose layers are repeated; its width stays."),
-    context: int = typer.Option(2048, help="Tokens of the one sample of a step.", min=2),
-    options: str = typer.Option(None, help="Only rows whose name contains one of these words."),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Find the largest GPT that trains within a memory budget.
-
-    For each strategy and option, layers are added until a real training step runs out of memory.
-
-    Examples:
-
-      paceline bench memory --budget-gb 8 --host-gb 64
-
-      paceline bench memory --budget-gb 0 --options ddp,checkpointed
-
-      paceline bench memory --device cpu --budget-gb 0.05 --size gpt-nano --context 32
-    """
-    import torch
-
-    from paceline.bench.memory import Family, bench_memory, make_budget, select_options
-
-    check_device(device)
-    where = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
-    chosen = {option.name: option for option in select_options(words_of(options))}
-    family, budget = Family(size=size, context=context), make_budget(where, budget_gb or None, host_gb)
-    family.config(layers=1)  # a size that is not there is told before anything runs
-    config = {"device": device, "budget_bytes": budget.device_bytes, "host_bytes": budget.host_bytes}
-    config |= {"size": size, "batch": 1, "context": context}
-    batches = ([bench_memory(chosen[name], family, budget, where)] for name in announced(chosen))
-    show_record("memory", config, batches, output, as_json=as_json)
-
-
-@app.command()
-def compression(
-    config: ConfigPath,
-    overrides: Overrides = None,
-    ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
-    steps: int = typer.Option(100, help="Steps under each policy.", min=4),
-    ratio: float = typer.Option(None, help="Share of elements that topk and randomk send.", min=1e-6, max=1.0),
-    rank: int = typer.Option(None, help="Columns of a factor of powersgd.", min=1),
-    threshold: float = typer.Option(None, help="Smallest element that threshold sends.", min=1e-30),
-    both: bool = typer.Option(False, "--both", help="Each policy without error feedback as well."),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """See which gradient compression pays, and on which links.
-
-    Trains the config's model for a few steps under each policy on virtual ranks, beside the run without compression:
-    bytes, loss, what is still owed, what compressing costs, and the link speed below which that is worth it.
-
-    Examples:
-
-      paceline bench compression configs/digits.yaml
-
-      paceline bench compression configs/digits.yaml --ratio 0.005 --ranks 4 --steps 100 --both
-    """
-    from paceline.bench.compression import bench_compression
-    from paceline.config import load_config
-
-    loaded = load_config(config, list(overrides or []))
-    numbers = {"ratio": ratio, "factor_rank": rank, "threshold": threshold}
-    settings = {"config": str(config), "overrides": overrides or [], "ranks": ranks, "steps": steps, "device": "cpu"}
-    given = {name: number for name, number in numbers.items() if number is not None}
-    rows = bench_compression(loaded, ranks, steps, given, both=both)
-    show_record("compression", settings, [rows], output, as_json=as_json)
-
-
-@app.command()
 def comm(
     ranks: int = typer.Option(2, help="Ranks on this machine, with one thread each.", min=2),
     sizes: str = typer.Option(None, help="Comma-separated bytes, such as 1024,1048576; default: 1 KiB to 64 MiB."),
@@ -256,232 +183,50 @@ def comm(
 
 
 @app.command()
-def convergence(
-    configs: list[Path] = typer.Argument(None, metavar="CONFIG", help="YAML files; none: digits, a small GPT."),
-    ranks: int = typer.Option(2, help="Virtual ranks.", min=2),
-    seeds: int = typer.Option(3, help="Runs of each arm, with seeds of their own.", min=1),
-    workers: int = typer.Option(2, help="Runs at a time, each on one core.", min=1),
+def gpu(
+    models: str = typer.Option(None, help="Comma-separated: gpt-124m, gpt-1.1b, gpt-10m, resnet50; default: all."),
+    arms: str = typer.Option(None, help="Only arms whose name contains one of these words, and the plain loops."),
+    rounds: int = typer.Option(2, help="Rounds in which every arm takes a turn.", min=1),
+    steps: int = typer.Option(None, help="Steps of a turn that are timed, after its warm-up.", min=2),
+    device: str = typer.Option("cuda", help="cuda; cpu: a trial with tiny models, whose figures mean nothing."),
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """See where training ends under each gradient compression.
+    """Time paceline train beside the best loops of a user on one GPU.
 
-    Trains each config to its end on virtual ranks: without compression, and with top-k 1 %, random-k 5 %, PowerSGD of
-    rank 4, 8 bits and signs, after a tenth of the steps without; each with error feedback and without. The evaluation
-    set says how far from the uncompressed run each of them ends.
-
-    Examples:
-
-      paceline bench convergence
-
-      paceline bench convergence configs/digits.yaml --seeds 5 --json
-    """
-    from paceline.bench.convergence import bench_convergence
-    from paceline.config import load_config
-
-    chosen = list(configs or []) or [Path("configs/digits.yaml"), Path("configs/gpt_small.yaml")]
-    loaded = [load_config(each, []) for each in chosen]  # all of them before anything runs
-    settings = {"configs": [str(each) for each in chosen], "ranks": ranks, "seeds": seeds, "device": "cpu"}
-    batches = (bench_convergence(config, ranks, seeds, workers, tell) for config in loaded)
-    show_record("convergence", settings, batches, output, as_json=as_json)
-
-
-@app.command()
-def pipeline(
-    parts: str = typer.Option(None, help="Comma-separated: speed, features, modelled, bubbles; default: all."),
-    arms: str = typer.Option(None, help="Speed: only arms whose name contains one of these words, and their peers."),
-    model: str = typer.Option("gpt-11m", help="The GPT that is cut over two ranks."),
-    context: int = typer.Option(128, help="Tokens of a sample.", min=2),
-    microbatches: int = typer.Option(8, help="Microbatches of a step, of one sample each.", min=2),
-    rounds: int = typer.Option(None, help="Speed: rounds in which every arm takes a turn.", min=2),
-    steps: int = typer.Option(None, help="Features: steps that are timed.", min=2),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time our pipeline beside torch.distributed.pipelining.
-
-    Speed: a training step under every schedule on two Gloo ranks, ours on Gloo and on shared memory; the arms take
-    turns in one run, and their losses must agree. Features: throughput and memory of one rank, a pipeline, ZeRO 2 and
-    data parallelism. Modelled: the same on four GPUs, by formulas. Bubbles: every schedule against a clock, beside its
-    formula.
+    The loops compile the whole model with its loss: with autocast, with bf16 parameters and fp32 masters, with CUDA
+    graphs; Accelerate, Lightning and torchao's fp8 where they are installed. Ours: the engine alone, and the command
+    `paceline train` on the configs that ship. Each arm trains in a process of its own, in turns; the ratio to the best
+    plain loop of the same round is what counts, below 1 is faster.
 
     Examples:
 
-      paceline bench pipeline --json
+      paceline bench gpu --output gpu.json
 
-      paceline bench pipeline --parts speed --arms gpipe,1f1b --rounds 24
-
-      paceline bench pipeline --parts modelled,bubbles
+      paceline bench gpu --models gpt-124m,gpt-10m --arms masters,graphs,train --rounds 1
     """
+    import torch
+
     from paceline.bench.arms import check_words
-    from paceline.bench.pipeline import PARTS, bench_part, make_workload
-    from paceline.bench.pipeline_arms import pipeline_arms
+    from paceline.bench.gpu.arms import arms_of, bench_gpu
+    from paceline.bench.gpu.workloads import workloads_on
 
-    wanted, words = chosen_of("--parts", parts, PARTS), words_of(arms)
-    check_words([arm.name for arm in pipeline_arms()], words)
-    asked = make_workload(model, context, microbatches, rounds=rounds, steps=steps)
-    settings = {"device": "cpu", "ranks": 2, "parts": wanted, **asdict(asked)}
-    batches = (bench_part(part, asked, words) for part in announced(wanted))
-    show_record("pipeline", settings, batches, output, as_json=as_json)
+    if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
+        raise UsageError(
+            f"--device {device}: torch reaches no such device here\n  this benchmark times one GPU\n"
+            "  run it on a machine with a GPU (paceline doctor tells what is missing), or try the machinery with tiny "
+            "models: --device cpu"
+        )
+    known = workloads_on(device)
+    wanted, words = chosen_of("--models", models, list(known), f"on {device} "), words_of(arms)
+    workloads = [known[name] for name in wanted]
+    check_words([arm.name for each in workloads for arm in arms_of(each)], words)
+    settings: dict[str, Any] = {"device": device, "models": wanted, "rounds": rounds, "steps": steps}
+    settings["turns"] = {each.model: {"steps": steps or each.steps, "warm_up": each.warm_up} for each in workloads}
 
+    def measure() -> Iterator[Rows]:
+        for workload in workloads:
+            tell(f"{workload.model} ...")
+            yield bench_gpu(workload, rounds, steps, words, tell)
 
-@app.command()
-def checkpoint(
-    size: str = typer.Option("gpt-11m", help="The GPT whose parameters and AdamW state are saved."),
-    layers: int = typer.Option(None, help="With so many layers instead.", min=1),
-    ranks: int = typer.Option(2, help="Gloo ranks that save, with one thread each.", min=1),
-    load_ranks: str = typer.Option("1,3", help="Comma-separated: numbers of ranks that load it."),
-    rounds: int = typer.Option(8, help="Rounds in which every arm takes a turn.", min=2),
-    folder: str = typer.Option(
-        None, callback=check_scratch, help="The disk to write to.  [default: where temporary files go]"
-    ),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time saves and loads of a sharded state beside torch's DCP.
-
-    DCP is torch's distributed checkpoints. A GPT with AdamW's state under full sharding: saved at once and in the
-    background, how long training stands still, how much memory that takes, and loaded into other numbers of ranks. The
-    arms take turns in one run; the ratio to DCP is what counts. Goals are printed beside it.
-
-    Both write to the same disk with fsync, and keep the memory that a save in the background is copied to. Not alike:
-    ours hashes all that it writes, and collects its shards within the time; DCP's state dict is made before its time
-    begins, and its writer has its default of one thread for each rank.
-
-    Examples:
-
-      paceline bench checkpoint --json
-
-      paceline bench checkpoint --size gpt-nano --rounds 2
-    """
-    from paceline.bench.checkpoint import FAIRNESS, CheckpointWorkload, bench_checkpoint
-
-    others = tuple(numbers_of("--load-ranks", load_ranks))
-    work = CheckpointWorkload(size=size, layers=layers, ranks=ranks, load_ranks=others, rounds=rounds, folder=folder)
-    settings = {"device": "cpu", "fairness": FAIRNESS, **asdict(work)}
-    del settings["folder"]
-    show_record("checkpoint", settings, [bench_checkpoint(work, tell)], output, as_json=as_json)
-
-
-@app.command()
-def load(
-    mib: int = typer.Option(1024, help="About so many MiB of weights.", min=1),
-    dtype: str = typer.Option("float32", help="float32 or bfloat16: of the files, and of what is loaded."),
-    ranks: int = typer.Option(2, help="Gloo ranks that load, with one thread each.", min=2),
-    rounds: int = typer.Option(3, help="Rounds in which every arm takes a turn.", min=1),
-    folder: str = typer.Option(
-        None, callback=check_scratch, help="The disk to write to.  [default: where temporary files go]"
-    ),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time how a Hugging Face folder gets into sharded ranks.
-
-    A Llama of random weights, loaded by fresh processes into full sharding: ours, Accelerate's way (where it is
-    installed), and from_pretrained on every rank with torch's fully_shard; time, and the most memory that a rank needs.
-
-    Examples:
-
-      paceline bench load
-
-      paceline bench load --mib 64 --dtype bfloat16 --rounds 2 --json
-    """
-    from paceline.bench.load import FAIRNESS, LoadWorkload, bench_load
-
-    (chosen,) = chosen_of("--dtype", dtype, ["float32", "bfloat16"])
-    work = LoadWorkload(mib=mib, dtype=chosen, ranks=ranks, rounds=rounds, folder=folder)
-    settings = {"device": "cpu", "fairness": FAIRNESS, **asdict(work)}
-    del settings["folder"]
-    show_record("load", settings, [bench_load(work, tell)], output, as_json=as_json)
-
-
-@app.command()
-def ledger(
-    blocks: int = typer.Option(60, help="Blocks of ten steps that each arm takes, in turns.", min=1),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time what the ledger costs, and that own loops are watched.
-
-    The ledger is where every rank writes each operation down.
-
-    An operation alone, and steps of two ranks: without the ledger, with it, and watched as after `connect()`.
-
-    Examples:
-
-      paceline bench ledger
-
-      paceline bench ledger --blocks 20 --json
-    """
-    from paceline.bench.loop import BATCH, BLOCK, WIDTH, bench_ledger
-
-    settings = {"device": "cpu", "ranks": 2, "width": WIDTH, "batch": BATCH, "block": BLOCK, "blocks": blocks}
-    show_record("ledger", settings, [bench_ledger(blocks)], output, as_json=as_json)
-
-
-@app.command()
-def restart(
-    ranks: int = typer.Option(2, help="Gloo ranks, with one thread each.", min=2),
-    rounds: int = typer.Option(5, help="Rounds in which every arm takes a turn.", min=1),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Time how long a killed rank stops a run.
-
-    From SIGKILL to the first new step, beside a script under torchrun.
-
-    Examples:
-
-      paceline bench restart
-
-      paceline bench restart --ranks 4 --rounds 3 --json
-    """
-    from paceline.bench.restart import bench_restart
-
-    settings = {"device": "cpu", "ranks": ranks, "rounds": rounds}
-    rows = bench_restart(ranks, rounds, os.environ, tell)
-    show_record("restart", settings, [rows], output, as_json=as_json)
-
-
-@app.command()
-def predict(
-    device: str = typer.Option("cpu", help="cpu: two ranks; cuda: world size 1 in bf16."),
-    cluster: str = typer.Option(
-        None, help="An entry of this machine, or a file of one.  [default: cpu-host, or measured now on cuda]"
-    ),
-    models: Models = None,
-    arms: str = typer.Option(None, help="Only arms whose name contains one of these words."),
-    steps: int = typer.Option(None, help="Steps that are timed.  [default: 20 on cuda, 30 on a CPU]", min=3),
-    entry: Path = typer.Option(None, help="Also write what was measured of the device to this file."),
-    output: Output = None,
-    as_json: AsJson = False,
-) -> None:
-    """Set predicted beside measured steps of this machine.
-
-    Compares step time, and on a GPU peak memory. Every arm is predicted first, by a dry run that is priced with what
-    `paceline calibrate` measured of this device, and run then. On a CPU: two ranks under ddp, zero1 and fsdp, over Gloo
-    and over shared memory. On CUDA: the GPTs of `paceline bench engines` at world size 1, eager and compiled, under ddp
-    and fsdp.
-
-    Examples:
-
-      paceline bench predict --output predict-cpu.json
-
-      paceline bench predict --device cuda --entry mine.yaml --output predict-gpu.json
-
-      paceline bench predict --cluster mine.yaml --models mlp --arms gloo
-    """
-    from paceline.bench.arms import check_words
-    from paceline.bench.predict import arms_on, bench_predict, clusters, only
-    from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
-
-    check_device(device)
-    known = list(CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)
-    wanted, words = chosen_of("--models", models, known, f"on {device} "), words_of(arms)
-    check_words([arm.name for arm in arms_on(device)], words)
-    chosen = only(arms_on(device), wanted, words)
-    count = steps or (20 if device == "cuda" else 30)
-    found = clusters(device, cluster, entry, tell)
-    settings = {"device": device, "cluster": found.name, "steps": count, "measured": found.measured}
-    batches = ([row] for row in bench_predict(chosen, device, found.of, steps=count, tell=tell))
-    show_record("predict", settings, batches, output, as_json=as_json)
+    show_record("gpu", settings, measure(), output, as_json=as_json)

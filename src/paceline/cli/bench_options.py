@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -51,7 +52,14 @@ def words_of(text: str | None) -> list[str]:
 
 
 def show_record(
-    name: str, settings: dict[str, Any], batches: Iterable[Rows], output: Path | None, *, as_json: bool
+    name: str,
+    settings: dict[str, Any],
+    batches: Iterable[Rows],
+    output: Path | None,
+    *,
+    as_json: bool,
+    program: str = "paceline",
+    show: Callable[[str, Rows], None] = show_table,
 ) -> None:
     """Shows the rows of a benchmark as a table, or its record as JSON.
 
@@ -60,15 +68,15 @@ def show_record(
     from paceline.bench.record import BenchRecord
 
     rows: Rows = []
+    record = partial(BenchRecord, name=name, command=typed_command(program, sys.argv), rows=rows, config=settings)
     for batch in batches:
         rows += batch
         if output is not None:
-            BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings).write(output)
+            record().write(output)
     if as_json:
-        record = BenchRecord(name=name, command=typed_command(sys.argv), rows=rows, config=settings)
-        echo(record.to_json())
+        echo(record().to_json())
     else:
-        show_table(name, rows)
+        show(name, rows)
 
 
 def tell(text: str) -> None:
@@ -76,17 +84,10 @@ def tell(text: str) -> None:
     echo(text, err=True)
 
 
-def announced(names: Iterable[str]) -> Iterator[str]:
-    """Iterates over what is to be measured, and tells each before its turn."""
-    for name in names:
-        tell(f"{name} ...")
-        yield name
-
-
-def typed_command(argv: list[str]) -> str:
+def typed_command(program: str, argv: list[str]) -> str:
     """Returns the command to repeat a measurement: what was typed, less where the record went."""
     words = argv[1:]
     if "--output" in words:
         at = words.index("--output")
         words = words[:at] + words[at + 2 :]
-    return " ".join(["paceline", *words])
+    return " ".join([program, *words])

@@ -60,22 +60,6 @@ def _check_ending(path: Path | None, ending: str, what: str) -> Path | None:
     return check_file(path)
 
 
-def check_scratch(folder: str | None) -> str | None:
-    """Returns a folder for files that come and go. Raises UsageError where there is none, or nothing can be written."""
-    from paceline.run.folder import find_write_error
-
-    if folder is None:
-        return None
-    error = find_write_error(Path(folder))
-    if Path(folder).is_dir() and error is None:
-        return folder
-    why = "it is not there" if error is None else error.strerror or str(error)
-    raise UsageError(
-        f"--folder {folder} cannot be used: {why}\n  files are written into it, and go again\n"
-        "  name a folder that is there and can be written"
-    )
-
-
 def _refusal(path: Path, why: str) -> Exception:
     return UsageError(
         f"{path} cannot be written: {why}\n  what comes out is written there at the end\n"

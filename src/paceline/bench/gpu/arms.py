@@ -1,10 +1,9 @@
-"""The arms of the GPU benchmark, each in a process of its own, in turns; and rows of what they measured.
+"""Turns of the GPU benchmark's arms, each in a process of its own; and rows of what they measured.
 
     round 1: A B C     round 2: B C A     ...          A row has medians over rounds, and the ratio within each round.
 
-Ours are there twice: as an engine (``parallelize`` and ``train_step`` on batches that lie ready), and as the command
-that a user types, ``paceline train``, whose records are read afterwards. The second start of an arm finds what the
-first compiled in torch's cache on disk.
+Of ``paceline train`` the records are read afterwards. The second start of an arm finds what the first compiled in
+torch's cache on disk.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -22,9 +21,8 @@ from typing import Any
 
 import torch
 
-from paceline.bench.arms import check_words
-from paceline.bench.gpu.loops import LOOPS
-from paceline.bench.gpu.process import ENGINE, ArmTurn, Order
+from paceline.bench.gpu.loops import ARMS, TRAIN, GpuArm
+from paceline.bench.gpu.process import ArmTurn, Order
 from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.bench.interleave import rotate
 from paceline.cluster.peaks import Peaks, find_peaks
@@ -35,42 +33,16 @@ from paceline.records.summary import read_run
 from paceline.train.flops import sample_flops
 from paceline.untrusted import parse_json_object, read_regular
 
-TRAIN = "paceline train"
 _PROCESS = "paceline.bench.gpu.process"
 _TIMEOUT_S = 1200.0
-_FP8 = "fp8"
 _LONGEST = 200  # characters of a reason
 
 Tell = Callable[[str], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GpuArm:
-    """An arm: its name, whether ours are compared with it, why it cannot run here, and the precision it asks for."""
-
-    name: str
-    is_plain: bool = False
-    missing: str = ""
-    precision: str | None = None
-
-    @property
-    def is_fp8(self) -> bool:
-        return _FP8 in self.name
-
-
 def arms_of(workload: GpuWorkload) -> list[GpuArm]:
     """Returns the arms of a model, the loops of others first."""
-    kinds = workload.kinds
-    arms = [
-        GpuArm(name=each.name, is_plain=each.is_plain, missing=each.missing) for each in LOOPS if each.kind in kinds
-    ]
-    for kind, name in (("engine", ENGINE), ("train", TRAIN)):
-        if kind in kinds:
-            arms.append(GpuArm(name=name))
-    for kind, name in (("engine", ENGINE), ("train", TRAIN)):
-        if kind in kinds and _FP8 in kinds:
-            arms.append(GpuArm(name=f"{name} {_FP8}", precision=_FP8))
-    return arms
+    return [each for each in ARMS if each.kind in workload.kinds]
 
 
 def select_arms(workload: GpuWorkload, wanted: Sequence[str]) -> list[GpuArm]:
@@ -80,18 +52,13 @@ def select_arms(workload: GpuWorkload, wanted: Sequence[str]) -> list[GpuArm]:
     return found if any(each.is_plain for each in found) else [*(each for each in arms if each.is_plain), *found]
 
 
-def check_arms(workloads: Sequence[GpuWorkload], wanted: Sequence[str]) -> None:
-    """Raises UsageError for words that are in no arm's name."""
-    check_words([arm.name for workload in workloads for arm in arms_of(workload)], wanted)
-
-
 def bench_gpu(
     workload: GpuWorkload, rounds: int, steps: int | None, wanted: Sequence[str], tell: Tell
 ) -> list[dict[str, Any]]:
     """Lets the arms of a model take turns; returns a row for each, those that could not run with the reason."""
     asked = replace(workload, steps=steps or workload.steps)
     arms = {arm.name: arm for arm in select_arms(asked, wanted)}
-    turns: dict[str, list[MeasuredTurn]] = {name: [] for name in arms}
+    turns: dict[str, list[ArmTurn]] = {name: [] for name in arms}
     failed = {name: arm.missing for name, arm in arms.items() if arm.missing}
     with tempfile.TemporaryDirectory() as scratch:
         file = asked.config_file(Path(scratch))
@@ -104,34 +71,13 @@ def bench_gpu(
                 tell(f"  {name}: {found}")
             else:
                 turns[name].append(found)
-                tell(f"  {name}: {1e3 * found.step_s:.2f} ms a step, the first after {found.first_step_s:.1f} s")
+                step_ms = 1e3 * found.median_s(asked.warm_up)
+                tell(f"  {name}: {step_ms:.2f} ms a step, the first after {found.first_step_s:.1f} s")
         flops = _flops_of(asked, file)
     return make_rows(asked, list(arms.values()), turns, failed, flops)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeasuredTurn:
-    """A turn of an arm: the median step after warm-up, and the seconds from its start to the end of its first step."""
-
-    step_s: float
-    first_step_s: float
-    loss: float
-    peak_bytes: int | None
-    samples: int
-
-
-def measured(turn: ArmTurn, warm_up: int, started: float) -> MeasuredTurn:
-    """Takes from a turn what is reported of it."""
-    return MeasuredTurn(
-        step_s=median(turn.step_s[warm_up:] or turn.step_s),
-        first_step_s=turn.first_step_at - started,
-        loss=turn.losses[-1],
-        peak_bytes=turn.peak_bytes,
-        samples=turn.samples,
-    )
-
-
-def _take_turn(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path) -> MeasuredTurn | str:
+def _take_turn(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path) -> ArmTurn | str:
     """Runs an arm in a process of its own; returns what it measured, or why it failed."""
     folder.mkdir()
     started, steps = time.time(), workload.warm_up + workload.steps
@@ -142,13 +88,11 @@ def _take_turn(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path) -> 
             turn = _run_process(arm, workload, file, folder, steps)
     except (PacelineError, OSError, ValueError, subprocess.TimeoutExpired) as error:
         return " ".join(str(error).split())[:_LONGEST]
-    return measured(turn, workload.warm_up, started)
+    return replace(turn, started_at=started)
 
 
 def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, steps: int) -> ArmTurn:
-    order = Order(
-        arm=arm.name, model=workload.model, device=workload.device, file=str(file), steps=steps, precision=arm.precision
-    )
+    order = Order(arm=arm.name, model=workload.model, device=workload.device, file=str(file), steps=steps)
     asked, output = folder / "order.json", folder / "output.json"
     asked.write_text(json.dumps(asdict(order)), encoding="utf-8")
     command = [sys.executable, "-m", _PROCESS, str(asked), str(output)]
@@ -206,34 +150,35 @@ def _flops_of(workload: GpuWorkload, file: Path) -> StepWork:
 def make_rows(
     workload: GpuWorkload,
     arms: Sequence[GpuArm],
-    turns: dict[str, list[MeasuredTurn]],
+    turns: dict[str, list[ArmTurn]],
     failed: dict[str, str],
     work: StepWork,
 ) -> list[dict[str, Any]]:
     """Returns a row for each arm: its ratio to the best plain loop in the same round, below 1 is faster."""
     plain = [arm.name for arm in arms if arm.is_plain and arm.name not in failed]
     theirs = [arm.name for arm in arms if arm.is_fp8 and not arm.name.startswith("paceline") and arm.name not in failed]
-    best, best_fp8 = (min(names, key=lambda name: _step_s(turns[name]), default="") for names in (plain, theirs))
+    times = {name: [turn.median_s(workload.warm_up) for turn in own] for name, own in turns.items()}
+    best, best_fp8 = (min(names, key=lambda name: median(times[name]), default="") for names in (plain, theirs))
     rows = []
     for arm in arms:
         row: dict[str, Any] = {"model": workload.model, "arm": arm.name, "is_plain": arm.is_plain}
         if arm.name in failed:
             rows.append(row | {"error": failed[arm.name]})
             continue
-        row |= _figures(workload, turns[arm.name], work)
-        row |= {"peer": best, "ratio": _ratio(turns[arm.name], turns.get(best, []))}
+        row |= _figures(workload, turns[arm.name], times[arm.name], work)
+        row |= {"peer": best, "ratio": _ratio(times[arm.name], times.get(best, []))}
         if arm.is_fp8 and best_fp8:
-            row |= {"fp8_peer": best_fp8, "fp8_ratio": _ratio(turns[arm.name], turns[best_fp8])}
+            row |= {"fp8_peer": best_fp8, "fp8_ratio": _ratio(times[arm.name], times[best_fp8])}
         rows.append(row)
     return rows
 
 
-def _figures(workload: GpuWorkload, turns: Sequence[MeasuredTurn], work: StepWork) -> dict[str, Any]:
-    seconds, samples = _step_s(turns), turns[0].samples
+def _figures(workload: GpuWorkload, turns: Sequence[ArmTurn], times: Sequence[float], work: StepWork) -> dict[str, Any]:
+    seconds, samples = median(times), turns[0].samples
     rate = None if work.flops is None else work.flops * samples / seconds
     return {
         "step_ms": round(1e3 * seconds, 3),
-        "rounds_ms": [round(1e3 * turn.step_s, 3) for turn in turns],
+        "rounds_ms": [round(1e3 * each, 3) for each in times],
         f"{workload.unit}_per_s": round(work.items * samples / seconds, 1),
         "tflops": None if rate is None else round(rate / 1e12, 2),
         "mfu": _share(rate, work.peaks.sheet),
@@ -241,7 +186,7 @@ def _figures(workload: GpuWorkload, turns: Sequence[MeasuredTurn], work: StepWor
         "peak_bytes": max((turn.peak_bytes for turn in turns if turn.peak_bytes is not None), default=None),
         "first_step_s": round(turns[0].first_step_s, 2),
         "second_start_s": round(turns[-1].first_step_s, 2) if len(turns) > 1 else None,
-        "loss": round(turns[-1].loss, 5),
+        "loss": round(turns[-1].losses[-1], 5),
         "loss_step": workload.warm_up + workload.steps,
         "batch": samples,
         "context": work.items if workload.unit == "tokens" else None,
@@ -253,19 +198,6 @@ def _share(rate: float | None, peak: float | None) -> float | None:
     return None if rate is None or not peak else round(rate / peak, 4)
 
 
-def _step_s(turns: Sequence[MeasuredTurn]) -> float:
-    return median(turn.step_s for turn in turns)
-
-
-def _ratio(ours: Sequence[MeasuredTurn], theirs: Sequence[MeasuredTurn]) -> float | None:
-    found = [mine.step_s / other.step_s for mine, other in zip(ours, theirs, strict=False)]
+def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
+    found = [mine / other for mine, other in zip(ours, theirs, strict=False)]
     return round(median(found), 4) if found else None
-
-
-def announced_rows(
-    workloads: Sequence[GpuWorkload], rounds: int, steps: int | None, wanted: Sequence[str], tell: Tell
-) -> Iterator[list[dict[str, Any]]]:
-    """Measures one model after another."""
-    for workload in workloads:
-        tell(f"{workload.model} ...")
-        yield bench_gpu(workload, rounds, steps, wanted, tell)

@@ -1,6 +1,6 @@
-"""The loops that a user would write, at their strongest, and other trainers: what ``paceline train`` is compared with.
+"""The arms of the GPU benchmark: loops that a user would write, at their strongest, other trainers, and ours.
 
-All of them compile the whole model together with its loss, so that no kernel writes logits in fp32, clip by the global
+All loops compile the whole model together with its loss, so that no kernel writes logits in fp32, clip by the global
 norm and update with a fused optimizer of torch:
 
     plain autocast     fp32 parameters, autocast to bf16
@@ -9,6 +9,8 @@ norm and update with a fused optimizer of torch:
     ... channels last  the same with images and weights in that layout
     torchao fp8        linear layers in fp8 with dynamic scales per tensor; the output layer stays in bf16
     accelerate, lightning fabric    as their documentation says, around a module that returns the loss
+    paceline engine    ``parallelize`` and ``train_step`` on batches that lie ready
+    paceline train     the command that a user types
 
 A loop is a function from inputs and targets to the loss of the step, which it does not wait for.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +34,11 @@ BF16 = torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoopArm:
-    """A loop: its name in records, the ``kind`` that a workload asks for it by, and how it is set up.
+class GpuArm:
+    """An arm: its name in records, the ``kind`` that a workload asks for it by, and how it is set up.
 
-    ``library`` is what must be there to import; ``is_plain``: ours are compared with the fastest of those.
+    ``library`` is what must be there to import; ``is_plain``: ours are compared with the fastest of those;
+    ``precision``: what ours ask for, where it is not the config's.
     """
 
     name: str
@@ -44,6 +48,7 @@ class LoopArm:
     has_masters: bool = False
     mode: str | None = None
     is_channels_last: bool = False
+    precision: str | None = None
 
     @property
     def missing(self) -> str:
@@ -51,29 +56,33 @@ class LoopArm:
         is_there = not self.library or importlib.util.find_spec(self.library) is not None
         return "" if is_there else f"{self.library} is not installed"
 
+    @property
+    def is_fp8(self) -> bool:
+        return "fp8" in self.name
 
+
+ENGINE, TRAIN = "paceline engine", "paceline train"
 _GRAPHS = "reduce-overhead"
-LOOPS = (
-    LoopArm(name="plain autocast", kind="plain", is_plain=True),
-    LoopArm(name="plain autocast channels last", kind="channels_last", is_plain=True, is_channels_last=True),
-    LoopArm(
-        name="plain autocast channels last graphs",
-        kind="channels_last",
-        is_plain=True,
-        is_channels_last=True,
-        mode=_GRAPHS,
-    ),
-    LoopArm(name="plain masters", kind="masters", is_plain=True, has_masters=True),
-    LoopArm(name="plain autocast graphs", kind="graphs", is_plain=True, mode=_GRAPHS),
-    LoopArm(name="plain masters graphs", kind="graphs", is_plain=True, has_masters=True, mode=_GRAPHS),
-    LoopArm(name="accelerate", kind="accelerate", library="accelerate"),
-    LoopArm(name="lightning fabric", kind="lightning", library="lightning"),
-    LoopArm(name="torchao fp8", kind="fp8", library="torchao"),
-    LoopArm(name="torchao fp8 masters", kind="fp8", library="torchao", has_masters=True),
+_plain_arm = partial(GpuArm, is_plain=True)
+ARMS = (
+    _plain_arm(name="plain autocast", kind="plain"),
+    _plain_arm(name="plain autocast channels last", kind="channels_last", is_channels_last=True),
+    _plain_arm(name="plain autocast channels last graphs", kind="channels_last", is_channels_last=True, mode=_GRAPHS),
+    _plain_arm(name="plain masters", kind="masters", has_masters=True),
+    _plain_arm(name="plain autocast graphs", kind="graphs", mode=_GRAPHS),
+    _plain_arm(name="plain masters graphs", kind="graphs", has_masters=True, mode=_GRAPHS),
+    GpuArm(name="accelerate", kind="accelerate", library="accelerate"),
+    GpuArm(name="lightning fabric", kind="lightning", library="lightning"),
+    GpuArm(name="torchao fp8", kind="fp8", library="torchao"),
+    GpuArm(name="torchao fp8 masters", kind="fp8", library="torchao", has_masters=True),
+    GpuArm(name=ENGINE, kind="engine"),
+    GpuArm(name=TRAIN, kind="train"),
+    GpuArm(name=f"{ENGINE} fp8", kind="fp8", precision="fp8"),
+    GpuArm(name=f"{TRAIN} fp8", kind="fp8", precision="fp8"),
 )
 
 
-def set_up_loop(arm: LoopArm, model: nn.Module, config: Config, device: torch.device) -> Step:
+def set_up_loop(arm: GpuArm, model: nn.Module, config: Config, device: torch.device) -> Step:
     """Moves a model to the device and returns its training step."""
     model = model.to(device)
     if arm.is_channels_last:

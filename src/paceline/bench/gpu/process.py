@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import islice, pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from paceline.bench.gpu.loops import LOOPS, LoopArm, Step, set_up_loop
+from paceline.bench.gpu.loops import ARMS, ENGINE, GpuArm, Step, set_up_loop
 from paceline.bench.gpu.workloads import ALL_WORKLOADS, GpuWorkload, OnDevice
 from paceline.clock import DeviceClock, seconds_between
 from paceline.comm.solo import SoloCommunicator
@@ -36,45 +37,55 @@ from paceline.train.assemble import build_trainer, build_workload
 from paceline.train.step import place, train_step
 from paceline.untrusted import parse_json_object, read_regular
 
-ENGINE = "paceline engine"
 Batch = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """What an arm's process is asked for. ``precision`` of ours; None: as the config has it."""
+    """What an arm's process is asked for."""
 
     arm: str
     model: str
     device: OnDevice
     file: str
     steps: int
-    precision: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmTurn:
-    """What one turn of an arm measured: seconds and losses of all its steps, and the moment the first was done."""
+    """What one turn of an arm measured: seconds and losses of all its steps, and the moment the first was done.
+
+    ``started_at``: the moment at which whoever asked for it did so.
+    """
 
     step_s: list[float]
     losses: list[float]
     peak_bytes: int | None
     first_step_at: float
     samples: int  # of a step
+    started_at: float = 0.0
+
+    @property
+    def first_step_s(self) -> float:
+        return self.first_step_at - self.started_at
+
+    def median_s(self, warm_up: int) -> float:
+        """Returns the seconds of the median step after the warm-up."""
+        return median(self.step_s[warm_up:] or self.step_s)
 
 
 def run_order(order: Order) -> ArmTurn:
     """Sets an arm up and lets it train."""
     workload, device = replace(ALL_WORKLOADS[order.model], device=order.device), torch.device(order.device)
-    config = workload.config(Path(order.file), order.steps, precision=order.precision)
-    if order.arm.startswith(ENGINE):
+    arm = next(each for each in ARMS if each.name == order.arm)
+    config = workload.config(Path(order.file), order.steps, precision=arm.precision)
+    if arm.name.startswith(ENGINE):
         return _measure(*_set_up_engine(config, device), device)
-    loop = next(each for each in LOOPS if each.name == order.arm)
-    return _measure(*_set_up_loop(loop, workload, config, device), device)
+    return _measure(*_set_up_loop(arm, workload, config, device), device)
 
 
 def _set_up_loop(
-    loop: LoopArm, workload: GpuWorkload, config: Config, device: torch.device
+    loop: GpuArm, workload: GpuWorkload, config: Config, device: torch.device
 ) -> tuple[Step, Iterator[Batch]]:
     work = build_workload(config)
     batches = make_batches(config, work.data, device)

@@ -143,7 +143,7 @@ def _calibrated(tell: Callable[[str], None]) -> str:
     measured = combine_ranks([measure_rank(SoloCommunicator(_GPU), wanted)], wanted, threads=1)
     tell(f"measured this GPU in {time.perf_counter() - started:.0f} s; samples spread by {100 * measured.spread:.1f} %")
     clean_up(_GPU)
-    return entry_of(measured, "paceline bench predict --device cuda", torch.__version__)[1]
+    return entry_of(measured, "python bench predict --device cuda", torch.__version__)[1]
 
 
 def config_of(arm: PredictArm, device: str) -> Config:

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from paceline.bench.compression import check_policy_ranks, run_policy, sent_bytes, setting_text, with_compression
+from measures.compression import check_policy_ranks, run_policy, sent_bytes, setting_text, with_compression
 from paceline.config import CompressionConfig, Config
 from paceline.errors import UsageError
 from paceline.run.rank_process import end_children

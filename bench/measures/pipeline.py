@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from measures.features import FeatureProtocol, bench_features
+from measures.modelled import model_features
+from measures.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
 from paceline.bench.arms import select
 from paceline.bench.engines import MeasuredArm, check_losses
-from paceline.bench.features import FeatureProtocol, bench_features
 from paceline.bench.interleave import Turns, interleave
-from paceline.bench.modelled import model_features
-from paceline.bench.pipeline_arms import PipelineArm, pipeline_arms, set_up_pipeline
 from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError

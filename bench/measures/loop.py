@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline.bench.interleave import Timing, Turns, interleave, rotate, time_step, timing_of
-from paceline.calibrate.families import looped_step, recording_trainer
+from paceline.calibrate.loop import looped_step, recording_trainer
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.ledger import Ledger
@@ -146,7 +146,7 @@ def _time_loop(comm: Communicator, model: str, protocol: Turns) -> list[dict[str
             if number >= protocol.warm_up:
                 for name, taken in turn.items():
                     seconds[name].append(taken / protocol.steps_per_turn)
-    timings = [timing_of(name, "bare step", seconds) for name in arms]
+    timings = [timing_of(name, "bare step", seconds[name], seconds) for name in arms]
     return [{"model": model, "ranks": comm.size, **asdict(timing)} for timing in timings]
 
 

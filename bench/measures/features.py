@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import torch
 
+from measures.memory import LiveTensors
 from paceline.bench.arms import SHARED
 from paceline.bench.interleave import quartiles, time_step
-from paceline.bench.memory import LiveTensors
 from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator

@@ -1,0 +1,153 @@
+"""Measures what a training step costs the host beside its kernels, on transformers whose kernels have nothing to do.
+
+    step      S(n) = step + n operation        of two models with n operations each: two equations, two unknowns
+    loop      a trainer's step with the next batch, times, records and hooks  -  the same step without them
+
+The arms take turns, so that a machine that is slower for a while is so for all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from paceline.calibrate.recorded import recorded
+from paceline.calibrate.sampling import summarize
+from paceline.comm.base import Communicator
+from paceline.comm.solo import SoloCommunicator
+from paceline.config import Config, config_from_dict
+from paceline.records.log_sink import LogSink
+from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
+from paceline.run.sampling import sampling
+from paceline.train.assemble import build_trainer
+from paceline.train.hooks import Every
+from paceline.train.step import StepResult, train_step
+from paceline.train.trainer import Trainer
+
+_LAYERS = (1, 3)
+_MOST_STEPS = 1_000_000  # of which a few hundred are run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoopFigures:
+    """Host seconds: of an operation, of a step besides, and of what surrounds a step in a run."""
+
+    operation_s: float
+    step_s: float
+    loop_s: float
+    spread: float
+
+
+def measure_loop(tensor_s: float, *, rounds: int, steps: int = 4) -> LoopFigures:
+    """Times ``rounds`` turns of ``steps`` steps of each arm. ``tensor_s`` is the host's time of a tensor of a list."""
+    with contextlib.ExitStack() as stack:
+        alone = SoloCommunicator(torch.device("cpu"))
+        trainers = [stack.enter_context(recording_trainer(_config(layers), alone)) for layers in _LAYERS]
+        bare = [_bare(trainer) for trainer in trainers]
+        counts = [_count(step) for step in bare]
+        samples = _take_turns([*bare, looped_step(trainers[0])], rounds, steps)
+    short, long, looped = (statistics.median(each) for each in samples)
+    (few, few_tensors), (many, many_tensors) = counts
+    lists = (few_tensors * tensor_s, many_tensors * tensor_s)
+    return figures_of(
+        (few, max(short - lists[0], 0.5 * short)),
+        (many, max(long - lists[1], 0.5 * long)),
+        loop_s=looped - short,
+        spread=summarize(samples[0]).spread,
+    )
+
+
+def figures_of(few: tuple[int, float], many: tuple[int, float], *, loop_s: float, spread: float) -> LoopFigures:
+    """Solves the two equations. What noise has made negative is nothing: then operations take all of the time."""
+    (short_count, short_s), (long_count, long_s) = few, many
+    each = (long_s - short_s) / (long_count - short_count)
+    fixed = short_s - short_count * each
+    if each <= 0 or fixed < 0:
+        each, fixed = long_s / long_count, 0.0
+    return LoopFigures(operation_s=each, step_s=fixed, loop_s=max(0.0, loop_s), spread=spread)
+
+
+def _take_turns(arms: list[Callable[[], object]], rounds: int, steps: int) -> list[list[float]]:
+    """Returns seconds of a step, by arm; the first turn of each is not counted."""
+    found: list[list[float]] = [[] for _ in arms]
+    for number in range(rounds + 1):
+        for arm, samples in zip(arms, found, strict=True):
+            started = time.perf_counter()
+            for _ in range(steps):
+                arm()
+            if number:
+                samples.append((time.perf_counter() - started) / steps)
+    return found
+
+
+@contextlib.contextmanager
+def recording_trainer(config: Config, comm: Communicator) -> Iterator[Trainer]:
+    """Makes a trainer as a rank has it, whose records and log go to a folder that is removed.
+
+    Rank 0 samples the host, as it does where the launcher is not ours.
+    """
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        folder, logger = Path(name), logging.Logger(f"rank-{comm.rank}", logging.INFO)
+        handler = logging.FileHandler(folder / "rank.log")
+        stack.callback(handler.close)
+        logger.addHandler(handler)
+        sinks: list[Sink] = [
+            JsonlSink(folder / f"rank-{comm.rank}.jsonl"),
+            Strided(LogSink(logger), config.monitor.log_every),
+        ]
+        every_s = config.monitor.sample_s if comm.rank == 0 else None
+        stack.enter_context(sampling(folder, every_s, lambda: {comm.rank: os.getpid()}, logger.log))
+        with contextlib.closing(Fanout(sinks)) as sink:
+            hooks = [Every(100, _idle), Every(7, _idle)]  # called when due
+            yield build_trainer(config, comm, hooks=hooks, sink=sink)
+
+
+def looped_step(trainer: Trainer) -> Callable[[], None]:
+    """Returns a step as the trainer makes it, with its hooks."""
+    steps = trainer.steps()
+
+    def run() -> None:
+        result = next(steps)
+        for hook in trainer.hooks:
+            hook(trainer, result)
+
+    return run
+
+
+def _bare(trainer: Trainer) -> Callable[[], object]:
+    parts = trainer.parts
+    with contextlib.closing(parts.loader.steps(0, 1)) as batches:
+        batch = next(batches)
+    return lambda: train_step(parts.engine, parts.optimizer, batch, parts.loss, parts.policy)
+
+
+def _count(step: Callable[[], object]) -> tuple[int, int]:
+    """Returns how many operations a step has, and how many further tensors those over lists."""
+    step()
+    found = recorded(step)
+    return len(found), sum(each.tensors - 1 for each in found)
+
+
+def _idle(trainer: Trainer, result: StepResult) -> None:
+    """Does nothing: a hook that is called when it is due."""
+
+
+def _config(layers: int) -> Config:
+    sections: dict[str, Any] = {
+        "model": {"kind": "gpt", "layers": layers, "heads": 2, "width": 8, "context": 4, "dropout": 0.0},
+        "data": {"kind": "synthetic_tokens", "samples": 64, "context": 4, "vocab_size": 8},
+        "train": {"steps": _MOST_STEPS, "global_batch": 1},
+        "optim": {"kind": "adamw", "lr": 1e-6},
+        "parallel": {"strategy": "ddp", "device": "cpu", "ranks": 1},
+    }
+    return config_from_dict(sections)
