@@ -16,7 +16,7 @@ from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.shard_gradients import ShardGradients
 from paceline.engines.fsdp import FullySharded
 from paceline.plan.layout import Compression
 
@@ -135,8 +135,8 @@ def test_memory_between_the_tensors_of_a_bucket_is_not_taken_for_a_gradient(
     plain_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket that travels whole was judged with its padding: a step was taken for one that is left out."""
-    make = FlatGroup.new_gradient
-    monkeypatch.setattr(FlatGroup, "new_gradient", lambda group: make(group).fill_(torch.nan))
+    make = ShardGradients.new_buffer
+    monkeypatch.setattr(ShardGradients, "new_buffer", lambda gradients: make(gradients).fill_(torch.nan))
 
     def work(comm: Communicator) -> None:
         chosen = compressor("powersgd", plain_steps=plain_steps)

@@ -246,7 +246,7 @@ class DataParallel(ModuleEngine):
             return
         bucket, place = complete
         if bucket.is_large[place] and bucket.scale != 1.0:
-            bucket.bring_in(place, gradient, bucket.scale)
+            bucket.copy_in(place, gradient, bucket.scale)
         if bucket.num_missing == 0:
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
@@ -310,7 +310,7 @@ class DataParallel(ModuleEngine):
         for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         for bucket in self._arrivals.buckets:
-            bucket.land()
+            bucket.wait()
         if missing:
             self._settle(missing)
         if self._compression is not None:
@@ -327,7 +327,7 @@ class DataParallel(ModuleEngine):
         tuner.end_backward()
         for bucket in buckets:
             self._send(bucket)
-            bucket.land()
+            bucket.wait()
         tuner.end_watched(len(buckets))
 
     def _settle(self, missing: list[int]) -> None:

@@ -21,7 +21,8 @@ from torch import nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.engines.buckets.choice import BucketChoice
-from paceline.engines.flat.flat import FlatGroup, full_shape
+from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.shard_layout import full_shape
 from paceline.engines.float8 import Float8Layers
 from paceline.engines.groups import Groups
 from paceline.engines.module_face import ModuleFace

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.engines.flat.flat import full_shape
 from paceline.engines.flat.optimizer_state import numbered_parameters
+from paceline.engines.flat.shard_layout import full_shape
 from paceline.engines.groups import expert_dim
 from paceline.engines.tensor.layout import Split
 from paceline.shards import Region

@@ -75,7 +75,7 @@ class FullySharded(ShardedEngine):
         self.flat_groups = [group for unit in self._units for group in unit.groups]
         gathers, reductions = SideStream(self.device), SideStream(self.device)
         for group in self.flat_groups:
-            group.gathers, group.reductions = gathers, reductions
+            group.gathers, group.gradients.side_stream = gathers, reductions
         self._is_plain = groups.replicate.size == 1 and not any(group.has_copy for group in self.flat_groups)
         for unit in self._units if self._is_plain else ():
             unit.use()
@@ -84,8 +84,8 @@ class FullySharded(ShardedEngine):
         self._compressed: dict[FlatGroup, BucketReduction] = {}  # what averages the slices in place of an all-reduce
         if self._compression is not None:
             shapes = [
-                BucketShape(names=group.names, layout=group.layout, shard=(group.start, group.stop))
-                for group in self.flat_groups
+                BucketShape(names=each.names, layout=each, shard=(each.start, each.stop))
+                for each in (group.layout for group in self.flat_groups)
             ]
             bound = self._compression.bind(shapes, groups.replicate)
             self._compressed = dict(zip(self.flat_groups, bound, strict=True))
@@ -286,7 +286,7 @@ class FullySharded(ShardedEngine):
         now.number += 1
         now.is_forward, now.is_backward = True, False
         for group in self.flat_groups:
-            group.drop_gradient()
+            group.gradients.drop()
         for unit in self._units:
             unit.sync_trainable()
             unit.forget_small()
@@ -415,7 +415,7 @@ class FullySharded(ShardedEngine):
             )
         if self._is_syncing:
             for group in self.flat_groups:
-                group.finish_gradient()
+                group.gradients.finish()
             self._settle()
             self._end_pass()
 

@@ -15,8 +15,9 @@ from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.engine import BufferPolicy, Engine
 from paceline.engines.experts import ExpertParts
-from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
+from paceline.engines.flat.flat import piece_places
 from paceline.engines.flat.optimizer_state import load_optimizer_state
+from paceline.engines.flat.shard_layout import dense_stride, full_shape
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.engines.replicas import ReplicaWatch
@@ -161,7 +162,9 @@ class ModuleEngine(Engine):
         places = piece_places(self.flat_groups)
         for name, parameter in named.items():
             found = places.get(id(parameter))
-            region = self.experts.region(name, own_region(parameter) if found is None else piece_region(*found))
+            region = self.experts.region(
+                name, own_region(parameter) if found is None else found[0].layout.region(found[1])
+            )
             same = holders[name]
             yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
         for name, value in self.module.state_dict(keep_vars=True).items():
@@ -175,12 +178,3 @@ class ModuleEngine(Engine):
 def own_region(tensor: torch.Tensor) -> Region:
     """Returns the region of a tensor that is whole, in the order of its memory."""
     return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
-
-
-def piece_region(group: FlatGroup, place: int) -> Region:
-    """Returns which part of its n-th parameter lies in this rank's slice of a group."""
-    slot = group.layout.slots[place]
-    begin, end = group.span(place)
-    first = min(max(group.start - slot.offset, 0), slot.numel)
-    order = memory_order(slot.shape, slot.stride)
-    return Region(shape=slot.shape, begin=first, end=first + end - begin, order=order)

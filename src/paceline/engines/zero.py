@@ -70,21 +70,21 @@ class ZeroParallel(ShardedEngine):
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {
             **self._named,
-            **{n: p for g in self.flat_groups for n, p in zip(g.names, g.pieces, strict=True)},
+            **{n: p for g in self.flat_groups for n, p in zip(g.layout.names, g.pieces, strict=True)},
         }
         self._has_shared_buffers = False  # in this pass
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         self._gathering = Gathering(module, list(reversed(self.flat_groups)))
         self._gathering.owner = self  # the modules' hooks hold the gathering: so the module keeps the engine alive
         self._arrivals: Arrivals[SlicedBucket] = Arrivals(
-            [name for group in self.flat_groups for name in group.names],
+            [name for group in self.flat_groups for name in group.layout.names],
             overlap=self.layout.overlap,
             graph_fix="use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone",
         )
         pool = BufferPool() if self.layout.strategy == "zero2" else None
-        ends = list(itertools.accumulate(len(group.names) for group in self.flat_groups))
+        ends = list(itertools.accumulate(len(group.layout.names) for group in self.flat_groups))
         self._fixed = [  # parameters are numbered in the order of the groups
-            SlicedBucket(group, range(end - len(group.names), end), pool)
+            SlicedBucket(group, range(end - len(group.layout.names), end), pool)
             for group, end in zip(self.flat_groups, ends, strict=True)
         ]
         self._completed: list[int] = []  # the places of buckets in ``_fixed``, in the order of this rank's backward
@@ -247,7 +247,7 @@ class ZeroParallel(ShardedEngine):
         has_room = self.layout.strategy == "zero1" or bucket is arrivals.buckets[arrivals.num_left]
         if has_room and bucket.is_large[place] and bucket.group.shared.scale != 1.0:
             self._make_room(arrivals.num_left)
-            bucket.bring_in(place, gradient, bucket.group.shared.scale)
+            bucket.copy_in(place, gradient, bucket.group.shared.scale)
         if bucket.num_missing == 0:
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
@@ -262,7 +262,7 @@ class ZeroParallel(ShardedEngine):
     def _make_room(self, place: int) -> None:
         """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
         if self.layout.strategy == "zero2" and place > 1:
-            self._arrivals.buckets[place - 2].land(is_last=self._is_syncing)
+            self._arrivals.buckets[place - 2].wait(is_last=self._is_syncing)
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -271,16 +271,16 @@ class ZeroParallel(ShardedEngine):
             self._launch(bucket)
         if not self._reduces:
             for bucket in self._fixed:
-                bucket.show()
+                bucket.show_placeholder()
         else:
             for bucket in self._arrivals.buckets:
-                bucket.land(is_last=self._is_syncing)
+                bucket.wait(is_last=self._is_syncing)
                 if self._is_syncing:
-                    bucket.group.measure()  # while the others are under way
+                    bucket.group.gradients.measure()  # while the others are under way
             for group in self.flat_groups:
-                group.finish_gradient()
+                group.gradients.finish()
             if self._is_syncing:
-                used = [flag for bucket in self._fixed for flag in bucket.take_used()]
+                used = [flag for bucket in self._fixed for flag in bucket.end_accumulation()]
                 self._news.tell(used)
                 self._settle([index for index, is_used in enumerate(used) if not is_used])
                 self._news.note_measured()
@@ -330,7 +330,7 @@ class _News:
         self._comm = comm
         self._groups = groups
         wide = groups[0].dtype if groups else torch.float32
-        num_parameters = sum(len(group.names) for group in groups)
+        num_parameters = sum(len(group.layout.names) for group in groups)
         self._sums = torch.zeros(1 + num_parameters, dtype=wide, device=comm.device)
         self._work: Work = DONE
         self._measured: list[tuple[int, list[bool]]] = []  # by group: which gradient, and of which pieces
@@ -359,7 +359,7 @@ class _News:
     def note_measured(self) -> None:
         """Notes which gradients the squares are those of, now that it is settled who has one."""
         groups = self._groups if self._has_squares else ()
-        self._measured = [(group.gradient_version, _has_gradient(group)) for group in groups]
+        self._measured = [(group.gradients.version, _has_gradient(group)) for group in groups]
 
     def take_squares(self) -> torch.Tensor | None:
         """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
@@ -367,7 +367,7 @@ class _News:
         if not measured:
             return None
         for group, (version, had) in zip(self._groups, measured, strict=True):
-            if not group.has_gradient_of(version) or _has_gradient(group) != had:
+            if not group.gradients.is_of_version(version) or _has_gradient(group) != had:
                 return None
         self._work.wait()
         return self._sums[0]
