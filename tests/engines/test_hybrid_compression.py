@@ -183,12 +183,12 @@ def test_a_bad_gradient_leaves_no_trace() -> None:
         chosen = compressor("topk")
         engine = build(comm, chosen)
         backward(engine, 0)
-        chosen.settle()
+        chosen.apply_ended_pass()
         before = {name: residual.clone() for name, residual in chosen.residuals.items()}
         hook = engine.module.register_forward_hook(lambda _module, _args, output: output * torch.nan)
         backward(engine, 1)
         hook.remove()
-        chosen.settle()
+        chosen.apply_ended_pass()
         assert all(torch.equal(chosen.residuals[name], before[name]) for name in before)
         return chosen.residual_norm()
 
@@ -200,7 +200,7 @@ def test_shards_tell_one_another_of_what_only_one_of_them_saw() -> None:
         chosen = compressor("topk")
         engine = build(comm, chosen)
         backward(engine, 0)
-        chosen.settle()
+        chosen.apply_ended_pass()
         before = {name: residual.clone() for name, residual in chosen.residuals.items()}
         if comm.rank % SHARDS == 1:  # as if a gradient had run over in this slice
             real = chosen.note
@@ -210,7 +210,7 @@ def test_shards_tell_one_another_of_what_only_one_of_them_saw() -> None:
 
             chosen.note = note  # type: ignore[method-assign]
         backward(engine, 1)
-        chosen.settle()
+        chosen.apply_ended_pass()
         return [float((chosen.residuals[name] - before[name]).norm()) for name in before]
 
     assert all(change == 0 for changes in run_virtual(work, RANKS) for change in changes)
@@ -258,11 +258,11 @@ def test_what_is_owed_to_a_frozen_parameter_waits() -> None:
         chosen = compressor("topk")
         engine = build(comm, chosen)
         backward(engine, 0)
-        chosen.settle()
+        chosen.apply_ended_pass()
         before = {name: residual.clone() for name, residual in chosen.residuals.items()}
         dict(engine.named_parameters())["second.weight"].requires_grad_(False)
         assert "second.weight" not in backward(engine, 1)
-        chosen.settle()
+        chosen.apply_ended_pass()
         for name, residual in before.items():
             assert torch.equal(chosen.residuals[name], residual) == (name == "second.weight")
 

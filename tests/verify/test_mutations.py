@@ -363,7 +363,7 @@ def nothing_is_sent(_: Any) -> Any:
 
 def buffers_stay(_: Any) -> Any:
     def share_buffers(self: DataParallel) -> None:
-        self._has_shared_buffers = True
+        self._buffers.are_shared = True
 
     return share_buffers
 
@@ -427,7 +427,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(torch.optim.Optimizer, "zero_grad", gradients_kept), case=KNOWN, shows="gradient", step=1
     ),
     "a rank without samples does not join": Bug(
-        plant=replacing(DataParallel, "sit_out", nobody_joins),
+        plant=replacing(DataParallel, "join_pass", nobody_joins),
         case=known(Plain, make_short_batch),
         shows="",
         verdict=CollectiveMismatchError,

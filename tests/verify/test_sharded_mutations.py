@@ -281,7 +281,7 @@ def replicas_added(original: Any) -> Any:
         original(self)
         if not self._is_syncing:
             for unit in self._units:
-                unit.start_replicate({})
+                unit.start_replicate()
                 unit.finish_replicate()
 
     return finish
@@ -372,7 +372,7 @@ BUGS: dict[str, Bug] = {
     ),
     **in_each(
         "a rank without samples does not join",
-        every("sit_out"),
+        every("join_pass"),
         "",
         "fsdp zero1",
         case=SHORT,
@@ -446,7 +446,7 @@ BUGS: dict[str, Bug] = {
         "unused parameter decays", replacing(UsedFlags, "ask_others", all_used), "gradient", "fsdp hybrid", **UNUSED
     ),
     **in_each(
-        "unused parameter decays", replacing(ZeroParallel, "_settle", nothing), "gradient", "zero1 zero2", **UNUSED
+        "unused parameter decays", replacing(ZeroParallel, "_drop_unused", nothing), "gradient", "zero1 zero2", **UNUSED
     ),
     **in_each(
         "use decided by each rank",

@@ -184,5 +184,5 @@ class GradientCompression(Protocol):
     def roll_back(self) -> None:
         """Forgets the last pass, ended or not: its gradients were dropped, and come again."""
 
-    def withhold(self, names: Sequence[str]) -> None:
+    def keep_residuals(self, names: Sequence[str]) -> None:
         """Takes back what this pass sent of tensors that get no gradient, so that it is not lost."""

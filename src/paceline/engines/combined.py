@@ -69,7 +69,6 @@ class CombinedParallel(Engine):
         self._names = tuple(names)
         self._tied = dict(tied)
         self._splits = layout if groups.tensor.size > 1 else None
-        self.splits_matrices = self._splits is not None
         self._experts = {name: engine.experts for engine in engines for name in engine.experts.splits}
         self._counted = {
             (stage, name)
@@ -90,6 +89,10 @@ class CombinedParallel(Engine):
     @property
     def holds_parts(self) -> bool:
         return True
+
+    @property
+    def splits_matrices(self) -> bool:
+        return self._splits is not None
 
     @property
     def random_stream(self) -> int:
@@ -168,9 +171,9 @@ class CombinedParallel(Engine):
         if self.pipeline is not None and self.groups.pipeline.size > 1:
             self.groups.pipeline.broadcast(sums, self.pipeline.placement[-1]).wait()
 
-    def sit_out(self) -> None:
+    def join_pass(self) -> None:
         for engine in self.stages.values():
-            engine.sit_out()
+            engine.join_pass()
 
     def forget_pass(self) -> None:
         for engine in self.stages.values():
@@ -277,6 +280,7 @@ class CombinedParallel(Engine):
                     yield replace(shard, copy=copy if self.groups.tensor.rank == 0 else None)
                     continue
                 split, tensor = self._splits.splits[shard.name], self.groups.tensor
+                assert split.dim is not None
                 spans = split.spans(tensor.rank, tensor.size)
                 shape = list(shard.region.shape)
                 shape[split.dim] = split.shape[split.dim]

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import torch
 from torch import nn
 
-from paceline.comm.base import Communicator
 from paceline.engines.module_guard import forget_gradients
 from paceline.errors import UsageError
 
@@ -20,7 +19,9 @@ class _Whole(Protocol):
     """What an engine has for this."""
 
     module: nn.Module
-    comm: Communicator
+
+    @property
+    def device(self) -> torch.device: ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 

@@ -61,8 +61,8 @@ def build_optimizer(
     if config.kind == "adamw":
         # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
         betas = (config.betas[0], config.betas[1])
-        if engine is not None and engine.can_lend_copies and can_update(parameters):
-            return MasterAdamW(groups, engine.lend_copies(), lr=config.lr, betas=betas, eps=config.eps)
+        if engine is not None and engine.can_fuse_cast and can_update(parameters):
+            return MasterAdamW(groups, engine.fuse_cast(), lr=config.lr, betas=betas, eps=config.eps)
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=_can_fuse(parameters))
     if config.kind == "sgd":
         return torch.optim.SGD(

@@ -72,7 +72,7 @@ def evaluate(
     try:
         for batch, samples in zip(loader, loader.local_samples(), strict=True):
             if batch is None:
-                engine.sit_out()
+                engine.join_pass()
                 continue
             with engine.precision.context(device):
                 scored = engine.apply_loss(score, place(batch, device, dtype))
@@ -274,7 +274,7 @@ class Trainer(RunState):
                 for hook in self.hooks:
                     hook(self, result)
         self.flush(wait=True)
-        for bad in self.bad_steps.settle():
+        for bad in self.bad_steps.read_all():
             self._note_bad(bad)
 
     def steps(self) -> Generator[StepResult, None, None]:
@@ -348,7 +348,7 @@ class Trainer(RunState):
         Sends nothing. Raises TrainingError for a loss that is not finite: its state is not worth saving.
         """
         self.flush(wait=True)
-        for bad in self.bad_steps.settle():
+        for bad in self.bad_steps.read_all():
             self._note_bad(bad)
         return self.collect_state()
 

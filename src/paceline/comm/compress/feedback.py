@@ -71,7 +71,7 @@ class Compressor:
     def roll_back(self) -> None:
         self._pass = _GradientPass()
 
-    def withhold(self, names: Sequence[str]) -> None:
+    def keep_residuals(self, names: Sequence[str]) -> None:
         """Keeps the residuals of tensors whose average is not used as they were."""
         for name in names:
             self._pass.residuals.pop(name, None)
@@ -79,8 +79,8 @@ class Compressor:
     # State.
 
     def residual_norm(self) -> float:
-        """Returns the norm of what this rank owes. A sync point."""
-        self.settle()
+        """Returns the norm of this rank's residuals. A sync point."""
+        self.apply_ended_pass()
         found = [residual.double().square().sum() for residual in self.residuals.values()]
         return float(torch.stack(found).sum().sqrt()) if found else 0.0
 
@@ -90,8 +90,8 @@ class Compressor:
         return [tensor for tensors in kept for tensor in tensors.values()]
 
     def shards(self, comm: Communicator) -> Iterator[Shard]:
-        """Yields what this rank owes, and its factors, to be saved. ``comm`` has all ranks."""
-        self.settle()
+        """Yields this rank's residuals, and its factors, to be saved. ``comm`` has all ranks."""
+        self.apply_ended_pass()
         yield from state.residual_shards(self.residuals, self._pieces, self._replica(comm))
         yield from state.factor_shards(self.factors, self._pieces, self._replica(comm))
 
@@ -135,7 +135,7 @@ class Compressor:
         self._pass.residuals |= residuals if self.settings.error_feedback else {}
         self._pass.factors |= factors
 
-    def settle(self) -> None:
+    def apply_ended_pass(self) -> None:
         """Brings an ended pass into force, unless a gradient was not finite: then its step was left out.
 
         The first bucket of a pass that leaves does this for the pass before.
@@ -196,7 +196,7 @@ class _Bucket:
         self.parts = tuple(parts)
 
     def start(self, buffer: torch.Tensor, comm: Communicator) -> Work:
-        self.owner.settle()
+        self.owner.apply_ended_pass()
         work = _BucketWork(self, buffer)
         if self.parts and self.owner.step >= self.owner.settings.plain_steps:
             work.send_compressed(comm)
@@ -228,7 +228,7 @@ class _BucketWork:
         self._num_later = 0  # rounds behind this one
         self._whole: torch.Tensor | None = None
         self._whole_work: Work | None = None
-        self._paid: dict[str, torch.Tensor] = {}
+        self._sent_residuals: dict[str, torch.Tensor] = {}
         self._is_done = False
 
     def send_whole(self, comm: Communicator) -> None:
@@ -240,14 +240,14 @@ class _BucketWork:
         """Hands what is compressed to the policy, and averages the rest."""
         bucket, owner, buffer = self.bucket, self.bucket.owner, self._buffer
         if bucket.whole:
-            self._pay_whole()
+            self._add_residuals()
             self._whole = torch.cat([buffer[place] for place in bucket.whole])
             self._whole_work = comm.all_reduce(self._whole, "avg")
         narrow = buffer.dtype in (torch.float16, torch.bfloat16)
         vector = torch.cat([buffer[place] for place in bucket.compressed]).to(torch.float32 if narrow else buffer.dtype)
-        pieces, owed = bucket.split(vector), owner.residuals
-        if names := [name for name in pieces if name in owed]:
-            torch._foreach_add_([pieces[name] for name in names], [owed[name] for name in names])
+        pieces, residuals = bucket.split(vector), owner.residuals
+        if names := [name for name in pieces if name in residuals]:
+            torch._foreach_add_([pieces[name] for name in names], [residuals[name] for name in names])
         context = ExchangeContext(
             parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors
         )
@@ -256,13 +256,13 @@ class _BucketWork:
         self._num_later = owner.policy.num_rounds - 1
         self._round = next(self._rounds)
 
-    def _pay_whole(self) -> None:
-        """Adds what is owed to tensors that travel whole: they did not, in the run that this one goes on from."""
+    def _add_residuals(self) -> None:
+        """Adds residuals to tensors that travel whole: they did not, in the run that this one goes on from."""
         for name, place in zip(self.bucket.whole_names, self.bucket.whole, strict=False):
-            owed = self.bucket.owner.residuals.get(name)
-            if owed is not None:
-                self._buffer[place] += owed
-                self._paid[name] = torch.zeros_like(owed)
+            residual = self.bucket.owner.residuals.get(name)
+            if residual is not None:
+                self._buffer[place] += residual
+                self._sent_residuals[name] = torch.zeros_like(residual)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -292,7 +292,7 @@ class _BucketWork:
             is_finite &= mean.sum().isfinite()
             _put(self._buffer, self.bucket.compressed, mean)
         left_over = {} if self._vector is None else self.bucket.split(self._vector)
-        self.bucket.owner.note(is_finite, left_over | self._paid, self.new_factors)
+        self.bucket.owner.note(is_finite, left_over | self._sent_residuals, self.new_factors)
 
     def _finish(self, rounds: ExchangeRounds) -> torch.Tensor:
         self.advance()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.shard_gradients import ShardGradients
 from paceline.engines.flat.shard_layout import ALIGN, dense_stride
@@ -125,6 +125,7 @@ class ReplicaBucket(GradientBucket):
         self.buffer: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None  # the buffer in another dtype, while it is reduced
         self.flags = torch.empty(0)
+        self.compressed: BucketReduction | None = None  # what takes the place of the all-reduce
         # Whether the bucket's buffer is the gradient itself, wherever autograd put it.
         self.adopts = len(self.members) == 1 and num_flags == 0
         if self.adopts:
@@ -286,7 +287,7 @@ class SlicedBucket(GradientBucket):
                 self.show_placeholder()
 
     def show_placeholder(self) -> None:
-        """Gives pieces whose sums lie elsewhere a gradient: their part of these, or a zero where it has another dtype."""
+        """Gives pieces whose sums lie elsewhere a gradient: their part of these, or a zero of their own dtype."""
         group, gradients = self.group, self.group.gradients
         is_same = self._keeps_buffer and group.dtype == gradients.reduce_dtype and group.host is None
         shown = self._slice if is_same else torch.zeros_like(group.master[:1]).expand(group.master.shape)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Work
+from paceline.comm.base import DONE, BucketReduction, Work
 from paceline.engines.flat.shard_layout import ShardLayout
 from paceline.engines.flat.side_stream import SideStream, host_empty
 from paceline.engines.groups import ParameterGroups, reduction
@@ -46,6 +46,7 @@ class ShardGradients:
         self.slice: torch.Tensor | None = None  # the pieces' gradients are views into it
         self.stashed: torch.Tensor | None = None  # of earlier microbatches, on the host
         self.side_stream = SideStream(torch.device("cpu"))  # beside nothing, until an engine says otherwise
+        self.compressed: BucketReduction | None = None  # what averages slices over replicas, in place of an all-reduce
         self._host_copies = host_copies
         self._stashes = stashes and host_copies is None and self.comm.device.type != "cpu"
         self._views: list[torch.Tensor] = []

@@ -28,11 +28,11 @@ class ShardedEngine(ModuleEngine):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._updated.items())
 
-    def sit_out(self) -> None:
+    def join_pass(self) -> None:
         with standing_in(self.module):
-            self.sit_out_forward()
+            self.join_forward()
             if torch.is_grad_enabled():
-                self.sit_out_backward()
+                self.join_backward()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         super().check_optimizer(optimizer)

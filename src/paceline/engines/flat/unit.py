@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, BucketReduction, Communicator, Work
+from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.float8_group import Float8Group
 from paceline.engines.flat.parameter_table import AskingTable, Table, keeps_second_list
@@ -121,7 +121,7 @@ class Unit:
         if not self._is_shown:
             on_read(module)
 
-    def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def owns_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Says whether one of these is a parameter, or a view of one, whose memory must stay."""
         mine = {group.full.untyped_storage()._cdata for group in self.groups}
         return any(tensor.untyped_storage()._cdata in mine for tensor in tensors)
@@ -270,7 +270,7 @@ class Unit:
         for group in self.groups:
             group.gradients.finish()
 
-    def start_replicate(self, compressed: Mapping[FlatGroup, BucketReduction]) -> None:
+    def start_replicate(self) -> None:
         """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh, or what replaces them."""
         for group in self.groups:
             comm = group.shared.replicate
@@ -278,11 +278,11 @@ class Unit:
             if mine is None or comm.size == 1:
                 continue
             on_device = mine.to(comm.device)  # itself, unless it was offloaded
-            if group not in compressed:
+            if group.gradients.compressed is None:
                 work = comm.all_reduce(on_device, reduction(comm))
             elif any(piece.grad is not None for piece in group.pieces):
-                work = compressed[group].start(on_device, comm)
-            else:  # left over from an earlier step: nothing of it may be added to what is owed
+                work = group.gradients.compressed.start(on_device, comm)
+            else:  # left over from an earlier step: nothing of it may be added to the residual
                 continue
             self._replications.append((mine, on_device, work))
 
@@ -316,8 +316,17 @@ class Crossing:
 
 
 @dataclass(slots=True)
+class Routes:
+    """The order of collectives in each kind of pass."""
+
+    training: Route
+    evaluation: Route
+    backwards: dict[int, Route] = field(default_factory=dict)  # by the number of forwards that one backward undoes
+
+
+@dataclass(slots=True)
 class Pass:
-    """Where this rank is in its passes, and what it owes to the one that ends a step."""
+    """Where this rank is in its passes, and what the one that ends a step has to do."""
 
     forward: Route
     backward: Route

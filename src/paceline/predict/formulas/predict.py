@@ -193,7 +193,7 @@ COMPOSED_P90 = 0.29
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (domain.py)."""
+    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain."""
 
     workload: Workload
     step: StepParts

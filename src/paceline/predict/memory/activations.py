@@ -17,7 +17,7 @@ A convolution leaves its input, a norm its input, a ReLU its output, which is th
 leaves its input, and 8 bytes a number that say where it was; compiled on a GPU a byte, and its input is made again
 where one graph holds the whole model.
 
-Known error: within 1 % of what autograd saves, on a CPU (tests/estimate/test_estimate_activations.py) and on a GPU.
+Known error: within 1 % of what autograd saves, on a CPU (tests/predict/test_estimate_activations.py) and on a GPU.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def cut_of_training(make_model: Callable[[], nn.Module], layout: Layout) -> list
 
     ``make_model`` makes the model on the meta device.
     """
-    world, found = DryWorld(layout.ranks), []
+    world, found = DryWorld(layout.ranks), list[Mapping[str, Region]]()
     for rank in range(layout.ranks):  # the first one tells the others where the model is cut
         engine = parallelize(make_model(), world.rank(rank), layout=layout)
         found.append({share.name: share.region for share in own_shares(engine.shards())})
