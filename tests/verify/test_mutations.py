@@ -491,10 +491,13 @@ BUGS: dict[str, Bug] = {
         plant=replacing(VirtualCommunicator, "all_reduce", narrow), case=KNOWN, shows="gradient"
     ),
     "flags of use ignored": Bug(
-        plant=replacing(DataParallel, "_settle", flags_ignored), case=known(Branches), shows="gradient"
+        plant=replacing(DataParallel, "_fill_missing", flags_ignored), case=known(Branches), shows="gradient"
     ),
     "flags of use all set": Bug(
-        plant=replacing(DataParallel, "_settle", flags_all_set), case=known(Branches), shows="gradient", module="never"
+        plant=replacing(DataParallel, "_fill_missing", flags_all_set),
+        case=known(Branches),
+        shows="gradient",
+        module="never",
     ),
     "tied weight reduced twice": Bug(
         plant=replacing(DataParallel, "_finish", tied_reduced_twice), case=known(Tied), shows="gradient", module="embed"

@@ -273,6 +273,9 @@ class Engine(ModuleFace, ABC):
         """Iterates over what this rank updates."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def _names_by_id(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.named_parameters()}
+
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of what this rank updates, to be read or scaled in place."""
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]

@@ -154,9 +154,6 @@ class ModuleEngine(Engine):
     def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank else state
 
-    def _names_by_id(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.named_parameters()}
-
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
         self._buffers.share()

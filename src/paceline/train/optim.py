@@ -47,7 +47,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
 
-    A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` lends its copies of
+    A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` gives its copies of
     masters, where AdamW can update both in one pass; Muon needs it for slices, and to share its work out. ``config.lr``
     is scaled already; ``rate_scale`` is for the rates of ``config.groups``.
     """

@@ -1,6 +1,6 @@
 """A trainer's state: what a checkpoint of a run holds, and how a trainer goes on from one.
 
-tensors       parameters, buffers, optimizer state, what compression owes, the average of parameters
+tensors       parameters, buffers, optimizer state, residuals of compression, the average of parameters
 values        loss scale, bad steps, roll-backs, rates, metrics, early stopping, hooks, consumed samples: the same on
               every rank
 each rank's   random states

@@ -7,11 +7,11 @@ Error feedback: what a rank did not send of a gradient is added to its next one.
 Memory: one residual for each compressed element, and while a pass is under way the vector too. Between two passes both
 are kept, old and new: a pass whose gradients are dropped (memory ran out, a gradient was not finite) leaves no trace.
 
-The residuals are in units of the gradient's average over ranks: what N ranks owe the model together is the *mean* of
-their residuals. So another number of ranks goes on with that mean on every rank, and owes the same.
+The residuals are in units of the gradient's average over ranks: what N ranks have not sent yet is the *mean* of
+their residuals. So another number of ranks goes on with that mean on every rank.
 
-Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: a rank owes what it
-did not send of its slice, and the ranks that average are the replicas.
+Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: residuals
+are of that slice, and the ranks that average are the replicas.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from paceline.shards import Shard, Slot
 
 
 class Compressor:
-    """Compresses the buckets of one engine, and keeps what they owe. One for each engine and rank."""
+    """Compresses the buckets of one engine, and keeps their residuals. One for each engine and rank."""
 
     def __init__(self, settings: Compression) -> None:
         self.settings = settings

@@ -1,6 +1,6 @@
-"""What compression owes, whole and free of ranks: so that other ranks can go on from it.
+"""The residuals of compression, whole and free of ranks: so that other ranks can go on from them.
 
-A residual is saved as one tensor with a row for each replica, of which every rank writes what it owes. Where a replica
+A residual is saved as one tensor with a row for each replica, of which every rank writes its own. Where a replica
 is one rank (data parallelism) that is a row; where it is several (hybrid) each of them has its slice. As many replicas
 go on with their own rows, another number with the mean of all, and each rank reads the slice that it has now.
 
@@ -47,7 +47,7 @@ class TensorPiece:
 def residual_shards(
     residuals: Mapping[str, torch.Tensor], pieces: Mapping[str, TensorPiece], replica: tuple[int, int]
 ) -> Iterator[Shard]:
-    """Yields what this rank owes: its interval of its replica's row."""
+    """Yields this rank's residuals: its interval of its replica's row."""
     for name, residual in residuals.items():
         piece = pieces.get(name) or TensorPiece(begin=0, size=residual.numel(), whole=residual.numel())
         begin = replica[0] * piece.whole + piece.begin
@@ -78,7 +78,7 @@ def read_residuals(
         if piece.whole != whole:
             raise CheckpointError(
                 f"the residual of {name} has {whole} elements, the tensor {piece.whole}\n"
-                "  what compression owes belongs to one model\n  resume with the config of the run"
+                "  the residuals of compression belong to one model\n  resume with the config of the run"
             )
         rows = [replica[0]] if num_rows == replica[1] else list(range(num_rows))
         begins = [row * whole + piece.begin for row in rows]
