@@ -55,7 +55,7 @@ def reduce(
         bucket.start(buffer, comm).wait()
         compressor.end_pass()
         results.append(buffer)
-    compressor.settle()
+    compressor.apply_ended_pass()
     return results
 
 
@@ -180,7 +180,7 @@ def test_a_pass_that_is_rolled_back_leaves_no_trace() -> None:
             compressor.end_pass()
             if is_dropped:
                 compressor.roll_back()
-        compressor.settle()
+        compressor.apply_ended_pass()
         return residual_of(compressor), compressor.step
 
     def straight(comm: Communicator) -> torch.Tensor:
@@ -199,11 +199,11 @@ def test_an_abandoned_pass_leaves_the_one_before_it_in_force() -> None:
     bucket.start(gradient(7, 0, 0, 64), comm).wait()
     compressor.end_pass()
     compressor.abandon_pass()
-    compressor.settle()
+    compressor.apply_ended_pass()
     before = residual_of(compressor).clone()
     bucket.start(gradient(7, 0, 1, 64), comm)
     compressor.abandon_pass()
-    compressor.settle()
+    compressor.apply_ended_pass()
     assert torch.equal(residual_of(compressor), before)
     assert compressor.step == 1
 

@@ -358,7 +358,7 @@ def _run_slot(
     step: int,
 ) -> None:
     if piece.stop == piece.start:
-        engine.sit_out()
+        engine.join_pass()
     else:
         (_loss(engine, case, inputs[piece], targets[piece], step, engine.comm.rank) * scale).backward()
 

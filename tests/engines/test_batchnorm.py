@@ -246,7 +246,7 @@ def train_engine(comm: Communicator, name: str, shares: Shares, strategy: str) -
         mine, before = counts[comm.rank], sum(count or 0 for count in counts[: comm.rank])
         optimizer.zero_grad()
         if mine is None:
-            engine.sit_out()
+            engine.join_pass()
         else:
             loss = F.cross_entropy(engine(x[before : before + mine]), y[before : before + mine], reduction="sum")
             (loss * comm.size / total).backward()

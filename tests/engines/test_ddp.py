@@ -122,7 +122,7 @@ def train_microbatches(
             (summed_loss(engine(x), y) * scale).backward()
         start += size
     if not pieces:
-        engine.sit_out()
+        engine.join_pass()
 
 
 def assert_same(ours: History, theirs: History) -> None:
@@ -318,7 +318,7 @@ def test_a_rank_without_samples_shares_buffers_too() -> None:
         engine = parallelize(module, comm)
         for step in range(3):
             if comm.rank == 1 and step != 1:
-                engine.sit_out()
+                engine.join_pass()
             else:
                 engine(data(step)[0]).sum().backward()
         return module[1].get_buffer("running_mean").clone()

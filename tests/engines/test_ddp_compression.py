@@ -144,7 +144,7 @@ def test_accumulation_compresses_the_sum_once() -> None:
             for number in range(4):
                 with many.no_sync() if number < 3 else contextlib.nullcontext():
                     (F.cross_entropy(many(x[number::4]), y[number::4]) / 4).backward()
-        cut.settle()
+        cut.apply_ended_pass()
         return one.full_gradients(), many.full_gradients(), cut.step
 
     for one, many, steps in run_virtual(work, 2):
@@ -165,7 +165,7 @@ def test_a_rank_without_samples_sends_what_it_owes() -> None:
         if comm.rank == 0:
             F.cross_entropy(engine(x[:8]), y[:8]).backward()
         else:
-            engine.sit_out()
+            engine.join_pass()
         return before, chosen.residual_norm(), [g for g in engine.full_gradients().values() if g is not None]
 
     (_, _, first), (before, after, second) = run_virtual(work, 2)
@@ -192,13 +192,13 @@ def test_what_is_owed_to_a_parameter_waits_until_a_rank_uses_it() -> None:
         engine = parallelize(Branches(), comm, compressor=chosen)
         x = data()[0][comm.rank :: 2]
         engine(x, "ab").square().mean().backward()
-        chosen.settle()
+        chosen.apply_ended_pass()
         owed = {name: residual.clone() for name, residual in chosen.residuals.items()}
         assert owed["b.weight"].norm() > 0
         engine.module.zero_grad()
         engine(x, "a").square().mean().backward()
         assert engine.full_gradients()["b.weight"] is None
-        chosen.settle()
+        chosen.apply_ended_pass()
         assert torch.equal(chosen.residuals["b.weight"], owed["b.weight"])
         assert not torch.equal(chosen.residuals["a.weight"], owed["a.weight"])
         engine.module.zero_grad()

@@ -187,7 +187,7 @@ def test_a_last_microbatch_that_is_sat_out_still_leads_to_new_parameters(ranks: 
         optimizer = torch.optim.SGD(engine.parameters(), lr=1.0, fused=True)
         with engine.no_sync():
             loss_of(engine).backward()
-        engine.sit_out()
+        engine.join_pass()
         optimizer.step()
         with torch.no_grad():
             loss_of(engine)
@@ -195,6 +195,18 @@ def test_a_last_microbatch_that_is_sat_out_still_leads_to_new_parameters(ranks: 
         assert torch.equal(engine.module.mix.weight, master.to(BF16))
 
     run_virtual(work, ranks)
+
+
+def test_scripts_with_the_older_names_of_an_engines_methods_still_run() -> None:
+    def work(comm: Communicator) -> None:
+        engine = make_engine(comm, MASTER)
+        if comm.rank:
+            engine.sit_out()  # or rank 0 would wait for its gradients
+        else:
+            loss_of(engine).backward()
+        assert engine.lend_copies() == engine.fuse_cast() != {}
+
+    run_virtual(work, 2)
 
 
 def test_masters_that_a_user_writes_reach_the_module() -> None:

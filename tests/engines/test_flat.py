@@ -14,7 +14,8 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape
+from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.shard_layout import dense_stride, full_shape
 from paceline.engines.groups import ParameterGroups, make_groups
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.models.unfilled import mark_unfilled
@@ -80,9 +81,8 @@ def test_parameters_are_views_into_one_aligned_buffer(ranks: int) -> None:
         assert [p for _, p in named] == group.parameters, "the module's own parameter objects stay"
         check_equal(values(group), originals())
         assert group.layout.length % (32 * comm.size) == 0
-        assert group.stop - group.start == group.layout.length // comm.size
+        assert group.layout.shard_length == group.layout.length // comm.size
         assert group.size_bytes == storage.size()
-        assert group.shard_bytes == group.size_bytes // comm.size
 
     run_virtual(work, ranks)
 
@@ -123,10 +123,10 @@ def test_a_group_without_elements_works(ranks: int) -> None:
         group.free()
         assert group.is_allocated
         group.gather().wait()
-        gradient = group.new_gradient()
-        mine, done = group.reduce_scatter(gradient)
+        gradient = group.gradients.new_buffer()
+        mine, done = group.gradients.reduce_scatter(gradient)
         done.wait()
-        group.add_gradient(mine)
+        group.gradients.add(mine)
         assert group.pieces[0].grad is not None
         assert group.pieces[0].grad.shape == (0,)
         assert group.gather_whole(group.pieces)[0].shape == (0, 4)
@@ -214,7 +214,7 @@ def test_memory_is_really_given_back() -> None:
         assert group.full.untyped_storage().nbytes() == 0
         assert all(parameter.untyped_storage().nbytes() == 0 for parameter in group.parameters)
         held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in [group.master, *group.pieces]}
-        assert sum(held.values()) == group.shard_bytes
+        assert sum(held.values()) == group.size_bytes // comm.size
 
     run_virtual(work, 2)
 
@@ -240,11 +240,11 @@ def test_masters_keep_more_than_the_parameters_show(ranks: int) -> None:
         for _ in range(100):
             expected = [value + 1e-3 for value in expected]
         check_equal(values(group), [value.bfloat16() for value in expected])
-        gradient = group.new_gradient()
+        gradient = group.gradients.new_buffer()
         assert gradient.dtype == torch.float32
-        mine, done = group.reduce_scatter(gradient.fill_(0.25))
+        mine, done = group.gradients.reduce_scatter(gradient.fill_(0.25))
         done.wait()
-        group.add_gradient(mine)
+        group.gradients.add(mine)
         assert all(piece.grad is not None and piece.grad.dtype == torch.float32 for piece in group.pieces)
 
     run_virtual(work, ranks)
@@ -254,7 +254,6 @@ def test_integer_and_meta_parameters() -> None:
     group = make_group(
         SoloCommunicator(torch.device("cpu")), [("table", nn.Parameter(torch.arange(5), requires_grad=False))]
     )
-    assert not group.is_trainable
     assert not group.pieces[0].requires_grad
     with torch.device("meta"):
         meta = nn.Parameter(torch.empty(4, 3))
@@ -278,13 +277,13 @@ def test_reduce_scatter_gives_this_ranks_slice_of_the_mean(ranks: int, in_place:
     def work(comm: Communicator) -> None:
         group = make_group(comm)
         length = group.layout.length
-        gradient = group.new_gradient()
+        gradient = group.gradients.new_buffer()
         gradient.copy_(contribution(comm.rank, length) * group.shared.scale)
-        output = None if in_place else torch.empty(group.stop - group.start, dtype=torch.float64)
-        mine, done = group.reduce_scatter(gradient, output)
+        output = None if in_place else torch.empty(group.layout.shard_length, dtype=torch.float64)
+        mine, done = group.gradients.reduce_scatter(gradient, output)
         done.wait()
         expected = sum(contribution(r, length) * group.shared.scale for r in range(comm.size))
-        assert torch.equal(mine, expected[group.start : group.stop])
+        assert torch.equal(mine, expected[group.layout.start : group.layout.stop])
         shares = mine.untyped_storage().data_ptr() == gradient.untyped_storage().data_ptr()
         assert shares == in_place
         if output is not None:
@@ -299,14 +298,14 @@ def test_gradients_of_pieces_add_up_and_gather_to_whole_ones(ranks: int) -> None
         group = make_group(comm)
         expected = [torch.zeros_like(original) for original in originals()]
         for round_number in range(2):
-            gradient = group.new_gradient()
+            gradient = group.gradients.new_buffer()
             for slot, original, total in zip(group.layout.slots, originals(), expected, strict=True):
                 slot.view(gradient).copy_(original * (round_number + 1) / comm.size)
                 for _ in range(comm.size):
                     total += original * (round_number + 1) / comm.size
-            mine, done = group.reduce_scatter(gradient)
+            mine, done = group.gradients.reduce_scatter(gradient)
             done.wait()
-            group.add_gradient(mine)
+            group.gradients.add(mine)
         whole = group.gather_whole([piece.grad for piece in group.pieces])
         for found, value, original in zip(whole, expected, originals(), strict=True):
             assert found.stride() == original.stride()
@@ -324,11 +323,11 @@ def test_gradients_are_brought_in_scaled_and_freed(precision: Precision, scale: 
     group.keep_slice()
     for parameter in group.parameters[1:]:
         parameter.grad = torch.full_like(parameter, 3.0)
-    gradient = group.new_gradient().fill_(7.0)
-    taken = group.take_gradients()
+    gradient = group.gradients.new_buffer().fill_(7.0)
+    taken = group.gradients.take()
     assert [source is not None for source in taken] == [False] + [True] * (len(SHAPES) - 1)
     assert all(parameter.grad is None for parameter in group.parameters)
-    group.bring_in(gradient, taken, scale)
+    group.gradients.copy_in(gradient, taken, scale)
     assert taken == [None] * len(SHAPES)
     for slot, expected in zip(group.layout.slots, [0.0] + [3.0 * scale] * (len(SHAPES) - 1), strict=True):
         assert torch.equal(slot.view(gradient), torch.full(slot.shape, expected))
@@ -337,10 +336,10 @@ def test_gradients_are_brought_in_scaled_and_freed(precision: Precision, scale: 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_a_slice_is_reused_only_when_no_gradient_is_in_it(ranks: int) -> None:
     def reduce_ones(group: FlatGroup) -> torch.Tensor:
-        output = group.new_slice()
-        mine, done = group.reduce_scatter(group.new_gradient().fill_(group.shared.scale), output)
+        output = group.gradients.new_slice()
+        mine, done = group.gradients.reduce_scatter(group.gradients.new_buffer().fill_(group.shared.scale), output)
         done.wait()
-        group.add_gradient(mine)
+        group.gradients.add(mine)
         return output
 
     def work(comm: Communicator) -> None:
@@ -351,7 +350,7 @@ def test_a_slice_is_reused_only_when_no_gradient_is_in_it(ranks: int) -> None:
         check_equal([p.grad for p in group.pieces], [torch.full_like(p, 2.0) for p in group.pieces])
         for piece in group.pieces:
             piece.grad = None
-        assert reduce_ones(group) is group.gradient
+        assert reduce_ones(group) is group.gradients.slice
         group.pieces[0].grad = torch.full_like(group.pieces[0], 5.0)  # a user's own
         group.pieces[3].grad = None
         reduce_ones(group)
@@ -371,7 +370,7 @@ def test_cut_pieces_are_the_pieces_whatever_the_strides_of_the_whole(ranks: int)
         group = make_group(comm)
         for place, original in enumerate(originals()):
             for whole in (original, original.contiguous(), torch.stack([original, original], -1)[..., 0]):
-                assert torch.equal(group.cut_piece(place, whole), group.pieces[place].detach())
+                assert torch.equal(group.layout.cut_piece(place, whole), group.pieces[place].detach())
 
     run_virtual(work, ranks)
 
@@ -379,7 +378,7 @@ def test_cut_pieces_are_the_pieces_whatever_the_strides_of_the_whole(ranks: int)
 def test_a_whole_tensor_of_another_shape_is_refused() -> None:
     group = make_group(SoloCommunicator(torch.device("cpu")))
     with pytest.raises(ValueError, match=r"p0 has the shape \[7, 5\], not \[5\]"):
-        group.cut_piece(0, torch.zeros(5))
+        group.layout.cut_piece(0, torch.zeros(5))
 
 
 @given(
@@ -400,7 +399,7 @@ def test_any_shapes_on_any_ranks_come_back(shapes: list[tuple[int, ...]], ranks:
         check_equal(values(group), expected)
         check_equal(group.gather_whole(group.pieces), expected)
         for place, whole in enumerate(expected):
-            assert torch.equal(group.cut_piece(place, whole), group.pieces[place].detach())
+            assert torch.equal(group.layout.cut_piece(place, whole), group.pieces[place].detach())
 
     run_virtual(work, ranks)
 
@@ -413,14 +412,14 @@ def gather_and_reduce(comm: Communicator) -> tuple[list[torch.Tensor], torch.Ten
     group.free()
     group.gather().wait()
     found = values(group)
-    gradient = group.new_gradient()
+    gradient = group.gradients.new_buffer()
     gradient.copy_(contribution(comm.rank, group.layout.length) * group.shared.scale)
-    mine, done = group.reduce_scatter(gradient)
+    mine, done = group.gradients.reduce_scatter(gradient)
     done.wait()
     empty = make_group(comm, [("empty", nn.Parameter(torch.zeros(0, 4)))])
     empty.gather().wait()
-    empty.reduce_scatter(empty.new_gradient())[1].wait()
-    return found, mine.clone(), group.start
+    empty.gradients.reduce_scatter(empty.gradients.new_buffer())[1].wait()
+    return found, mine.clone(), group.layout.start
 
 
 def test_the_same_on_gloo_ranks(gloo_pool: GlooPool) -> None:

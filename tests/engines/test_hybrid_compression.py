@@ -16,7 +16,7 @@ from paceline.comm.compress import POLICIES, Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.shard_gradients import ShardGradients
 from paceline.engines.fsdp import FullySharded
 from paceline.plan.layout import Compression
 
@@ -135,8 +135,8 @@ def test_memory_between_the_tensors_of_a_bucket_is_not_taken_for_a_gradient(
     plain_steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket that travels whole was judged with its padding: a step was taken for one that is left out."""
-    make = FlatGroup.new_gradient
-    monkeypatch.setattr(FlatGroup, "new_gradient", lambda group: make(group).fill_(torch.nan))
+    make = ShardGradients.new_buffer
+    monkeypatch.setattr(ShardGradients, "new_buffer", lambda gradients: make(gradients).fill_(torch.nan))
 
     def work(comm: Communicator) -> None:
         chosen = compressor("powersgd", plain_steps=plain_steps)
@@ -183,12 +183,12 @@ def test_a_bad_gradient_leaves_no_trace() -> None:
         chosen = compressor("topk")
         engine = build(comm, chosen)
         backward(engine, 0)
-        chosen.settle()
+        chosen.apply_ended_pass()
         before = {name: residual.clone() for name, residual in chosen.residuals.items()}
         hook = engine.module.register_forward_hook(lambda _module, _args, output: output * torch.nan)
         backward(engine, 1)
         hook.remove()
-        chosen.settle()
+        chosen.apply_ended_pass()
         assert all(torch.equal(chosen.residuals[name], before[name]) for name in before)
         return chosen.residual_norm()
 
@@ -200,7 +200,7 @@ def test_shards_tell_one_another_of_what_only_one_of_them_saw() -> None:
         chosen = compressor("topk")
         engine = build(comm, chosen)
         backward(engine, 0)
-        chosen.settle()
+        chosen.apply_ended_pass()
         before = {name: residual.clone() for name, residual in chosen.residuals.items()}
         if comm.rank % SHARDS == 1:  # as if a gradient had run over in this slice
             real = chosen.note
@@ -210,7 +210,7 @@ def test_shards_tell_one_another_of_what_only_one_of_them_saw() -> None:
 
             chosen.note = note  # type: ignore[method-assign]
         backward(engine, 1)
-        chosen.settle()
+        chosen.apply_ended_pass()
         return [float((chosen.residuals[name] - before[name]).norm()) for name in before]
 
     assert all(change == 0 for changes in run_virtual(work, RANKS) for change in changes)
@@ -258,11 +258,11 @@ def test_what_is_owed_to_a_frozen_parameter_waits() -> None:
         chosen = compressor("topk")
         engine = build(comm, chosen)
         backward(engine, 0)
-        chosen.settle()
+        chosen.apply_ended_pass()
         before = {name: residual.clone() for name, residual in chosen.residuals.items()}
         dict(engine.named_parameters())["second.weight"].requires_grad_(False)
         assert "second.weight" not in backward(engine, 1)
-        chosen.settle()
+        chosen.apply_ended_pass()
         for name, residual in before.items():
             assert torch.equal(chosen.residuals[name], residual) == (name == "second.weight")
 

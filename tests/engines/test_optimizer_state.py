@@ -105,7 +105,7 @@ class Sharded:
         self.updated: dict[str, nn.Parameter] = {"plain": parameters["plain"]}
         for group in self.groups:
             group.keep_slice()
-            self.updated.update(zip(group.names, group.pieces, strict=True))
+            self.updated.update(zip(group.layout.names, group.pieces, strict=True))
         self.optimizer = make(parameter_groups(self.updated))
 
     def train(self, steps: Iterable[int]) -> None:
@@ -113,8 +113,8 @@ class Sharded:
             self.updated["plain"].grad = gradient("plain", (3, 2), step)
             for group in self.groups:
                 for place, piece in enumerate(group.pieces):
-                    whole = gradient(group.names[place], group.layout.slots[place].shape, step)
-                    piece.grad = group.cut_piece(place, whole).clone()
+                    whole = gradient(group.layout.names[place], group.layout.slots[place].shape, step)
+                    piece.grad = group.layout.cut_piece(place, whole).clone()
             self.optimizer.step()
 
     def gather(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class Sharded:
         found = {"plain": self.updated["plain"].detach().clone()}
         for group in self.groups:
             whole = group.gather_whole(group.pieces)
-            found.update((name, tensor.clone()) for name, tensor in zip(group.names, whole, strict=True))
+            found.update((name, tensor.clone()) for name, tensor in zip(group.layout.names, whole, strict=True))
         return found
 
 

@@ -318,6 +318,21 @@ def test_a_state_of_one_mesh_goes_on_in_another(
             torch.testing.assert_close(found[name], value, rtol=1e-4, atol=1e-5)
 
 
+def test_a_state_of_another_shape_is_refused_before_anything_has_changed() -> None:
+    def work(comm: Communicator) -> bool:
+        engine = parallelize(make_small_gpt(), comm, tensor=2)
+        before = engine.full_state_dict()
+        name = next(name for name in before if name.endswith("mlp.up.weight"))
+        wrong = {each: torch.zeros_like(value) for each, value in before.items()}
+        wrong[name] = torch.zeros(3, 5)
+        with pytest.raises(RuntimeError, match=rf"does not fit the model: {name} has shape \(3, 5\), the model's is"):
+            engine.load_full_state_dict(wrong)
+        after = engine.full_state_dict()
+        return all(torch.equal(after[each], value) for each, value in before.items())
+
+    assert all(run_virtual(work, 2))
+
+
 def test_every_rank_gets_the_output_of_an_inference() -> None:
     tokens = make_tokens(3, 0)[0]
     torch.manual_seed(0)

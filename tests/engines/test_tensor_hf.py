@@ -12,8 +12,9 @@ from engine_cases import assert_near
 from torch import nn
 
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines.tensor.apply import GPT2_PLAN, LLAMA_PLAN, apply_tensor_parallel, plan_for
+from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.loss import SplitLogits
+from paceline.engines.tensor.plans import GPT2_PLAN, LLAMA_PLAN, plan_for
 from paceline.errors import UsageError
 
 TOLERANCE = 1e-10

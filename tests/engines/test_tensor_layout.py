@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
-from paceline.engines.tensor.apply import SplitRule
 from paceline.engines.tensor.layout import Split, TensorLayout, split_range
 from paceline.engines.tensor.loss import SplitLogits
+from paceline.engines.tensor.plans import SplitRule
 from paceline.errors import RankFailedError, UsageError
 
 

@@ -155,7 +155,7 @@ def test_one_rank_alone_costs_nothing() -> None:
     hooks += [p._post_accumulate_grad_hooks for p in module.parameters()]  # type: ignore[attr-defined]
     assert not any(hooks)
     engine(engine_cases.data(0)[0]).sum().backward()
-    engine.sit_out()
+    engine.join_pass()
     assert engine.full_gradients()["first.weight"] is not None
 
 
@@ -546,7 +546,7 @@ def accumulated(engine: ZeroParallel, steps: list[str]) -> list[engine_cases.Val
         elif step == "zero":
             optimizer.zero_grad(set_to_none=False)
         elif step == "sit out":
-            engine.sit_out() if engine.comm.rank else engine(x).sum().backward()
+            engine.join_pass() if engine.comm.rank else engine(x).sum().backward()
         elif step == "local":
             with engine.no_sync():
                 engine(x).sum().backward()
@@ -618,7 +618,7 @@ def test_gradients_may_be_zeroed_between_forward_and_backward(stage: int) -> Non
                     if slot == 0:
                         optimizer.zero_grad()
                     if output is None:
-                        engine.sit_out()
+                        engine.join_pass()
                     else:
                         output.sum().backward()
             optimizer.step()
@@ -755,7 +755,7 @@ def test_a_pass_that_fails_on_one_rank_is_completed_by_sitting_out(stage: int, f
             try:
                 engine(x[:, :4] if failing and fails_in == "forward" else x).sum().backward()
             except (MemoryError, RuntimeError):
-                engine.sit_out()
+                engine.join_pass()
             if hook is not None:
                 hook.remove()
             if fails:
@@ -792,7 +792,7 @@ def test_a_microbatch_that_fails_on_one_rank_is_dropped(stage: int) -> None:
                     with pytest.raises(MemoryError):
                         engine(x).sum().backward()
                 if hook is not None:
-                    engine.sit_out()
+                    engine.join_pass()
                 else:
                     engine(x).sum().backward()
         if hook is not None:
@@ -863,7 +863,7 @@ def test_buffer_policy(policy: str) -> None:
         engine = make_zero(module, comm, buffers=policy)
         for step in range(3):
             if comm.rank == 1 and step == 1:
-                engine.sit_out()
+                engine.join_pass()
             else:
                 engine(torch.full((4, 2), float(comm.rank + 1)) + torch.arange(4.0)[:, None]).sum().backward()
         engine.share_buffers()

@@ -189,7 +189,7 @@ def accumulating(backward: Callable[..., Any]) -> Plant:
             for number, microbatch in enumerate(microbatches):
                 if microbatch is None:
                     with contextlib.nullcontext() if number == len(microbatches) - 1 else engine.no_sync():
-                        engine.sit_out()
+                        engine.join_pass()
                     continue
                 placed = steps.place(microbatch, engine.comm.device, passes.dtype)
 

@@ -97,7 +97,7 @@ def test_the_search_for_a_microbatch_owes_nothing() -> None:
     def work(comm: Communicator) -> tuple[int, int]:
         trainer = build_trainer(hybrid({"policy": "topk"}, microbatch="auto"), comm)
         assert trainer.parts.compressor is not None
-        trainer.parts.compressor.settle()
+        trainer.parts.compressor.apply_ended_pass()
         return trainer.parts.compressor.step, sum(each.nbytes for each in trainer.parts.compressor.held())
 
     assert run_virtual(work, 4) == [(0, 0)] * 4

@@ -99,7 +99,7 @@ def test_half_and_half_are_the_whole(case: str, steps: int, tmp_path: Path, monk
         for trainer in (whole, second):
             trainer.flush(wait=True)
             if trainer.parts.compressor is not None:
-                trainer.parts.compressor.settle()
+                trainer.parts.compressor.apply_ended_pass()
         assert torch.equal(torch.get_rng_state(), random)
         ours, theirs = outcome(second), outcome(whole)
         assert ours.keys() >= theirs.keys()

@@ -251,7 +251,7 @@ def make_batch(microbatches: int = 1) -> StepBatch:
 
 
 def master_adamw(engine: DataParallel) -> MasterAdamW:
-    return MasterAdamW([{"params": list(engine.parameters())}], engine.lend_copies(), lr=0.02)
+    return MasterAdamW([{"params": list(engine.parameters())}], engine.fuse_cast(), lr=0.02)
 
 
 def train(
@@ -313,7 +313,7 @@ def test_a_gradient_of_one_pass_stays_at_the_module_and_one_of_several_does_not(
 
 def test_whoever_asks_for_gradients_gets_those_of_the_masters() -> None:
     lent, plain = make_engine(), make_engine()
-    lent.lend_copies()
+    lent.fuse_cast()
     tokens, targets = make_batch().microbatches[0]
     for act in ("full_gradients", "gradients", "clip", "scale"):
         for engine in (lent, plain):
@@ -333,7 +333,7 @@ def test_whoever_asks_for_gradients_gets_those_of_the_masters() -> None:
 @pytest.mark.parametrize("norm_type", [2.0, math.inf])
 def test_the_norm_of_gradients_in_bf16_is_as_exact_as_in_fp32(norm_type: float) -> None:
     lent, plain = make_engine(), make_engine()
-    lent.lend_copies()
+    lent.fuse_cast()
     tokens, targets = make_batch().microbatches[0]
     norms = []
     for engine in (lent, plain):
@@ -345,7 +345,7 @@ def test_the_norm_of_gradients_in_bf16_is_as_exact_as_in_fp32(norm_type: float) 
 
 def test_masters_that_somebody_writes_reach_copies_that_are_lent() -> None:
     engine = make_engine()
-    engine.lend_copies()
+    engine.fuse_cast()
     with torch.no_grad():
         for parameter in engine.parameters():
             parameter.fill_(0.25)
@@ -355,9 +355,9 @@ def test_masters_that_somebody_writes_reach_copies_that_are_lent() -> None:
 
 def test_an_engine_without_copies_in_bf16_lends_nothing() -> None:
     comm = SoloCommunicator(torch.device("cpu"))
-    assert DataParallel(nn.Linear(2, 2), make_groups(comm)).lend_copies() == {}
+    assert DataParallel(nn.Linear(2, 2), make_groups(comm)).fuse_cast() == {}
     wide = DataParallel(nn.Linear(2, 2).double(), make_groups(comm), None, PRECISIONS["bf16_master"])
-    assert wide.lend_copies() == {}
+    assert wide.fuse_cast() == {}
     wide(torch.ones(1, 2)).sum().backward()
     assert all(p.grad is not None and p.grad.dtype is torch.float64 for p in wide.parameters())
 

@@ -363,7 +363,7 @@ def nothing_is_sent(_: Any) -> Any:
 
 def buffers_stay(_: Any) -> Any:
     def share_buffers(self: DataParallel) -> None:
-        self._has_shared_buffers = True
+        self._buffers.are_shared = True
 
     return share_buffers
 
@@ -427,7 +427,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(torch.optim.Optimizer, "zero_grad", gradients_kept), case=KNOWN, shows="gradient", step=1
     ),
     "a rank without samples does not join": Bug(
-        plant=replacing(DataParallel, "sit_out", nobody_joins),
+        plant=replacing(DataParallel, "join_pass", nobody_joins),
         case=known(Plain, make_short_batch),
         shows="",
         verdict=CollectiveMismatchError,
@@ -491,10 +491,13 @@ BUGS: dict[str, Bug] = {
         plant=replacing(VirtualCommunicator, "all_reduce", narrow), case=KNOWN, shows="gradient"
     ),
     "flags of use ignored": Bug(
-        plant=replacing(DataParallel, "_settle", flags_ignored), case=known(Branches), shows="gradient"
+        plant=replacing(DataParallel, "_fill_missing", flags_ignored), case=known(Branches), shows="gradient"
     ),
     "flags of use all set": Bug(
-        plant=replacing(DataParallel, "_settle", flags_all_set), case=known(Branches), shows="gradient", module="never"
+        plant=replacing(DataParallel, "_fill_missing", flags_all_set),
+        case=known(Branches),
+        shows="gradient",
+        module="never",
     ),
     "tied weight reduced twice": Bug(
         plant=replacing(DataParallel, "_finish", tied_reduced_twice), case=known(Tied), shows="gradient", module="embed"

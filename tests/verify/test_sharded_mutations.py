@@ -48,6 +48,7 @@ from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.norms import clip_pieces
 from paceline.engines.flat.route import Leg, Route
+from paceline.engines.flat.shard_gradients import ShardGradients
 from paceline.engines.flat.unit import Unit
 from paceline.engines.flat.used_flags import UsedFlags
 from paceline.engines.fsdp import FullySharded
@@ -133,7 +134,7 @@ def wrong_slice(original: Any) -> Any:
     def gather(self: FlatGroup) -> Any:
         original(self).wait()
         full = self.full.data
-        full.copy_(full.roll(self.stop - self.start))
+        full.copy_(full.roll(self.layout.shard_length))
         return DONE
 
     return gather
@@ -145,9 +146,9 @@ def own_slice_alone(original: Any) -> Any:
     def gather(self: FlatGroup) -> Any:
         before = self.full.data.clone() if self.is_allocated else torch.zeros_like(self.master).repeat(self.comm.size)
         original(self).wait()
-        mine = self.full.data[self.start : self.stop].clone()
+        mine = self.full.data[self.layout.start : self.layout.stop].clone()
         self.full.data.copy_(before)
-        self.full.data[self.start : self.stop] = mine
+        self.full.data[self.layout.start : self.layout.stop] = mine
         return DONE
 
     return gather
@@ -210,8 +211,8 @@ def not_scaled(_: Any) -> Any:
 def not_reduced(original: Any) -> Any:
     """A rank keeps its own gradient of its slice."""
 
-    def reduce_scatter(self: FlatGroup, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
-        own = gradient[self.start : self.stop].clone()
+    def reduce_scatter(self: ShardGradients, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
+        own = gradient[self.layout.start : self.layout.stop].clone()
         mine, work = original(self, gradient, output)
         work.wait()
         return mine.copy_(own), DONE
@@ -220,7 +221,7 @@ def not_reduced(original: Any) -> Any:
 
 
 def reduced_twice(original: Any) -> Any:
-    def reduce_scatter(self: FlatGroup, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
+    def reduce_scatter(self: ShardGradients, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
         mine, work = original(self, gradient, output)
         work.wait()
         return mine.mul_(2.0), DONE
@@ -231,8 +232,8 @@ def reduced_twice(original: Any) -> Any:
 def slice_of_another(original: Any) -> Any:
     """A rank gets the gradient of its neighbour's slice."""
 
-    def reduce_scatter(self: FlatGroup, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
-        return original(self, gradient.copy_(gradient.roll(self.stop - self.start)), output)
+    def reduce_scatter(self: ShardGradients, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
+        return original(self, gradient.copy_(gradient.roll(self.layout.shard_length)), output)
 
     return reduce_scatter
 
@@ -241,7 +242,7 @@ def travels_in(dtype: torch.dtype) -> Any:
     """Gradients are rounded on their way."""
 
     def make(original: Any) -> Any:
-        def reduce_scatter(self: FlatGroup, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
+        def reduce_scatter(self: ShardGradients, gradient: torch.Tensor, output: torch.Tensor | None = None) -> Any:
             return original(self, gradient.copy_(gradient.to(dtype)), output)
 
         return reduce_scatter
@@ -252,12 +253,12 @@ def travels_in(dtype: torch.dtype) -> Any:
 def replaced_not_added(original: Any) -> Any:
     """A microbatch's slice takes the place of that of the one before."""
 
-    def add_gradient(self: FlatGroup, *args: Any, **kwargs: Any) -> None:
+    def add(self: ShardGradients, *args: Any, **kwargs: Any) -> None:
         for piece in self.pieces:
             piece.grad = None
         original(self, *args, **kwargs)
 
-    return add_gradient
+    return add
 
 
 def tied_counted_twice(original: Any) -> Any:
@@ -280,7 +281,7 @@ def replicas_added(original: Any) -> Any:
         original(self)
         if not self._is_syncing:
             for unit in self._units:
-                unit.start_replicate({})
+                unit.start_replicate()
                 unit.finish_replicate()
 
     return finish
@@ -351,7 +352,7 @@ def mean_of_means_in(precision: str) -> dict[str, Bug]:
     }
 
 
-REDUCING = (FlatGroup, "reduce_scatter")
+REDUCING = (ShardGradients, "reduce_scatter")
 # A model, and the module of it in which the bug shows.
 TIED = {"case": known(Tied), "module": "embed"}
 UNUSED = {"case": known(Branches), "module": "never"}
@@ -371,7 +372,7 @@ BUGS: dict[str, Bug] = {
     ),
     **in_each(
         "a rank without samples does not join",
-        every("sit_out"),
+        every("join_pass"),
         "",
         "fsdp zero1",
         case=SHORT,
@@ -401,7 +402,10 @@ BUGS: dict[str, Bug] = {
         "nothing gathered for backward", replacing(Unit, "start_gather", gathered_once), "gradient", "fsdp hybrid"
     ),
     **in_each(
-        "slots overlap", at("paceline.engines.flat.flat.flat_layout", misplaced, flat_layout), "forward", "fsdp zero1"
+        "slots overlap",
+        at("paceline.engines.flat.shard_layout.flat_layout", misplaced, flat_layout),
+        "forward",
+        "fsdp zero1",
     ),
     **in_each(
         "tie lost", at("paceline.verify.runs.parallelize", untied, parallelize), "gradient", "fsdp zero1", **TIED
@@ -427,9 +431,7 @@ BUGS: dict[str, Bug] = {
     **in_each("reduced twice", replacing(*REDUCING, reduced_twice), "gradient", "fsdp zero1"),
     **in_each("gradient of another slice", replacing(*REDUCING, slice_of_another), "gradient", "fsdp zero1"),
     **in_each("gradients travel in float32", replacing(*REDUCING, travels_in(torch.float32)), "gradient", "fsdp zero2"),
-    **in_each(
-        "replaced, not added", replacing(FlatGroup, "add_gradient", replaced_not_added), "gradient", "fsdp zero2"
-    ),
+    **in_each("replaced, not added", replacing(ShardGradients, "add", replaced_not_added), "gradient", "fsdp zero2"),
     **in_each(
         "tied weight counted twice",
         also(*(replacing(engine, "clip_grad_norm_", tied_counted_twice) for engine in (FullySharded, ZeroParallel))),
@@ -444,7 +446,7 @@ BUGS: dict[str, Bug] = {
         "unused parameter decays", replacing(UsedFlags, "ask_others", all_used), "gradient", "fsdp hybrid", **UNUSED
     ),
     **in_each(
-        "unused parameter decays", replacing(ZeroParallel, "_settle", nothing), "gradient", "zero1 zero2", **UNUSED
+        "unused parameter decays", replacing(ZeroParallel, "_drop_unused", nothing), "gradient", "zero1 zero2", **UNUSED
     ),
     **in_each(
         "use decided by each rank",

@@ -2,7 +2,7 @@
 
     seconds of a kernel  =  what a call takes  -  what a call on next to nothing takes        (a GPU: the call's alone)
     host, an operation   =  a training step of a small transformer on next to nothing / its operations; on a CPU, where
-                            no device hides what else the host does in a step, as calibrate/loop.py takes it apart
+                            no device hides what else the host does in a step
 
 Bytes are those that a dry run counts (rehearse/dryrun/operators.py), so that what is measured is what is priced later.
 """

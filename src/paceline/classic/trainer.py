@@ -146,7 +146,7 @@ class DistributedTrainer(MicrobatchTrainer):
         try:
             for batch in self._together(loader):
                 if batch is None:
-                    engine.sit_out()
+                    engine.join_pass()
                     continue
                 with engine.precision.context(engine.device):
                     yield engine.apply_loss(function, place(batch, engine.device, None))

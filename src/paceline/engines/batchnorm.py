@@ -8,7 +8,7 @@ all-gather brings the ranks' numbers together, and (Chan et al. 1979)
 which loses no digits where a plain sum of squares would. Backward needs the sums of dy and dy * xhat over the whole
 batch: one all-reduce. Per layer and pass, for C channels: 16 C bytes gathered from each rank, and 16 C reduced.
 
-A rank may have fewer samples than another, or none. A rank that runs no forward at all (``engine.sit_out()``) stands in
+A rank may have fewer samples than another, or none. One that runs no forward at all (``engine.join_pass()``) stands in
 with messages of count zero, and still moves its running statistics as the others do. Its messages are on their way
 before the pass begins, on a communicator that the layers have to themselves, so that it neither waits for the other
 ranks' computation nor disturbs the order of the engine's collectives.

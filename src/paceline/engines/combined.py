@@ -34,7 +34,7 @@ from paceline.engines.flat.sharded import name_problems
 from paceline.engines.groups import Groups
 from paceline.engines.named_states import global_groups, load_by_name, merge_over, named_states, numbered_states
 from paceline.engines.pipeline import Pipeline
-from paceline.engines.tensor.layout import TensorLayout
+from paceline.engines.tensor.layout import SplitParts, TensorLayout
 from paceline.errors import UsageError
 from paceline.shards import Shard
 
@@ -68,8 +68,7 @@ class CombinedParallel(Engine):
         self._num_parameters, self._num_trained = sizes
         self._names = tuple(names)
         self._tied = dict(tied)
-        self._splits = layout if groups.tensor.size > 1 else None
-        self.splits_matrices = self._splits is not None
+        self._parts = SplitParts({} if layout is None else layout.splits, groups.tensor)
         self._experts = {name: engine.experts for engine in engines for name in engine.experts.splits}
         self._counted = {
             (stage, name)
@@ -90,6 +89,10 @@ class CombinedParallel(Engine):
     @property
     def holds_parts(self) -> bool:
         return True
+
+    @property
+    def splits_matrices(self) -> bool:
+        return self.groups.tensor.size > 1
 
     @property
     def random_stream(self) -> int:
@@ -168,9 +171,9 @@ class CombinedParallel(Engine):
         if self.pipeline is not None and self.groups.pipeline.size > 1:
             self.groups.pipeline.broadcast(sums, self.pipeline.placement[-1]).wait()
 
-    def sit_out(self) -> None:
+    def join_pass(self) -> None:
         for engine in self.stages.values():
-            engine.sit_out()
+            engine.join_pass()
 
     def forget_pass(self) -> None:
         for engine in self.stages.values():
@@ -213,7 +216,7 @@ class CombinedParallel(Engine):
 
     def _counts(self, stage: int, name: str, same: Communicator) -> bool:
         """Whether this rank's copy of a parameter is the first: among ``same`` ranks, tensor ranks and tied stages."""
-        is_copy = self._splits is not None and self.groups.tensor.rank > 0 and not self._splits.is_split(name)
+        is_copy = self.groups.tensor.rank > 0 and name not in self._parts
         return same.rank == 0 and not is_copy and self._tied.get(name, (stage,))[0] == stage
 
     @torch.no_grad()
@@ -247,22 +250,25 @@ class CombinedParallel(Engine):
         mine: dict[str, torch.Tensor] = {}
         for engine in self.stages.values():
             for name, value in engine.full_state_dict(rank0_only=rank0_only).items():
-                mine.setdefault(name, self._whole(name, value))
+                mine.setdefault(name, self._parts.whole(name, value))
         return self._merged(mine, rank0_only=rank0_only)
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         problems = name_problems(self._names, state)
+        for name, split in self._parts.splits.items():
+            if name in state and tuple(state[name].shape) != split.shape:
+                problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {split.shape}")
         if problems:
             raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
         for engine in self.stages.values():
             mine = engine.module.state_dict(keep_vars=True)
-            engine.load_full_state_dict({name: self._part(name, state[name]) for name in mine})
+            engine.load_full_state_dict({name: self._parts.part(name, state[name]) for name in mine})
 
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
         mine: dict[str, torch.Tensor | None] = {}
         for engine in self.stages.values():
             for name, gradient in engine.full_gradients().items():
-                mine.setdefault(name, None if gradient is None else self._whole(name, gradient))
+                mine.setdefault(name, self._parts.whole(name, gradient))
         return self._merged(mine, rank0_only=False)
 
     def shards(self) -> Iterator[Shard]:
@@ -273,16 +279,9 @@ class CombinedParallel(Engine):
         for stage, engine in self.stages.items():
             for shard in engine.shards():
                 copy = shard.copy if self._tied.get(shard.name, (stage,))[0] == stage else None
-                if self._splits is None or not self._splits.is_split(shard.name):
-                    yield replace(shard, copy=copy if self.groups.tensor.rank == 0 else None)
-                    continue
-                split, tensor = self._splits.splits[shard.name], self.groups.tensor
-                assert split.dim is not None
-                spans = split.spans(tensor.rank, tensor.size)
-                shape = list(shard.region.shape)
-                shape[split.dim] = split.shape[split.dim]
-                region = replace(shard.region, shape=tuple(shape), cuts=(*shard.region.cuts, (split.dim, spans)))
-                yield replace(shard, region=region, copy=copy)
+                if self.groups.tensor.rank > 0 and shard.name not in self._parts:
+                    copy = None
+                yield replace(shard, region=self._parts.region(shard.name, shard.region), copy=copy)
 
     def state_names(self) -> Collection[str]:
         return self._names
@@ -293,43 +292,24 @@ class CombinedParallel(Engine):
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
-        groups = global_groups(self.groups.pipeline, optimizer, self._by_id(), self._names)
-        mine = named_states(optimizer, packed, self._by_id()) if packed else {}
+        groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
+        mine = named_states(optimizer, packed, self._names_by_id()) if packed else {}
         whole = {name: self._whole_values(name, values) for name, values in mine.items()}
         found = self._merged(whole, rank0_only=rank0_only)
         return {} if rank0_only and self.world.rank else numbered_states(groups, found)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        groups = global_groups(self.groups.pipeline, optimizer, self._by_id(), self._names)
-        load_by_name(optimizer, self.flat_groups, groups, state, self._by_id(), self._part_values)
-
-    def _whole(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Puts a tensor together from the parts of the tensor axis."""
-        if self._splits is None or not self._splits.is_split(name):
-            return value
-        tensor = self.groups.tensor
-        return self._splits.full(name, value.to(tensor.device), tensor).to(value.device)
-
-    def _part(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """Cuts this rank's part from a whole tensor."""
-        if self._splits is None:
-            return value
-        return self._splits.local(name, value, self.groups.tensor.rank, self.groups.tensor.size)
+        groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
+        load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), self._part_values)
 
     def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Puts together the states of one parameter that have its shape."""
         values = {key: self._experts[name].whole(name, v) if name in self._experts else v for key, v in values.items()}
-        if self._splits is None:
-            return values
-        shape = self._splits.splits[name].local_shape(self.groups.tensor.rank, self.groups.tensor.size)
-        return {key: self._whole(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
+        return {key: self._parts.whole(name, v) for key, v in values.items()}
 
     def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         values = {key: self._experts[name].part(name, v) if name in self._experts else v for key, v in values.items()}
-        if self._splits is None:
-            return values
-        shape = self._splits.full_shape(name)
-        return {key: self._part(name, v) if _has_shape(v, shape) else v for key, v in values.items()}
+        return {key: self._parts.part(name, v) for key, v in values.items()}
 
     def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
         """Collects over the pipeline what its ranks have, in the model's order; by request on world rank 0 alone."""
@@ -337,10 +317,3 @@ class CombinedParallel(Engine):
             return {}
         found = merge_over(self.groups.pipeline, mine, rank0_only=rank0_only)
         return {name: found[name] for name in self._names if name in found}
-
-    def _by_id(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.named_parameters()}
-
-
-def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.ndim > 0

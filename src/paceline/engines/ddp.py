@@ -13,7 +13,7 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
   is moved in once, all of a bucket together; one that is alone in its bucket becomes the buffer itself.
 - The first synchronised backward only watches: it learns the order in which gradients arrive and how often (twice
   under re-entrant checkpointing), sends everything at its end, and the buckets are rebuilt to fit. Where their size is
-  to be found too, a few more passes watch (see bucket_tuner.py).
+  to be found too, a few more passes watch (see buckets/tuner.py).
 - The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
   others, one used on no rank keeps no gradient, and no extra collective is needed to know.
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import BucketReduction, BucketShape, GradientCompression, control_device
+from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
@@ -71,7 +71,6 @@ class DataParallel(ModuleEngine):
         self.precision.cast_buffers(module)
         self._sharing = [groups.of(parameter) for parameter in self._held]
         self._compression = compression
-        self._reductions: dict[ReplicaBucket, BucketReduction] = {}
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
             [name for name, _ in module.named_parameters()],
             overlap=self.layout.overlap,
@@ -79,12 +78,10 @@ class DataParallel(ModuleEngine):
         )
         self._trainable: list[int] = []
         self._order: list[int] = []  # in which gradients arrive, once it is known
-        self._has_shared_buffers = False  # in this pass
-        self._bucket_policy = BucketPolicy.of(self.layout)
         self._tuner: BucketTuner | None = None  # while the size of buckets is to be found
         if comm.size > 1:
             if self.layout.tunes_buckets:
-                self._tuner = BucketTuner(comm, self._bucket_policy, overlap=self.layout.overlap)
+                self._tuner = BucketTuner(comm, BucketPolicy.of(self.layout), overlap=self.layout.overlap)
             self._start_over()
         elif self._masters is not None:
             self._watch()
@@ -123,14 +120,14 @@ class DataParallel(ModuleEngine):
         other ranks are added. An infinite ``max_norm`` only measures.
         """
         if self.experts:
-            self._settle_lent()
+            self._collect_gradients()
             return self._clip_with_experts(max_norm, norm_type)
         if not math.isinf(max_norm):
-            self._settle_lent()
+            self._collect_gradients()
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
         gradients = [p.grad for p in self._parameters if p.grad is not None]
-        lent = [] if self._masters is None else self._masters.lent_gradients()
-        return norm_of(gradients, lent, norm_type) if lent else nn.utils.get_total_norm(gradients, norm_type)
+        left = [] if self._masters is None else self._masters.gradients_left()
+        return norm_of(gradients, left, norm_type) if left else nn.utils.get_total_norm(gradients, norm_type)
 
     def _clip_with_experts(self, max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
@@ -144,33 +141,33 @@ class DataParallel(ModuleEngine):
         return norm
 
     def gradients(self) -> list[torch.Tensor]:
-        self._settle_lent()
+        self._collect_gradients()
         return super().gradients()
 
     @property
-    def can_lend_copies(self) -> bool:
-        return self._masters is not None and self._masters.can_lend
+    def can_fuse_cast(self) -> bool:
+        return self._masters is not None and self._masters.can_fuse_cast
 
-    def lend_copies(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        return {} if self._masters is None else self._masters.lend()
+    def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        return {} if self._masters is None else self._masters.fuse_cast()
 
-    def sit_out(self) -> None:
+    def join_pass(self) -> None:
         """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
         with standing_in(self.module):
             if torch.is_grad_enabled() and self._is_syncing:
-                self._join()
+                self._join_reduction()
 
-    def sit_out_forward(self) -> None:
+    def join_forward(self) -> None:
         if self.gradient_comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
             self._share_buffers()  # as the others do in their forward
 
-    def _join(self) -> None:
-        """Sends what this rank owes without a backward of its own, and waits for what is under way."""
+    def _join_reduction(self) -> None:
+        """Sends what the others wait for, without a backward of its own, and waits for what is under way."""
         if self._masters is not None:
             self._masters.expect_update()
         if self.gradient_comm.size == 1:
             return
-        if self.module.training and not self._has_shared_buffers:
+        if self.module.training and not self._buffers.are_shared:
             self._share_buffers()
         self._finish()
 
@@ -210,7 +207,7 @@ class DataParallel(ModuleEngine):
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
     def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
-        self._settle_lent()
+        self._collect_gradients()
         return {name: None if p.grad is None else on_cpu(p.grad) for name, p in self.named_parameters()}
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -246,7 +243,7 @@ class DataParallel(ModuleEngine):
             return
         bucket, place = complete
         if bucket.is_large[place] and bucket.scale != 1.0:
-            bucket.bring_in(place, gradient, bucket.scale)
+            bucket.copy_in(place, gradient, bucket.scale)
         if bucket.num_missing == 0:
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
@@ -260,7 +257,7 @@ class DataParallel(ModuleEngine):
             self._arrivals.check(index, gradient)
         elif gradient.requires_grad:
             return  # differentiated again by the user; it joins the next gradient
-        stays = masters.are_lent and self._is_syncing and self.gradient_comm.size == 1 and master.grad is None
+        stays = masters.is_cast_fused and self._is_syncing and self.gradient_comm.size == 1 and master.grad is None
         if master is not self._held[index] and not stays:
             if master.grad is None and self.gradient_comm.size > 1:
                 bucket, place = self._arrivals.place_of(index)
@@ -272,10 +269,10 @@ class DataParallel(ModuleEngine):
         if self.gradient_comm.size > 1:
             self._arrive(index, master)
 
-    def _settle_lent(self) -> None:
+    def _collect_gradients(self) -> None:
         """Brings gradients that were left at the module's parameters to their masters."""
-        if self._masters is not None and self._masters.are_lent:
-            self._masters.settle()
+        if self._masters is not None and self._masters.is_cast_fused:
+            self._masters.collect_gradients()
 
     def _launch(self, bucket: ReplicaBucket) -> None:
         self._fill(bucket)
@@ -294,8 +291,8 @@ class DataParallel(ModuleEngine):
         buffer = bucket.buffer
         if buffer is None or not buffer.numel():
             return
-        if self._compression is not None:
-            bucket.work = self._reductions[bucket].start(buffer, bucket.comm)
+        if bucket.compressed is not None:
+            bucket.work = bucket.compressed.start(buffer, bucket.comm)
             return
         if self.precision.reduce_dtype is not None and self.precision.reduce_dtype != buffer.dtype:
             bucket.wire = buffer = buffer.to(self.precision.reduce_dtype)
@@ -303,16 +300,16 @@ class DataParallel(ModuleEngine):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Ends a synchronised backward: sends the rest, waits, and settles who has a gradient."""
+        """Ends a synchronised backward: sends the rest, waits, and finds out who has a gradient."""
         missing = [i for i in self._trainable if self._parameters[i].grad is None]
         if self._tuner is not None and self._tuner.is_watching:
             self._send_one_by_one(self._tuner)
         for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         for bucket in self._arrivals.buckets:
-            bucket.land()
+            bucket.wait()
         if missing:
-            self._settle(missing)
+            self._fill_missing(missing)
         if self._compression is not None:
             self._compression.end_pass()
         self._learn()
@@ -327,10 +324,10 @@ class DataParallel(ModuleEngine):
         tuner.end_backward()
         for bucket in buckets:
             self._send(bucket)
-            bucket.land()
+            bucket.wait()
         tuner.end_watched(len(buckets))
 
-    def _settle(self, missing: list[int]) -> None:
+    def _fill_missing(self, missing: list[int]) -> None:
         """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
         used = dict(zip(self._trainable, (self._arrivals.buckets[-1].flags > 0).tolist(), strict=True))
         for index in missing:
@@ -365,8 +362,6 @@ class DataParallel(ModuleEngine):
         """Rebuilds the buckets in the size that the ranks find best."""
         self._tuner = None
         self.bucket_choice = tuner.choose(self._sizes(), self._order)
-        if self.bucket_choice is not None:
-            self._bucket_policy = self.bucket_choice.policy
         self._build()
 
     # Buckets.
@@ -397,7 +392,9 @@ class DataParallel(ModuleEngine):
         """Makes the buckets: last defined first until the order of arrival is known."""
         self._watch()
         order = self._order or list(reversed(self._trainable))
-        policy = self._bucket_policy if self._tuner is None else self._tuner.policy
+        policy = BucketPolicy.of(self.layout) if self.bucket_choice is None else self.bucket_choice.policy
+        if self._tuner is not None:
+            policy = self._tuner.policy
         members = bucket_parameters(self._sizes(), order, policy)
         # The last one carries the flags, so that it is one of all ranks, if there is any.
         dense = [each for each in members if self._sharing[each[0]].gradients is self.gradient_comm]
@@ -415,7 +412,8 @@ class DataParallel(ModuleEngine):
                 BucketShape(names=tuple(names[i] for i in b.members), layout=b.layout, tail=b.num_flags)
                 for b in buckets
             ]
-            self._reductions = dict(zip(buckets, self._compression.bind(shapes), strict=True))
+            for bucket, compressed in zip(buckets, self._compression.bind(shapes), strict=True):
+                bucket.compressed = compressed
         elif self._order:  # agreed on by all ranks: they can make something together
             for bucket in buckets:
                 # Where all ranks can reach it, if the communicator has such memory: less is copied.
@@ -427,8 +425,4 @@ class DataParallel(ModuleEngine):
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._has_shared_buffers = False
-
-    def _share_buffers(self) -> None:
-        self._has_shared_buffers = True
-        self.share_buffers()
+        self._buffers.are_shared = False

@@ -7,22 +7,18 @@ What an engine updates may be the module's parameters themselves (data paralleli
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
-from paceline.engines.buckets.choice import BucketChoice
-from paceline.engines.flat.flat import FlatGroup, full_shape
-from paceline.engines.float8 import Float8Layers
 from paceline.engines.groups import Groups
 from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
@@ -30,6 +26,11 @@ from paceline.errors import UsageError
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
 from paceline.shards import Shard
+
+if TYPE_CHECKING:
+    from paceline.engines.buckets.choice import BucketChoice
+    from paceline.engines.flat.flat import FlatGroup
+    from paceline.engines.float8 import Float8Layers
 
 T = TypeVar("T")
 BufferPolicy = Literal["broadcast", "local"]
@@ -111,8 +112,9 @@ class Engine(ModuleFace, ABC):
     pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
-    splits_matrices: bool = False  # whether ranks compute with parts of matrices that nobody holds whole
-    can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may sit out the rest of that pass
+    can_leave_pass: ClassVar[bool] = (
+        False  # whether a rank whose pass failed may join the rest of that pass without samples
+    )
 
     @property
     def world(self) -> Communicator:
@@ -149,23 +151,23 @@ class Engine(ModuleFace, ABC):
         return True
 
     @property
+    @abstractmethod
     def num_parameters(self) -> int:
         """How many parameters the whole model has."""
-        return sum(self._whole_size(name, each) for name, each in self.named_parameters())
 
     @property
+    @abstractmethod
     def num_trained(self) -> int:
         """How many of them are trained; the others are frozen."""
-        return sum(self._whole_size(name, each) for name, each in self.named_parameters() if each.requires_grad)
-
-    def _whole_size(self, name: str, parameter: nn.Parameter) -> int:
-        """Returns how many elements a parameter has in the whole model."""
-        del name
-        return math.prod(full_shape(parameter))
 
     @property
     def holds_parts(self) -> bool:
         """Whether this rank updates parts of the parameters, of which others have the rest."""
+        return False
+
+    @property
+    def splits_matrices(self) -> bool:
+        """Whether ranks compute with parts of matrices that nobody holds whole."""
         return False
 
     @property
@@ -183,7 +185,7 @@ class Engine(ModuleFace, ABC):
 
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module. All ranks call it equally often; one without samples calls ``sit_out``."""
+        """Runs the module. All ranks call it equally often; one without samples calls ``join_pass``."""
 
     def run_microbatches(
         self,
@@ -195,8 +197,9 @@ class Engine(ModuleFace, ABC):
         """Runs the forward and backward passes of a step, and leaves its gradients, reduced with the last pass.
 
         ``loss(model, microbatch)`` returns a sum and a count; the sum times ``scale`` is differentiated. A microbatch
-        without samples on this rank is None, and is sat out. Every rank passes the same number of microbatches, or
-        none, which counts as one without samples. ``on_phase`` is called at the end of each "forward" and "backward".
+        without samples on this rank is None: the rank joins that pass. Every rank passes the same number of
+        microbatches, or none, which counts as one without samples. ``on_phase`` is called at the end of each "forward"
+        and "backward".
         Returns the sums and counts of what this rank computed.
         """
         values: list[LossSum] = []
@@ -205,7 +208,7 @@ class Engine(ModuleFace, ABC):
         for number, microbatch in enumerate(microbatches, start=1):
             with contextlib.nullcontext() if number == len(microbatches) else self.no_sync():
                 if microbatch is None:
-                    self.sit_out()
+                    self.join_pass()
                 else:
                     with context:
                         value = as_loss_sum(loss(self, microbatch))
@@ -229,15 +232,19 @@ class Engine(ModuleFace, ABC):
         """Accumulates gradients: those of the backward passes inside are completed by the next one outside."""
 
     @abstractmethod
-    def sit_out(self) -> None:
-        """Takes part in a pass of the other ranks for which this rank has no samples.
+    def join_pass(self) -> None:
+        """Joins a pass of the other ranks for which this rank has no samples: takes part in its collectives.
 
         That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
         """
 
+    def sit_out(self) -> None:
+        """Another name of ``join_pass``, for scripts."""
+        self.join_pass()
+
     def abandon_accumulation(self) -> None:
         """Forgets the passes since the last one that reduced; their gradients are dropped. All ranks call it."""
-        self.sit_out()
+        self.join_pass()
 
     @abstractmethod
     def forget_pass(self) -> None:
@@ -266,22 +273,29 @@ class Engine(ModuleFace, ABC):
         """Iterates over what this rank updates."""
         return (parameter for _, parameter in self.named_parameters())
 
+    def _names_by_id(self) -> dict[int, str]:
+        return {id(parameter): name for name, parameter in self.named_parameters()}
+
     def gradients(self) -> list[torch.Tensor]:
         """Returns the gradients of what this rank updates, to be read or scaled in place."""
         return [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
 
     @property
-    def can_lend_copies(self) -> bool:
-        """Whether ``lend_copies`` has something to lend."""
+    def can_fuse_cast(self) -> bool:
+        """Whether ``fuse_cast`` finds such copies."""
         return False
 
-    def lend_copies(self) -> Mapping[nn.Parameter, nn.Parameter]:
+    def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
         """Returns, by master, the copy in bf16 that the module computes with: for an optimizer that writes both.
 
         From then on the engine relies on it: it casts no masters after an update, and a gradient that needs no sum
         stays where backward leaves it, at the copy. Empty where there are no such copies, and then nothing changes.
         """
         return {}
+
+    def lend_copies(self) -> Mapping[nn.Parameter, nn.Parameter]:
+        """Another name of ``fuse_cast``, for scripts."""
+        return self.fuse_cast()
 
     def loss_scale(self, count: float | torch.Tensor) -> torch.Tensor:
         """Returns N / (sum of ``count`` over the N ranks): turns a rank's summed loss into its share of the mean.

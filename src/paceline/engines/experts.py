@@ -9,61 +9,34 @@ together along the experts' ranks, one tensor at a time.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.engines.flat.flat import full_shape
 from paceline.engines.flat.optimizer_state import numbered_parameters
+from paceline.engines.flat.shard_layout import full_shape
 from paceline.engines.groups import expert_dim
-from paceline.engines.tensor.layout import Split
-from paceline.shards import Region
+from paceline.engines.tensor.layout import Split, SplitParts
 
 
-class ExpertParts:
+class ExpertParts(SplitParts):
     """The parts that this rank holds, by the names of their parameters; of most models, none."""
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
         """Takes the ranks that hold different experts."""
-        self._comm = comm
-        self.splits: dict[str, Split] = {}
+        splits: dict[str, Split] = {}
         for name, parameter in module.named_parameters() if comm.size > 1 else ():
             dim = expert_dim(parameter)
             if dim is not None:
                 shape = list(full_shape(parameter))
                 shape[dim] *= comm.size
-                self.splits[name] = Split(shape=tuple(shape), dim=dim)
+                splits[name] = Split(shape=tuple(shape), dim=dim)
+        super().__init__(splits, comm)
 
     def __bool__(self) -> bool:
         return bool(self.splits)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.splits
-
-    def region(self, name: str, region: Region) -> Region:
-        """Returns which elements of the whole tensor a region of this rank's part is."""
-        split = self.splits.get(name)
-        if split is None or split.dim is None:
-            return region
-        spans = split.spans(self._comm.rank, self._comm.size)
-        return replace(region, shape=split.shape, cuts=((split.dim, spans),))
-
-    def whole(self, name: str, value: Any) -> Any:
-        """Returns the whole tensor of a parameter's part, or of a state of its shape; all ranks call it."""
-        split = self.splits.get(name)
-        if split is None or not _has_shape(value, split.local_shape(self._comm.rank, self._comm.size)):
-            return value
-        return split.gather(value.to(self._comm.device), self._comm).to(value.device)
-
-    def part(self, name: str, value: Any) -> Any:
-        """Returns this rank's part of a whole tensor."""
-        split = self.splits.get(name)
-        if split is None or not _has_shape(value, split.shape):
-            return value
-        return split.cut(value, self._comm.rank, self._comm.size)
 
     def whole_states(
         self, optimizer: torch.optim.Optimizer, packed: dict[str, Any], names: Mapping[int, str]
@@ -88,7 +61,3 @@ class ExpertParts:
             for number, values in packed["state"].items()
         }
         return {**packed, "state": states}
-
-
-def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.ndim > 0

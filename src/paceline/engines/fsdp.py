@@ -28,23 +28,21 @@ whose memory came back with the same values.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm.base import BucketReduction, BucketShape, GradientCompression
+from paceline.comm.base import BucketShape, GradientCompression
 from paceline.engines.agree import tensors_in
-from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.norms import clip_pieces, measured_norms
 from paceline.engines.flat.parameter_table import Table
-from paceline.engines.flat.reads import late_read, read_note
+from paceline.engines.flat.reads import Reads, late_read
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.sharded import ShardedEngine
 from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.flat.unit import Call, Crossing, Pass, Unit
+from paceline.engines.flat.unit import Call, Crossing, Pass, Routes, Unit
 from paceline.engines.flat.used_flags import UsedFlags
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
@@ -75,28 +73,26 @@ class FullySharded(ShardedEngine):
         self.flat_groups = [group for unit in self._units for group in unit.groups]
         gathers, reductions = SideStream(self.device), SideStream(self.device)
         for group in self.flat_groups:
-            group.gathers, group.reductions = gathers, reductions
+            group.gathers, group.gradients.side_stream = gathers, reductions
         self._is_plain = groups.replicate.size == 1 and not any(group.has_copy for group in self.flat_groups)
         for unit in self._units if self._is_plain else ():
             unit.use()
         self._updated = dict(module.named_parameters())  # the pieces, unless units are in use
         self._compression = compression if groups.replicate.size > 1 else None
-        self._compressed: dict[FlatGroup, BucketReduction] = {}  # what averages the slices in place of an all-reduce
         if self._compression is not None:
             shapes = [
-                BucketShape(names=group.names, layout=group.layout, shard=(group.start, group.stop))
-                for group in self.flat_groups
+                BucketShape(names=each.names, layout=each, shard=(each.start, each.stop))
+                for each in (group.layout for group in self.flat_groups)
             ]
             bound = self._compression.bind(shapes, groups.replicate)
-            self._compressed = dict(zip(self.flat_groups, bound, strict=True))
+            for group, compressed in zip(self.flat_groups, bound, strict=True):
+                group.gradients.compressed = compressed
         order = [Leg(unit.index, "gather") for unit in (self._root, *self._units[:-1])]
-        self._training, self._evaluation = self._route(order), self._route(order)
-        self._backwards: dict[int, Route] = {}  # by the number of forwards that one backward undoes
+        self._routes = Routes(self._route(order), self._route(order))
         self._interleaves = False
-        self._pass = Pass(self._training, self._training)
+        self._pass = Pass(self._routes.training, self._routes.training)
         self._flags = UsedFlags(self.gradient_comm, list(self._updated))
-        self._readers: dict[int, set[str]] = {}  # by unit, the modules whose parameters were read beside its calls
-        self._has_noted = False
+        self._reads = Reads()
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Hooks into the units' modules, the model itself last."""
@@ -142,7 +138,7 @@ class FullySharded(ShardedEngine):
         norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.groups.shard, max_norm, norm_type, norms=norms)
 
-    def sit_out_forward(self) -> None:
+    def join_forward(self) -> None:
         """Takes part in the gathers of a forward."""
         if self.gradient_comm.size > 1:
             if torch.is_grad_enabled() and self._is_syncing and self.module.training:
@@ -150,7 +146,7 @@ class FullySharded(ShardedEngine):
             self._begin_forward()
             self._end_forward()
 
-    def sit_out_backward(self) -> None:
+    def join_backward(self) -> None:
         """Takes part in the gathers and reductions of a backward."""
         if self.gradient_comm.size > 1:
             self._begin_backward()
@@ -174,7 +170,7 @@ class FullySharded(ShardedEngine):
 
     def _leave_root(self, unit: Unit, output: Any) -> None:
         self._end_forward()
-        if self._pass.forward is self._evaluation or self._interleaves:
+        if self._pass.forward is self._routes.evaluation or self._interleaves:
             unit.free()
         self._mark_outputs(unit, output)
 
@@ -201,7 +197,7 @@ class FullySharded(ShardedEngine):
     @property
     def _is_training_forward(self) -> bool:
         """Whether a forward is under way that has a backward to come."""
-        return self._pass.is_forward and self._pass.forward is self._training
+        return self._pass.is_forward and self._pass.forward is self._routes.training
 
     def _watch_inputs(self, unit: Unit, args: Any, kwargs: Any) -> None:
         """Asks to be called when the gradients of a call's inputs are there."""
@@ -221,9 +217,9 @@ class FullySharded(ShardedEngine):
             return False  # torch.compile only looks: it fails at a piece, and the function runs as it is
         if now.is_forward:
             route = now.forward
-            if route is self._training and not route.is_learning and Leg(unit.index, "gather") not in route.read:
+            if route is self._routes.training and not route.is_learning and Leg(unit.index, "gather") not in route.read:
                 raise UsageError(late_read(unit, names[module]))
-            self._readers.setdefault(unit.index, set()).add(names[module])
+            self._reads.add(unit, names[module])
             now.read.add(unit)
             self._reach(unit, route, is_read=True)
         elif now.is_backward and torch._C._current_graph_task_id() != -1:
@@ -235,7 +231,12 @@ class FullySharded(ShardedEngine):
         if now.is_backward:
             return
         has_graph = self._mark_outputs(unit, output)
-        if now.is_forward and now.forward.is_learning and unit not in now.read and unit.lends(tensors_in(output)):
+        if (
+            now.is_forward
+            and now.forward.is_learning
+            and unit not in now.read
+            and unit.owns_memory_of(tensors_in(output))
+        ):
             self._read(unit, {self.module: unit.name}, self.module)
         # A re-entrant checkpoint runs without a graph, and will need the unit in backward all the same.
         if has_graph or self._is_training_forward:
@@ -268,9 +269,9 @@ class FullySharded(ShardedEngine):
         """
         if self._interleaves:
             return False
-        leg, legs = Leg(unit.index, "gather"), self._training.legs
+        leg, legs = Leg(unit.index, "gather"), self._routes.training.legs
         is_last = legs is not None and legs[-1] == leg
-        is_kept = leg in self._training.repeated or leg in self._training.read
+        is_kept = leg in self._routes.training.repeated or leg in self._routes.training.read
         return self.layout.reshard_after_forward is False or is_last or is_kept
 
     def _reach(self, unit: Unit, route: Route, *, is_read: bool = False) -> None:
@@ -280,17 +281,17 @@ class FullySharded(ShardedEngine):
 
     def _begin_forward(self) -> None:
         now = self._pass
-        now.forward = self._training if torch.is_grad_enabled() else self._evaluation
-        now.num_forwards += now.forward is self._training
+        now.forward = self._routes.training if torch.is_grad_enabled() else self._routes.evaluation
+        now.num_forwards += now.forward is self._routes.training
         now.forward_number += self._interleaves
         now.number += 1
         now.is_forward, now.is_backward = True, False
         for group in self.flat_groups:
-            group.drop_gradient()
+            group.gradients.drop()
         for unit in self._units:
             unit.sync_trainable()
             unit.forget_small()
-        for leg in self._training.read:
+        for leg in self._routes.training.read:
             self._units[leg.unit].hide()  # it may be in use since a forward before
         now.forward.begin()
 
@@ -299,14 +300,12 @@ class FullySharded(ShardedEngine):
         is_first = now.forward.is_learning
         now.forward.finish()
         now.is_forward = False
-        if now.forward is self._evaluation or self._interleaves:
+        if now.forward is self._routes.evaluation or self._interleaves:
             for unit in (*now.read, *(self._units[leg.unit] for leg in now.forward.repeated)):
                 unit.free()
         now.read.clear()
-        if is_first and now.forward.read and self.gradient_comm.rank == 0 and not self._has_noted:
-            self._has_noted = True
-            read = {self._units[leg.unit]: self._readers.get(leg.unit, set()) for leg in sorted(now.forward.read)}
-            warnings.warn(read_note(self.module, self._units[:-1], read), stacklevel=2)
+        if is_first and now.forward.read and self.gradient_comm.rank == 0:
+            self._reads.note_once(self.module, self._units[:-1], [leg.unit for leg in sorted(now.forward.read)])
 
     # Backward: a unit is gathered again; its gradients leave when they have come out at its inputs.
 
@@ -346,18 +345,18 @@ class FullySharded(ShardedEngine):
             unit.is_complete = False
         if self._interleaves:
             now.num_forwards = 1
-        if now.num_forwards not in self._backwards:
-            self._backwards[now.num_forwards] = self._route(self._backward_order())
-        now.backward = self._backwards[now.num_forwards]
+        if now.num_forwards not in self._routes.backwards:
+            self._routes.backwards[now.num_forwards] = self._route(self._backward_order())
+        now.backward = self._routes.backwards[now.num_forwards]
         now.backward.begin()
 
     def _backward_order(self) -> list[Leg]:
         """Returns the way of forward, from its end: who has come to a unit is done with those behind it."""
         root = self._root.index
         forward = [unit.index for unit in self._units]
-        if self._training.legs:
-            forward = [leg.unit for leg in self._training.legs]
-        legs = [Leg(root, "gather"), *sorted(self._training.read)] if self._interleaves else []
+        if self._routes.training.legs:
+            forward = [leg.unit for leg in self._routes.training.legs]
+        legs = [Leg(root, "gather"), *sorted(self._routes.training.read)] if self._interleaves else []
         for unit in reversed(forward):
             if unit != root:
                 legs += [leg for leg in (Leg(unit, "gather"), Leg(unit, "reduce")) if leg not in legs]
@@ -370,7 +369,7 @@ class FullySharded(ShardedEngine):
             # Not sooner: backward begins with the loss, when the memory is fullest.
             self._pass.backward.look_ahead()
         if unit is self._root and self._interleaves:
-            for leg in sorted(self._training.read):
+            for leg in sorted(self._routes.training.read):
                 self._reach_in_backward(self._units[leg.unit])
 
     def _close_call(self, call: Call, *, is_at_leaf: bool = False) -> None:
@@ -385,7 +384,7 @@ class FullySharded(ShardedEngine):
         unit, route = call.unit, self._pass.backward
         if not unit.close_call(call.forward) or not self._pass.is_backward:
             return
-        if Leg(unit.index, "gather") in self._training.read:  # more gradients may come, and nothing tells when
+        if Leg(unit.index, "gather") in self._routes.training.read:  # more gradients may come, and nothing tells when
             return
         unit.is_complete = True
         if route.is_learning:
@@ -396,7 +395,7 @@ class FullySharded(ShardedEngine):
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Ends a backward: reduces the rest, waits, and settles who has a gradient."""
+        """Ends a backward: reduces the rest, waits, and finds out who has a gradient."""
         now = self._pass
         now.backward.finish(drop=lambda leg: leg.is_gather and self._stays(self._units[leg.unit]))
         self._finish_reduce()
@@ -415,15 +414,15 @@ class FullySharded(ShardedEngine):
             )
         if self._is_syncing:
             for group in self.flat_groups:
-                group.finish_gradient()
-            self._settle()
+                group.gradients.finish()
+            self._finish_gradients()
             self._end_pass()
 
-    def _settle(self) -> None:
+    def _finish_gradients(self) -> None:
         """Ends a step's gradients: those of the replicas are averaged, and a parameter that no rank used has none."""
         replicated = self._units if self.groups.replicate.size > 1 else []
         for unit in replicated:
-            unit.start_replicate(self._compressed)
+            unit.start_replicate()
         unused = [name for name in self._updated if name not in self._pass.used]
         missing = [name for name in unused if self._updated[name].requires_grad]
         frozen = [name for name in unused if not self._updated[name].requires_grad]

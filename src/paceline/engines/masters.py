@@ -18,8 +18,8 @@ class Masters:
     An update is often smaller than the distance of two bf16 numbers and would be lost; gradients of many microbatches
     add up in the masters' dtype for the same reason. A parameter that is kept as it was built is its own master.
 
-    An optimizer that was lent the module's parameters writes both. Then nothing is cast after an update, and on one
-    rank a gradient stays at the module's parameter, unless there are others of the same step to add it to.
+    An optimizer that gets the module's parameters too writes both: the cast is fused into its update. On one rank a
+    gradient then stays at the module's parameter, unless there are others of the same step to add it to.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -34,29 +34,29 @@ class Masters:
         # Fused optimizers do not raise the version of what they update. So the masters also count as changed after a
         # backward pass that an update may follow.
         self.may_have_changed = False
-        self.are_lent = False  # to an optimizer that writes the module's parameters too
+        self.is_cast_fused = False  # into the update of an optimizer that writes the module's parameters too
 
     @property
-    def can_lend(self) -> bool:
+    def can_fuse_cast(self) -> bool:
         """Whether there are masters, all of them in fp32, and the module's parameters in bf16."""
         dtypes = {(master.dtype, parameter.dtype) for parameter, master in self._pairs}
         return dtypes == {(torch.float32, torch.bfloat16)}
 
-    def lend(self) -> dict[nn.Parameter, nn.Parameter]:
+    def fuse_cast(self) -> dict[nn.Parameter, nn.Parameter]:
         """Returns the module's parameters by their masters, for an optimizer that updates both."""
-        self.are_lent = self.can_lend
-        return {master: parameter for parameter, master in self._pairs} if self.are_lent else {}
+        self.is_cast_fused = self.can_fuse_cast
+        return {master: parameter for parameter, master in self._pairs} if self.is_cast_fused else {}
 
     def expect_update(self) -> None:
         """Notes that an update of the masters may follow, of which the module's parameters know nothing yet."""
-        self.may_have_changed |= not self.are_lent
+        self.may_have_changed |= not self.is_cast_fused
 
-    def lent_gradients(self) -> list[torch.Tensor]:
+    def gradients_left(self) -> list[torch.Tensor]:
         """Returns the gradients that were left at the module's parameters."""
-        return [p.grad for p, _ in self._pairs if p.grad is not None] if self.are_lent else []
+        return [p.grad for p, _ in self._pairs if p.grad is not None] if self.is_cast_fused else []
 
     @torch.no_grad()
-    def settle(self) -> None:
+    def collect_gradients(self) -> None:
         """Brings the gradients that were left at the module's parameters to their masters."""
         for parameter, master in self._pairs:
             if parameter.grad is not None:

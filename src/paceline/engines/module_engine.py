@@ -15,8 +15,9 @@ from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
 from paceline.engines.engine import BufferPolicy, Engine
 from paceline.engines.experts import ExpertParts
-from paceline.engines.flat.flat import FlatGroup, dense_stride, full_shape, piece_places
+from paceline.engines.flat.flat import piece_places
 from paceline.engines.flat.optimizer_state import load_optimizer_state
+from paceline.engines.flat.shard_layout import dense_stride, full_shape
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.engines.replicas import ReplicaWatch
@@ -35,10 +36,7 @@ class ModuleEngine(Engine):
         self.experts = ExpertParts(module, groups.expert)
         self.precision = precision
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
-        persistent = module.state_dict(keep_vars=True)
-        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
-        # What is shared, by owner and name: a module may put another tensor in a buffer's place.
-        self._shared = [(module.get_submodule(o), name) for o, _, name in paths] if buffers == "broadcast" else []
+        self._buffers = SharedBuffers(module, groups.gradients if buffers == "broadcast" else None)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -82,7 +80,16 @@ class ModuleEngine(Engine):
             ledger.enter(BACKWARD)
         return output
 
+    @property
+    def num_parameters(self) -> int:
+        return sum(self._whole_size(name, each) for name, each in self.named_parameters())
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self._whole_size(name, each) for name, each in self.named_parameters() if each.requires_grad)
+
     def _whole_size(self, name: str, parameter: nn.Parameter) -> int:
+        """Returns how many elements a parameter has in the whole model."""
         return math.prod(self.experts.splits[name].shape) if name in self.experts else math.prod(full_shape(parameter))
 
     def holders(self) -> dict[str, Communicator]:
@@ -101,12 +108,12 @@ class ModuleEngine(Engine):
     def interleave(self) -> None:
         """Prepares for passes that alternate: forwards of later microbatches come before the backward of one."""
 
-    def sit_out_forward(self) -> None:
-        """Takes part in a forward for which this rank has no samples; ``sit_out_backward`` follows, later."""
+    def join_forward(self) -> None:
+        """Joins a forward for which this rank has no samples; ``join_backward`` follows, later."""
 
-    def sit_out_backward(self) -> None:
-        """Takes part in the backward of a forward that was sat out."""
-        self.sit_out()
+    def join_backward(self) -> None:
+        """Joins the backward of a forward that was joined."""
+        self.join_pass()
 
     # States: each engine's own, and around them what ranks with other experts hold.
 
@@ -147,21 +154,23 @@ class ModuleEngine(Engine):
     def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank else state
 
-    def _names_by_id(self) -> dict[int, str]:
-        return {id(parameter): name for name, parameter in self.named_parameters()}
-
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
-        if self.gradient_comm.size > 1 and self._shared:
-            found = [owner._buffers[name] for owner, name in self._shared]
-            broadcast_tensors(self.gradient_comm, [buffer for buffer in found if buffer is not None])
+        self._buffers.share()
+
+    def _share_buffers(self) -> None:
+        """Shares the buffers as a part of a pass, and notes that it did."""
+        self._buffers.are_shared = True
+        self.share_buffers()
 
     def shards(self) -> Iterator[Shard]:
         named, holders = dict(self.named_parameters()), self.holders()
         places = piece_places(self.flat_groups)
         for name, parameter in named.items():
             found = places.get(id(parameter))
-            region = self.experts.region(name, own_region(parameter) if found is None else piece_region(*found))
+            region = self.experts.region(
+                name, own_region(parameter) if found is None else found[0].layout.region(found[1])
+            )
             same = holders[name]
             yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
         for name, value in self.module.state_dict(keep_vars=True).items():
@@ -172,15 +181,25 @@ class ModuleEngine(Engine):
                 )
 
 
+class SharedBuffers:
+    """The buffers of a module's state that all ranks take from rank 0."""
+
+    def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
+        """Without ``comm`` every rank keeps its own."""
+        self._comm = comm
+        self.are_shared = False  # in this pass
+        persistent = module.state_dict(keep_vars=True)
+        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
+        # By owner and name: a module may put another tensor in a buffer's place.
+        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
+
+    def share(self) -> None:
+        """Overwrites the buffers with those of rank 0. All ranks call it."""
+        if self._comm is not None and self._comm.size > 1 and self._places:
+            found = [owner._buffers[name] for owner, name in self._places]
+            broadcast_tensors(self._comm, [buffer for buffer in found if buffer is not None])
+
+
 def own_region(tensor: torch.Tensor) -> Region:
     """Returns the region of a tensor that is whole, in the order of its memory."""
     return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
-
-
-def piece_region(group: FlatGroup, place: int) -> Region:
-    """Returns which part of its n-th parameter lies in this rank's slice of a group."""
-    slot = group.layout.slots[place]
-    begin, end = group.span(place)
-    first = min(max(group.start - slot.offset, 0), slot.numel)
-    order = memory_order(slot.shape, slot.stride)
-    return Region(shape=slot.shape, begin=first, end=first + end - begin, order=order)

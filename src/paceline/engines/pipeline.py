@@ -15,7 +15,7 @@ One executor runs any schedule: it walks this rank's row of actions (see schedul
 - The loss is called on every rank that needs it: on the first stage as far as its call of the model, which tells what
   the inputs are; on the last stage with a model that returns what came through the pipeline.
 - Schedules with I and W run backward in two parts, see split_backward.py.
-- A microbatch without samples, on this rank and so on all its stages, is sat out.
+- A microbatch without samples, on this rank and so on all its stages, is joined without them.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ class Pipeline:
             if self.num_stages > 1:
                 engine.interleave()
         # By stage, the earlier ones of this rank that own a parameter which it uses.
-        self.lenders: dict[int, list[int]] = {stage: [] for stage in self.stages}
+        self.owner_stages: dict[int, list[int]] = {stage: [] for stage in self.stages}
         if self.splits_backward:
             for stage, engine in self.stages.items():
                 engine.module.register_forward_hook(self._keep_output)
                 borrowed = engine.module.borrowed_ids() if isinstance(engine.module, Stage) else set()
-                self.lenders[stage] = [
+                self.owner_stages[stage] = [
                     other
-                    for other, lender in self.stages.items()
-                    if any(id(parameter) in borrowed for parameter in lender.module.parameters())
+                    for other, owner in self.stages.items()
+                    if any(id(parameter) in borrowed for parameter in owner.module.parameters())
                 ]
 
     def run(
@@ -220,11 +220,11 @@ class _Step:
         }
 
     def do(self, action: Action) -> None:
-        """Does one action; those of a microbatch without samples are nothing, or a pass to sit out."""
+        """Does one action; those of a microbatch without samples are nothing, or a pass to join."""
         if action.kind == "R":
             return  # the engine reduced with the backward before it
         if self._microbatches[action.microbatch] is None:
-            self._sit_out(action)
+            self._join(action)
             return
         self._do[action.kind](action)
 
@@ -287,7 +287,7 @@ class _Step:
             if flight.roots:
                 torch.autograd.backward(flight.roots, gradients)
             else:  # nothing here has a gradient
-                self._owner.stages[action.stage].sit_out_backward()
+                self._owner.stages[action.stage].join_backward()
         self._give_gradients(action, flight, [tensor.grad for tensor in flight.inputs])
 
     def _input_part(self, action: Action) -> None:
@@ -306,15 +306,15 @@ class _Step:
         flight = self._flights.pop((action.stage, action.microbatch))
         assert flight.part is not None
         flight.part.multiply()
-        for stage in self._receivers(action):  # one engine after another, as on a rank that sits out
+        for stage in self._receivers(action):  # one engine after another, as on a rank without samples
             engine = self._owner.stages[stage]
             with self._syncing(action, stage):
                 if not flight.part.give(engine.module.parameters()):
-                    engine.sit_out_backward()
+                    engine.join_backward()
 
     def _receivers(self, action: Action) -> list[int]:
         """Returns the stages whose parameters a backward gives gradients: its own, then those that it borrows from."""
-        return [action.stage, *self._owner.lenders[action.stage]]
+        return [action.stage, *self._owner.owner_stages[action.stage]]
 
     def _syncing(self, action: Action, stage: int) -> contextlib.AbstractContextManager[None]:
         """Lets a stage's engine reduce if no later action of the step gives it gradients, else accumulate."""
@@ -322,7 +322,7 @@ class _Step:
         is_last = last.microbatch == action.microbatch if action.kind == "F" else last == action
         return contextlib.nullcontext() if is_last else self._owner.stages[stage].no_sync()
 
-    def _sit_out(self, action: Action) -> None:
+    def _join(self, action: Action) -> None:
         if action.kind not in ("F", "B", "W"):
             return
         engine = self._owner.stages[action.stage]
@@ -337,11 +337,11 @@ class _Step:
             )
         if action.kind == "F":
             with self._syncing(action, action.stage):
-                engine.sit_out_forward()
+                engine.join_forward()
             return
         for stage in self._receivers(action):
             with self._syncing(action, stage):
-                self._owner.stages[stage].sit_out_backward()
+                self._owner.stages[stage].join_backward()
 
     # What comes and goes.
 

@@ -70,27 +70,25 @@ class ZeroParallel(ShardedEngine):
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {
             **self._named,
-            **{n: p for g in self.flat_groups for n, p in zip(g.names, g.pieces, strict=True)},
+            **{n: p for g in self.flat_groups for n, p in zip(g.layout.names, g.pieces, strict=True)},
         }
-        self._has_shared_buffers = False  # in this pass
         self._is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         self._gathering = Gathering(module, list(reversed(self.flat_groups)))
         self._gathering.owner = self  # the modules' hooks hold the gathering: so the module keeps the engine alive
         self._arrivals: Arrivals[SlicedBucket] = Arrivals(
-            [name for group in self.flat_groups for name in group.names],
+            [name for group in self.flat_groups for name in group.layout.names],
             overlap=self.layout.overlap,
             graph_fix="use torch.autograd.grad(..., create_graph=True), which leaves the parameters' gradients alone",
         )
         pool = BufferPool() if self.layout.strategy == "zero2" else None
-        ends = list(itertools.accumulate(len(group.names) for group in self.flat_groups))
+        ends = list(itertools.accumulate(len(group.layout.names) for group in self.flat_groups))
         self._fixed = [  # parameters are numbered in the order of the groups
-            SlicedBucket(group, range(end - len(group.names), end), pool)
+            SlicedBucket(group, range(end - len(group.layout.names), end), pool)
             for group, end in zip(self.flat_groups, ends, strict=True)
         ]
-        self._completed: list[int] = []  # the places of buckets in ``_fixed``, in the order of this rank's backward
-        self._is_ordered = comm.size == 1 or len(self._fixed) < 2
-        self._is_reducing = False  # the backward that is under way
-        self._news = _News(comm, self.flat_groups)
+        # The places of buckets in ``_fixed``, in the order of this rank's backward, until all ranks have agreed on one.
+        self._own_order: list[int] | None = [] if comm.size > 1 and len(self._fixed) > 1 else None
+        self._summary = _BackwardSummary(comm, self.flat_groups)
         self._arrivals.arrange(self._fixed)
         parameters = (parameter for group in self.flat_groups for parameter in group.parameters)
         self._arrivals.watch(self, ZeroParallel._arrive, dict(enumerate(parameters)))
@@ -123,27 +121,26 @@ class ZeroParallel(ShardedEngine):
         return output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        squares = self._news.take_squares() if norm_type == 2.0 else None
+        squares = self._summary.take_squares() if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.gradient_comm, max_norm, norm_type, squares=squares)
 
-    def sit_out(self) -> None:
+    def join_pass(self) -> None:
         """Takes part in a pass of the other ranks for which this rank has no samples.
 
         Called after a pass that failed on this rank, it completes that one for the others.
         """
-        if self._arrivals.is_open and not self._is_reducing:
+        if self._arrivals.is_open and not self._arrivals.reduces:
             self._drop_failed()  # the others wait for nothing of it
-        super().sit_out()
+        super().join_pass()
 
-    def sit_out_forward(self) -> None:
+    def join_forward(self) -> None:
         if self._is_plain:
             return
-        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._has_shared_buffers:
-            self._has_shared_buffers = True
-            self.share_buffers()
+        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._buffers.are_shared:
+            self._share_buffers()
         self._gathering.refresh()
 
-    def sit_out_backward(self) -> None:
+    def join_backward(self) -> None:
         if self._reduces and not self._is_plain:
             self._arrivals.forget_counts()  # nothing is learnt from a pass not made
             self._finish()
@@ -190,8 +187,7 @@ class ZeroParallel(ShardedEngine):
         if self._arrivals.is_open:
             self._drop_failed()
         if self._is_syncing and self.module.training:
-            self._has_shared_buffers = True
-            self.share_buffers()
+            self._share_buffers()
 
     def _drop_failed(self) -> None:
         """Forgets a backward that did not come to its end."""
@@ -229,8 +225,7 @@ class ZeroParallel(ShardedEngine):
                 "  gradients would mix values from before and after the update\n"
                 "  call optimizer.step() after the backward passes of all outputs that are needed"
             )
-        self._is_reducing = self._reduces
-        self._arrivals.open(self._finish)
+        self._arrivals.open(self._finish, reduces=self._reduces)
 
     def _arrive(self, index: int, parameter: torch.Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
@@ -247,7 +242,7 @@ class ZeroParallel(ShardedEngine):
         has_room = self.layout.strategy == "zero1" or bucket is arrivals.buckets[arrivals.num_left]
         if has_room and bucket.is_large[place] and bucket.group.shared.scale != 1.0:
             self._make_room(arrivals.num_left)
-            bucket.bring_in(place, gradient, bucket.group.shared.scale)
+            bucket.copy_in(place, gradient, bucket.group.shared.scale)
         if bucket.num_missing == 0:
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
@@ -262,39 +257,39 @@ class ZeroParallel(ShardedEngine):
     def _make_room(self, place: int) -> None:
         """Keeps at most two whole buckets of gradients in stage 2: waits for the one before the last."""
         if self.layout.strategy == "zero2" and place > 1:
-            self._arrivals.buckets[place - 2].land(is_last=self._is_syncing)
+            self._arrivals.buckets[place - 2].wait(is_last=self._is_syncing)
 
     @torch.no_grad()
     def _finish(self) -> None:
-        """Ends a backward: sends the rest, waits, and settles who has a gradient."""
+        """Ends a backward: sends the rest, waits, and finds out who has a gradient."""
         for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         if not self._reduces:
             for bucket in self._fixed:
-                bucket.show()
+                bucket.show_placeholder()
         else:
             for bucket in self._arrivals.buckets:
-                bucket.land(is_last=self._is_syncing)
+                bucket.wait(is_last=self._is_syncing)
                 if self._is_syncing:
-                    bucket.group.measure()  # while the others are under way
+                    bucket.group.gradients.measure()  # while the others are under way
             for group in self.flat_groups:
-                group.finish_gradient()
+                group.gradients.finish()
             if self._is_syncing:
-                used = [flag for bucket in self._fixed for flag in bucket.take_used()]
-                self._news.tell(used)
-                self._settle([index for index, is_used in enumerate(used) if not is_used])
-                self._news.note_measured()
+                used = [flag for bucket in self._fixed for flag in bucket.end_accumulation()]
+                self._summary.send(used)
+                self._drop_unused([index for index, is_used in enumerate(used) if not is_used])
+                self._summary.note_measured()
         self._learn()
         self._reset()
         self._gathering.may_have_changed |= self._is_syncing
         if self._is_syncing:
             self._end_pass()
 
-    def _settle(self, missing: list[int]) -> None:
+    def _drop_unused(self, missing: list[int]) -> None:
         """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
         places = {index: self._arrivals.place_of(index) for index in missing}
         if any(bucket.parameters[place].requires_grad for bucket, place in places.values()):
-            used = self._news.used_anywhere()
+            used = self._summary.used_anywhere()
             missing = [index for index in missing if not used[index]]
         for index in missing:
             bucket, place = places[index]
@@ -306,38 +301,39 @@ class ZeroParallel(ShardedEngine):
         if arrivals.expected is None and arrivals.seen:
             last = {arrivals.place_of(index)[0]: moment for moment, index in enumerate(arrivals.seen)}
             ends = [last.get(bucket, len(arrivals.seen)) for bucket in self._fixed]
-            self._completed = sorted(range(len(ends)), key=ends.__getitem__)
+            if self._own_order is not None:
+                self._own_order = sorted(range(len(ends)), key=ends.__getitem__)
         if arrivals.expected is not None or arrivals.seen:
             arrivals.learn()
-        if not self._is_ordered and self._reduces:
-            order = torch.tensor(self._completed or [-1] * len(self._fixed), device=control_device(self.gradient_comm))
+        if self._own_order is not None and self._reduces:
+            order = torch.tensor(self._own_order or [-1] * len(self._fixed), device=control_device(self.gradient_comm))
             self.gradient_comm.broadcast(order).wait()
             agreed = order.tolist()
-            self._is_ordered = agreed[0] >= 0  # else rank 0 has sat out so far
-            if self._is_ordered:
+            if agreed[0] >= 0:  # else rank 0 has had no samples so far
+                self._own_order = None
                 arrivals.arrange([self._fixed[place] for place in agreed])
                 self._gathering.arrange([bucket.group for bucket in reversed(arrivals.buckets)])
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._has_shared_buffers = False
+        self._buffers.are_shared = False
 
 
-class _News:
-    """What ranks tell one another behind the buckets: the squares of their slices, and a 1 for what they have used."""
+class _BackwardSummary:
+    """What ranks add up behind the buckets: the squares of their slices, and a 1 for what they have used."""
 
     def __init__(self, comm: Communicator, groups: Sequence[FlatGroup]) -> None:
         self._comm = comm
         self._groups = groups
         wide = groups[0].dtype if groups else torch.float32
-        num_parameters = sum(len(group.names) for group in groups)
+        num_parameters = sum(len(group.layout.names) for group in groups)
         self._sums = torch.zeros(1 + num_parameters, dtype=wide, device=comm.device)
         self._work: Work = DONE
         self._measured: list[tuple[int, list[bool]]] = []  # by group: which gradient, and of which pieces
         self._has_squares = False
 
-    def tell(self, used: Sequence[bool]) -> None:
-        """Tells the others which parameters were used here, and how large this rank's gradients are."""
+    def send(self, used: Sequence[bool]) -> None:
+        """Sends which parameters were used here, and how large this rank's gradients are, to be added up."""
         self._work.wait()
         if all(used):
             self._sums[1:].fill_(1)
@@ -357,9 +353,9 @@ class _News:
         return found
 
     def note_measured(self) -> None:
-        """Notes which gradients the squares are those of, now that it is settled who has one."""
+        """Notes which gradients the squares are those of, now that it is known who has one."""
         groups = self._groups if self._has_squares else ()
-        self._measured = [(group.gradient_version, _has_gradient(group)) for group in groups]
+        self._measured = [(group.gradients.version, _has_gradient(group)) for group in groups]
 
     def take_squares(self) -> torch.Tensor | None:
         """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
@@ -367,7 +363,7 @@ class _News:
         if not measured:
             return None
         for group, (version, had) in zip(self._groups, measured, strict=True):
-            if not group.has_gradient_of(version) or _has_gradient(group) != had:
+            if not group.gradients.is_of_version(version) or _has_gradient(group) != had:
                 return None
         self._work.wait()
         return self._sums[0]

@@ -1,7 +1,7 @@
 """The exercises of all lessons by number, and what happens with an answer: it is converted, judged and reported.
 
-Lesson N keeps its exercises in ``lesson_N.py``, under ``EXERCISES``. A lesson that is not there is skipped. Only the
-lesson that is asked for is imported, because most of them need torch.
+Each lesson keeps its exercises in a file of its own (lesson_1.py), under ``EXERCISES``. A lesson that is not there is
+skipped. Only the lesson that is asked for is imported, because most of them need torch.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class _Trials:
             drop_gradients(self.engine)
             release_memory(self.engine.device)
             with self.engine.no_sync():
-                self.engine.sit_out()  # the others may wait in a reduction
+                self.engine.join_pass()  # the others may wait in a reduction
             return None
         self.largest = max(size, self.largest)
         return self.gauge.peak_bytes() + reserve_bytes

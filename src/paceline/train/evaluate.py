@@ -45,7 +45,7 @@ def evaluate(
     try:
         for batch, samples in zip(loader, loader.local_samples(), strict=True):
             if batch is None:
-                engine.sit_out()
+                engine.join_pass()
                 continue
             with engine.precision.context(device):
                 scored = engine.apply_loss(score, place(batch, device, dtype))

@@ -53,7 +53,7 @@ def is_users(config: Config) -> bool:
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:
     """Returns the line of the user's code, and the module of the model, that raised an error.
 
-    Such as ``at net.py:7 in forward, where head is Linear(...)``. None where it comes from Paceline itself.
+    Such as ``at my_net.py:7 in forward, where head is Linear(...)``. None where it comes from Paceline itself.
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [line for _, line in traceback.walk_tb(error.__traceback__)]

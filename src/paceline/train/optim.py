@@ -27,7 +27,7 @@ from torch import nn
 from paceline.config import OptimConfig
 from paceline.config.schema import ParameterGroupConfig
 from paceline.engines.engine import Engine
-from paceline.engines.flat.flat import full_shape
+from paceline.engines.flat.shard_layout import full_shape
 from paceline.errors import UsageError
 from paceline.imports import import_from_path
 from paceline.train.master_adamw import MasterAdamW, can_update
@@ -47,7 +47,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Makes the optimizer over ``named`` parameters; those with one dim (biases, norms) get no weight decay.
 
-    A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` lends its copies of
+    A parameter may be a flat slice of a sharded one: the whole one's dims count. An ``engine`` gives its copies of
     masters, where AdamW can update both in one pass; Muon needs it for slices, and to share its work out. ``config.lr``
     is scaled already; ``rate_scale`` is for the rates of ``config.groups``.
     """
@@ -61,8 +61,8 @@ def build_optimizer(
     if config.kind == "adamw":
         # Fused is one kernel for all parameters on CUDA, and one pass over each on CPU.
         betas = (config.betas[0], config.betas[1])
-        if engine is not None and engine.can_lend_copies and can_update(parameters):
-            return MasterAdamW(groups, engine.lend_copies(), lr=config.lr, betas=betas, eps=config.eps)
+        if engine is not None and engine.can_fuse_cast and can_update(parameters):
+            return MasterAdamW(groups, engine.fuse_cast(), lr=config.lr, betas=betas, eps=config.eps)
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=_can_fuse(parameters))
     if config.kind == "sgd":
         return torch.optim.SGD(

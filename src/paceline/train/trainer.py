@@ -103,7 +103,7 @@ class Trainer(RunState):
                 for hook in self.hooks:
                     hook(self, result)
         self.flush(wait=True)
-        for bad in self.bad_steps.settle():
+        for bad in self.bad_steps.read_all():
             self._note_bad(bad)
 
     def steps(self) -> Generator[StepResult, None, None]:
@@ -177,7 +177,7 @@ class Trainer(RunState):
         Sends nothing. Raises TrainingError for a loss that is not finite: its state is not worth saving.
         """
         self.flush(wait=True)
-        for bad in self.bad_steps.settle():
+        for bad in self.bad_steps.read_all():
             self._note_bad(bad)
         return self.collect_state()
 

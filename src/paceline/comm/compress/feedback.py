@@ -7,11 +7,11 @@ Error feedback: what a rank did not send of a gradient is added to its next one.
 Memory: one residual for each compressed element, and while a pass is under way the vector too. Between two passes both
 are kept, old and new: a pass whose gradients are dropped (memory ran out, a gradient was not finite) leaves no trace.
 
-The residuals are in units of the gradient's average over ranks: what the model still lacks of N ranks is the *mean*
-of their residuals. So another number of ranks goes on with that mean on every rank, and nothing is lost.
+The residuals are in units of the gradient's average over ranks: what N ranks have not sent yet is the *mean* of
+their residuals. So another number of ranks goes on with that mean on every rank.
 
-Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: the residual of
-a rank is what it did not send of its slice, and the ranks that average are the replicas.
+Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: residuals
+are of that slice, and the ranks that average are the replicas.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Compressor:
     # State.
 
     def residual_norm(self) -> float:
-        """Returns the norm of the residuals of this rank. A sync point."""
-        self.settle()
+        """Returns the norm of this rank's residuals. A sync point."""
+        self.apply_ended_pass()
         found = [residual.double().square().sum() for residual in self.residuals.values()]
         return float(torch.stack(found).sum().sqrt()) if found else 0.0
 
@@ -90,8 +90,8 @@ class Compressor:
         return [tensor for tensors in kept for tensor in tensors.values()]
 
     def shards(self, comm: Communicator) -> Iterator[Shard]:
-        """Yields the residuals of this rank, and its factors, to be saved. ``comm`` has all ranks."""
-        self.settle()
+        """Yields this rank's residuals, and its factors, to be saved. ``comm`` has all ranks."""
+        self.apply_ended_pass()
         yield from state.residual_shards(self.residuals, self._pieces, self._replica(comm))
         yield from state.factor_shards(self.factors, self._pieces, self._replica(comm))
 
@@ -135,7 +135,7 @@ class Compressor:
         self._pass.residuals |= residuals if self.settings.error_feedback else {}
         self._pass.factors |= factors
 
-    def settle(self) -> None:
+    def apply_ended_pass(self) -> None:
         """Brings an ended pass into force, unless a gradient was not finite: then its step was left out.
 
         The first bucket of a pass that leaves does this for the pass before.
@@ -196,7 +196,7 @@ class _Bucket:
         self.parts = tuple(parts)
 
     def start(self, buffer: torch.Tensor, comm: Communicator) -> Work:
-        self.owner.settle()
+        self.owner.apply_ended_pass()
         work = _BucketWork(self, buffer)
         if self.parts and self.owner.step >= self.owner.settings.plain_steps:
             work.send_compressed(comm)
@@ -228,7 +228,7 @@ class _BucketWork:
         self._num_later = 0  # rounds behind this one
         self._whole: torch.Tensor | None = None
         self._whole_work: Work | None = None
-        self._sent: dict[str, torch.Tensor] = {}
+        self._sent_residuals: dict[str, torch.Tensor] = {}
         self._is_done = False
 
     def send_whole(self, comm: Communicator) -> None:
@@ -257,12 +257,12 @@ class _BucketWork:
         self._round = next(self._rounds)
 
     def _add_residuals(self) -> None:
-        """Adds the residuals of tensors that travel whole: they did not, in the run that this one goes on from."""
+        """Adds residuals to tensors that travel whole: they did not, in the run that this one goes on from."""
         for name, place in zip(self.bucket.whole_names, self.bucket.whole, strict=False):
             residual = self.bucket.owner.residuals.get(name)
             if residual is not None:
                 self._buffer[place] += residual
-                self._sent[name] = torch.zeros_like(residual)
+                self._sent_residuals[name] = torch.zeros_like(residual)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -292,7 +292,7 @@ class _BucketWork:
             is_finite &= mean.sum().isfinite()
             _put(self._buffer, self.bucket.compressed, mean)
         left_over = {} if self._vector is None else self.bucket.split(self._vector)
-        self.bucket.owner.note(is_finite, left_over | self._sent, self.new_factors)
+        self.bucket.owner.note(is_finite, left_over | self._sent_residuals, self.new_factors)
 
     def _finish(self, rounds: ExchangeRounds) -> torch.Tensor:
         self.advance()

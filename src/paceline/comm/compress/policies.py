@@ -261,7 +261,7 @@ class Int8(Policy):
             total += dequantise(each, vector.dtype)
         answer = quantise(total.div_(comm.size))
         error = total.sub_(dequantise(answer, total.dtype))
-        # What the second rounding lost of the average, this rank alone keeps as its residual: so it keeps it for all.
+        # What the second rounding lost of the average is in no other residual: this rank sends it for all.
         mine = vector[comm.rank * error.numel() :][: error.numel()]
         mine.add_(error[: mine.numel()], alpha=comm.size)
         answers = torch.empty_like(message)

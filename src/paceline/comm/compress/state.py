@@ -1,4 +1,4 @@
-"""The residuals of compression, whole and free of ranks: so that other ranks can go on from it.
+"""The residuals of compression, whole and free of ranks: so that other ranks can go on from them.
 
 A residual is saved as one tensor with a row for each replica, of which every rank writes its own. Where a replica
 is one rank (data parallelism) that is a row; where it is several (hybrid) each of them has its slice. As many replicas
@@ -47,7 +47,7 @@ class TensorPiece:
 def residual_shards(
     residuals: Mapping[str, torch.Tensor], pieces: Mapping[str, TensorPiece], replica: tuple[int, int]
 ) -> Iterator[Shard]:
-    """Yields the residuals of this rank: its interval of its replica's row."""
+    """Yields this rank's residuals: its interval of its replica's row."""
     for name, residual in residuals.items():
         piece = pieces.get(name) or TensorPiece(begin=0, size=residual.numel(), whole=residual.numel())
         begin = replica[0] * piece.whole + piece.begin
@@ -78,7 +78,7 @@ def read_residuals(
         if piece.whole != whole:
             raise CheckpointError(
                 f"the residual of {name} has {whole} elements, the tensor {piece.whole}\n"
-                "  residuals of compression belong to one model\n  resume with the config of the run"
+                "  the residuals of compression belong to one model\n  resume with the config of the run"
             )
         rows = [replica[0]] if num_rows == replica[1] else list(range(num_rows))
         begins = [row * whole + piece.begin for row in rows]

@@ -73,7 +73,7 @@ class VirtualClock:
         """Returns the time now; on CUDA waits for the device."""
         if self._is_cuda:
             torch.cuda.synchronize(self._device)
-        self._settle()
+        self._add_measured()
         return self.now_s
 
     def mark(self) -> HostMark:
@@ -86,7 +86,7 @@ class VirtualClock:
 
     def name(self, phase: str) -> None:
         """Names the compute since the last name: it becomes spans."""
-        self._settle()
+        self._add_measured()
         self._close_segment()
         for start_s, end_s in self._unnamed:
             self.spans.append(ClockSpan("compute", phase, start_s, end_s))
@@ -99,7 +99,7 @@ class VirtualClock:
         try:
             yield
         finally:
-            self._settle()
+            self._add_measured()
             self._since = None
 
     @contextlib.contextmanager
@@ -107,7 +107,7 @@ class VirtualClock:
         """What is done in here costs this rank nothing: it is the network's work, or another rank's."""
         if self._is_cuda and self._measures:
             torch.cuda.synchronize(self._device)
-        self._settle()
+        self._add_measured()
         is_running, self._since = self._since is not None, None
         try:
             yield
@@ -133,7 +133,7 @@ class VirtualClock:
     def _resume(self) -> None:
         self._since = self._read() if self._measures else 0.0
 
-    def _settle(self) -> None:
+    def _add_measured(self) -> None:
         """Adds what was measured since the rank went on."""
         if self._since is not None and self._measures:
             read = self._read()

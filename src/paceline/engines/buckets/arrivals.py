@@ -34,6 +34,7 @@ class Arrivals(Generic[B]):
         self.seen: list[int] = []  # in the order of arrival, while the engine learns
         self.expected: list[int] | None = None  # how often each arrives; 0: never seen, so complete when backward ends
         self.is_open = False  # whether a backward is under way
+        self.reduces = True  # that backward, or the last one: else it accumulates
         self._overlap = overlap
         self._graph_fix = graph_fix
         self._place_of: dict[int, tuple[B, int]] = {}
@@ -61,13 +62,13 @@ class Arrivals(Generic[B]):
         """Returns the bucket of a parameter, and the place in it."""
         return self._place_of[index]
 
-    def open(self, finish: Callable[[], None]) -> None:
+    def open(self, finish: Callable[[], None], *, reduces: bool = True) -> None:
         """Begins a backward, at whose end autograd calls ``finish``.
 
         Called when the gradient enters the module's outputs, not with the first gradient of a parameter: under
         re-entrant checkpointing that one belongs to an inner backward, which ends long before the outer one.
         """
-        self.is_open = True
+        self.is_open, self.reduces = True, reduces
         self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 

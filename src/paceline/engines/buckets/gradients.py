@@ -1,6 +1,6 @@
 """Buckets of gradients: the way from what autograd gives to what an optimizer updates with.
 
-    parameter.grad  --bring in, times the scale-->  buffer  --reduce-->  gradients that the optimizer sees
+    parameter.grad  --copy in, times the scale-->  buffer  --reduce-->  gradients that the optimizer sees
 
 The gradients of a bucket travel together, in one flat buffer. What becomes of them differs:
 
@@ -10,8 +10,8 @@ The gradients of a bucket travel together, in one flat buffer. What becomes of t
   place: the slice is a part of it. Stage 2 gives the buffer back when it is reduced.
 
 Gradients add up until somebody calls ``zero_grad()``. While ZeRO's sums lie elsewhere (stage 1 inside ``no_sync``:
-whole; stage 2 with offloaded gradients: on the host) the pieces show something in their place, so that taking it away
-is noticed, and drops the sums.
+whole; stage 2 with offloaded gradients: on the host) the pieces have a *placeholder* as their gradient, so that taking
+it away is noticed, and drops the sums.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator, Work
-from paceline.engines.flat.flat import FlatGroup, dense_stride
+from paceline.comm.base import DONE, BucketReduction, Communicator, Work
+from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.flat.shard_gradients import ShardGradients
+from paceline.engines.flat.shard_layout import ALIGN, dense_stride
 from paceline.errors import UsageError
 from paceline.shards import FlatLayout, flat_layout
 
-_ALIGN = 32  # elements: keeps every view on a cache line, whatever the dtype
 _LARGE_BYTES = 2**18  # about what a second-level cache holds
 
 
@@ -40,43 +41,43 @@ class GradientBucket:
         self.layout = layout
         self.num_missing = len(self.members)
         self.views: list[torch.Tensor] = []  # into the buffer, by place
-        self._is_in = [False] * len(self.members)
+        self._is_filled = [False] * len(self.members)  # whether a view holds a gradient, to which the next is added
         # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
         # call after a matrix product pays for cold code.
         self.is_large = [p.numel() * p.element_size() >= _LARGE_BYTES for p in self.parameters]
 
-    def bring_in(self, place: int, gradient: torch.Tensor, scale: float) -> None:
-        """Moves one gradient times ``scale`` into the buffer, in one pass."""
-        self._open()
+    def copy_in(self, place: int, gradient: torch.Tensor, scale: float) -> None:
+        """Copies one gradient times ``scale`` into the buffer, in one pass."""
+        self._prepare()
         view = self.views[place]
-        if self._is_in[place]:
+        if self._is_filled[place]:
             view.add_(gradient, alpha=scale)
         elif gradient.dtype == view.dtype:
             torch.mul(gradient, scale, out=view)
         else:
             view.copy_(gradient).mul_(scale)
-        self._take(place)
+        self._mark_filled(place)
 
     def fill(self, scale: float) -> None:
-        """Brings in what is not in yet, all at once; zeros for gradients that are missing."""
-        self._open()
+        """Copies in what is not in the buffer yet, all at once; zeros for gradients that are missing."""
+        self._prepare()
         fresh: list[torch.Tensor] = []
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         sums: list[tuple[torch.Tensor, torch.Tensor]] = []
         for place, parameter in enumerate(self.parameters):
             gradient, view = parameter.grad, self.views[place]
             if gradient is None:
-                if not self._is_in[place]:
+                if not self._is_filled[place]:
                     view.zero_()
                 continue
-            if self._is_in[place]:
+            if self._is_filled[place]:
                 if gradient is not view:
                     sums.append((view, gradient))
             else:
                 fresh.append(view)
                 if gradient is not view:
                     copies.append((view, gradient))
-            self._take(place)
+            self._mark_filled(place)
         if copies:
             torch._foreach_copy_([view for view, _ in copies], [gradient for _, gradient in copies])
         if scale != 1.0 and fresh:
@@ -88,12 +89,12 @@ class GradientBucket:
         """Ends a backward: no gradient of the next one has arrived."""
         self.num_missing = len(self.members)
 
-    def _open(self) -> None:
+    def _prepare(self) -> None:
         """Makes the buffer ready for this backward. Safe to call twice."""
         raise NotImplementedError
 
-    def _take(self, place: int) -> None:
-        """Ends the arrival of a gradient whose values are in the buffer."""
+    def _mark_filled(self, place: int) -> None:
+        """Notes that a gradient's values are in the buffer: the parameter's own tensor is not needed any more."""
         raise NotImplementedError
 
 
@@ -113,7 +114,7 @@ class ReplicaBucket(GradientBucket):
         layout = flat_layout(
             [tuple(p.shape) for p in parameters],
             strides=[dense_stride(p) for p in parameters],
-            align=_ALIGN,
+            align=ALIGN,
             tail=num_flags,
         )
         super().__init__(members, parameters, layout)
@@ -124,6 +125,7 @@ class ReplicaBucket(GradientBucket):
         self.buffer: torch.Tensor | None = None
         self.wire: torch.Tensor | None = None  # the buffer in another dtype, while it is reduced
         self.flags = torch.empty(0)
+        self.compressed: BucketReduction | None = None  # what takes the place of the all-reduce
         # Whether the bucket's buffer is the gradient itself, wherever autograd put it.
         self.adopts = len(self.members) == 1 and num_flags == 0
         if self.adopts:
@@ -140,11 +142,11 @@ class ReplicaBucket(GradientBucket):
         if self.adopts:
             slot, first = self.layout.slots[0], self.parameters[0]
             return torch.empty_strided(slot.shape, slot.stride, dtype=first.dtype, device=first.device).copy_(gradient)
-        self._open()
+        self._prepare()
         return self.views[place].copy_(gradient)
 
     def fill(self, scale: float) -> None:
-        """Brings in what is not in yet; a gradient that is alone becomes the buffer."""
+        """Copies in what is not in the buffer yet; a gradient that is alone becomes the buffer."""
         if not self.adopts:
             super().fill(scale)
             return
@@ -152,7 +154,7 @@ class ReplicaBucket(GradientBucket):
         if scale != 1.0:
             self.buffer.mul_(scale)
 
-    def land(self) -> None:
+    def wait(self) -> None:
         """Waits until the buffer holds what the reduction gave. Safe to call twice."""
         self.work.wait()
         self.work = DONE
@@ -170,18 +172,18 @@ class ReplicaBucket(GradientBucket):
     def reset(self) -> None:
         super().reset()
         self.work, self.wire = DONE, None
-        self._is_in = [False] * len(self.members)
+        self._is_filled = [False] * len(self.members)
         if self.adopts:  # the gradient is its parameter's again: zero_grad() must free it
             self.buffer = None
 
-    def _open(self) -> None:
+    def _prepare(self) -> None:
         if self.buffer is None:
             first = self.parameters[0]
             self.use(torch.zeros(self.layout.length, dtype=first.dtype, device=first.device))
 
-    def _take(self, place: int) -> None:
+    def _mark_filled(self, place: int) -> None:
         self.parameters[place].grad = self.views[place]
-        self._is_in[place] = True
+        self._is_filled[place] = True
 
 
 def _adopt(parameter: nn.Parameter, stride: tuple[int, ...]) -> torch.Tensor:
@@ -198,16 +200,16 @@ def _adopt(parameter: nn.Parameter, stride: tuple[int, ...]) -> torch.Tensor:
 class Buffer:
     """Memory for whole gradients, and how groups have laid theirs out in it."""
 
-    def __init__(self, group: FlatGroup) -> None:
-        self.tensor = group.new_gradient()
+    def __init__(self, gradients: ShardGradients) -> None:
+        self.tensor = gradients.new_buffer()
         self._layouts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
 
-    def lay_out(self, group: FlatGroup) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    def lay_out(self, gradients: ShardGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Returns the part of the buffer that a group needs, and in it the gradient of each parameter."""
-        if id(group) not in self._layouts:
-            views = [slot.view(self.tensor) for slot in group.layout.slots]
-            self._layouts[id(group)] = self.tensor[: group.layout.length], views
-        return self._layouts[id(group)]
+        if id(gradients) not in self._layouts:
+            whole = self.tensor[: gradients.layout.length]
+            self._layouts[id(gradients)] = whole, gradients.layout.views(whole)
+        return self._layouts[id(gradients)]
 
 
 class BufferPool:
@@ -219,13 +221,14 @@ class BufferPool:
     def __init__(self) -> None:
         self._free: list[Buffer] = []
 
-    def take(self, group: FlatGroup) -> Buffer:
+    def take(self, gradients: ShardGradients) -> Buffer:
         """Returns a buffer that is large enough for the gradients of a group."""
         for buffer in self._free:
-            if buffer.tensor.dtype == group.reduce_dtype and buffer.tensor.numel() >= group.layout.length:
+            is_large = buffer.tensor.numel() >= gradients.layout.length
+            if is_large and buffer.tensor.dtype == gradients.reduce_dtype:
                 self._free.remove(buffer)
                 return buffer
-        return Buffer(group)
+        return Buffer(gradients)
 
     def give_back(self, buffer: Buffer) -> None:
         """Keeps a buffer for the next bucket, if it is among the two largest."""
@@ -243,67 +246,67 @@ class SlicedBucket(GradientBucket):
         self._keeps_buffer = pool is None
         self._pool = pool or BufferPool()
         self._is_in_backward = False
-        self._is_adding = False  # since the last synchronised backward
+        self._is_accumulating = False  # since the last synchronised backward
         self._buffer: Buffer | None = None
         self._whole = torch.empty(0)
-        self._mine = torch.empty(0)
+        self._slice = torch.empty(0)
         self._work: Work | None = None
-        self._used = [False] * len(self.members)  # in this accumulation
-        self._had = [False] * len(self.members)  # a gradient before it
-        self._carried: torch.Tensor | None = None
-        self._shown: torch.Tensor | None = None
-        self._shown_version = 0
+        self._has_gradient = [False] * len(self.members)  # in this accumulation
+        self._had_gradient = [False] * len(self.members)  # when it began
+        self._earlier: torch.Tensor | None = None  # the pieces' gradients from before it, which are added at its end
+        self._placeholder: torch.Tensor | None = None  # what pieces have as gradients while the sums lie elsewhere
+        self._placeholder_version = 0
 
     def send(self) -> None:
-        """Issues the reduce-scatter of what is in the buffer, which must not be written until ``land``."""
+        """Issues the reduce-scatter of what is in the buffer, which must not be written until ``wait``."""
+        gradients = self.group.gradients
         if self._keeps_buffer:
-            _, self._work = self.group.reduce_scatter(self._whole)
+            _, self._work = gradients.reduce_scatter(self._whole)
         else:
-            self._mine, self._work = self.group.reduce_scatter(self._whole, self.group.new_slice())
+            self._slice, self._work = gradients.reduce_scatter(self._whole, gradients.new_slice())
 
     @torch.no_grad()
-    def land(self, *, is_last: bool) -> None:
+    def wait(self, *, is_last: bool) -> None:
         """Waits for the slice, and makes it the gradient of the pieces, or adds it to what they had.
 
-        Safe to call twice. On the host it may still be on its way: ``group.finish_gradient`` waits for it.
+        Safe to call twice. On the host it may still be on its way: ``group.gradients.finish`` waits for it.
         """
         if self._work is None:
             return
         self._work.wait()
         self._work = None
-        self.group.add_gradient(self._mine, is_last=is_last)
-        if self._carried is not None and self.group.gradient is not None:
-            self.group.finish_gradient()
-            self.group.gradient += self._carried
-            self._carried = None
+        gradients = self.group.gradients
+        gradients.add(self._slice, is_last=is_last)
+        if self._earlier is not None and gradients.slice is not None:
+            gradients.finish()
+            gradients.slice += self._earlier
+            self._earlier = None
         if not self._keeps_buffer:
             self._drop_buffer()
-            if self.group.stashed is not None:
-                self.show()
+            if gradients.stashed is not None:
+                self.show_placeholder()
 
-    def show(self) -> None:
-        """Lets the pieces show sums that lie elsewhere: their part of them, or a zero where that has another dtype."""
-        group = self.group
-        is_same = self._keeps_buffer and group.dtype == group.reduce_dtype and not group.is_on_host
-        shown = self._mine if is_same else torch.zeros_like(group.master[:1]).expand(group.master.shape)
-        for place, piece in enumerate(group.pieces):
-            if self._used[place] or self._had[place] or group.stashed is not None:
-                begin, end = group.span(place)
-                piece.grad = shown[begin:end]
-        self._shown, self._shown_version = shown, shown._version
+    def show_placeholder(self) -> None:
+        """Gives pieces whose sums lie elsewhere a gradient: their part of these, or a zero of their own dtype."""
+        group, gradients = self.group, self.group.gradients
+        is_same = self._keeps_buffer and group.dtype == gradients.reduce_dtype and group.host is None
+        shown = self._slice if is_same else torch.zeros_like(group.master[:1]).expand(group.master.shape)
+        for place, (begin, end) in enumerate(group.layout.spans):
+            if self._has_gradient[place] or self._had_gradient[place] or gradients.stashed is not None:
+                group.pieces[place].grad = shown[begin:end]
+        self._placeholder, self._placeholder_version = shown, shown._version
 
-    def take_used(self) -> list[bool]:
+    def end_accumulation(self) -> list[bool]:
         """Returns which parameters have a gradient on this rank; the next backward starts anew."""
-        used = [is_used or had for is_used, had in zip(self._used, self._had, strict=True)]
-        self._is_adding = False
-        return used
+        self._is_accumulating = False
+        return [now or before for now, before in zip(self._has_gradient, self._had_gradient, strict=True)]
 
     def abandon(self) -> None:
         """Forgets a backward that failed; what is under way is waited for, since it reads the buffer."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        self._carried = None
+        self._earlier = None
         self.reset()
 
     def reset(self) -> None:
@@ -312,55 +315,55 @@ class SlicedBucket(GradientBucket):
         if not self._keeps_buffer:
             self._drop_buffer()
 
-    def _take(self, place: int) -> None:
+    def _mark_filled(self, place: int) -> None:
         self.parameters[place].grad = None
-        self._is_in[place] = self._used[place] = True
+        self._is_filled[place] = self._has_gradient[place] = True
 
-    def _open(self) -> None:
+    def _prepare(self) -> None:
         """Begins this bucket's part of a backward, once: decides what the new gradients are added to."""
         if self._is_in_backward:
             return
         if self._buffer is None:  # first of all: should there be no memory, nothing has changed
-            self._buffer = self._pool.take(self.group)
-            self._whole, self.views = self._buffer.lay_out(self.group)
+            self._buffer = self._pool.take(self.group.gradients)
+            self._whole, self.views = self._buffer.lay_out(self.group.gradients)
             if self._keeps_buffer:
-                self._mine = self._whole[self.group.start : self.group.stop]
+                self._slice = self._whole[self.group.layout.start : self.group.layout.stop]
         is_set = [piece.grad is not None for piece in self.group.pieces]
-        if self._is_adding:
-            self._check_shown(any(is_set))
-            self._used = [used and still for used, still in zip(self._used, is_set, strict=True)]
-            self._is_in = [is_in and still for is_in, still in zip(self._is_in, is_set, strict=True)]
-            self._had = [had and still for had, still in zip(self._had, is_set, strict=True)]
+        if self._is_accumulating:
+            self._check_placeholder(any(is_set))
+            self._has_gradient = [now and still for now, still in zip(self._has_gradient, is_set, strict=True)]
+            self._is_filled = [filled and still for filled, still in zip(self._is_filled, is_set, strict=True)]
+            self._had_gradient = [before and still for before, still in zip(self._had_gradient, is_set, strict=True)]
         else:
-            self._used, self._is_in = [False] * len(is_set), [False] * len(is_set)
-            self._had = is_set
+            self._has_gradient, self._is_filled = [False] * len(is_set), [False] * len(is_set)
+            self._had_gradient = is_set
             if self._keeps_buffer and any(is_set):
-                self._carry()
-        self._is_adding = self._is_in_backward = True
+                self._put_earlier_aside()
+        self._is_accumulating = self._is_in_backward = True
 
-    def _carry(self) -> None:
+    def _put_earlier_aside(self) -> None:
         """Puts the pieces' gradients aside: they lie where the new ones will."""
-        self._carried = torch.zeros_like(self.group.master)
-        for place, piece in enumerate(self.group.pieces):
+        self._earlier = torch.zeros_like(self.group.master)
+        for place, (begin, end) in enumerate(self.group.layout.spans):
+            piece = self.group.pieces[place]
             if piece.grad is not None:
-                begin, end = self.group.span(place)
-                self._carried[begin:end] = piece.grad
+                self._earlier[begin:end] = piece.grad
                 piece.grad = None
 
-    def _check_shown(self, is_any_set: bool) -> None:
-        """Notices what became of sums that were shown: taken away, as ``zero_grad()`` does, or changed."""
-        if self._shown is None:
+    def _check_placeholder(self, is_any_set: bool) -> None:
+        """Notices what became of a placeholder: taken away, as ``zero_grad()`` does, or changed."""
+        if self._placeholder is None:
             return
         if not is_any_set:
-            self._carried = None
-            self.group.stashed = None
-        elif self._shown._version != self._shown_version:
+            self._earlier = None
+            self.group.gradients.stashed = None
+        elif self._placeholder._version != self._placeholder_version:
             raise UsageError(
                 "gradients that were accumulated inside no_sync() were changed before they were reduced\n"
                 "  a rank sees a part of them only, and cannot tell what the change means for the rest\n"
                 "  drop them with optimizer.zero_grad(set_to_none=True), or change them after the last backward"
             )
-        self._shown = None
+        self._placeholder = None
         for piece in self.group.pieces:
             piece.grad = None
 
@@ -368,6 +371,6 @@ class SlicedBucket(GradientBucket):
         if self._buffer is not None:
             self._pool.give_back(self._buffer)
         self._buffer = None
-        self._whole = self._mine = torch.empty(0)
+        self._whole = self._slice = torch.empty(0)
         self.views = []
-        self._is_in = [False] * len(self._is_in)
+        self._is_filled = [False] * len(self._is_filled)

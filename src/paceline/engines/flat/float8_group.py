@@ -36,12 +36,12 @@ class Float8Group(FlatGroup):
     @property
     def _row_bytes(self) -> int:
         """What a rank sends: its slice, and the inverse scale of each of its pieces."""
-        return self.stop - self.start + -(-_SCALE * len(self.names) // _ALIGN) * _ALIGN
+        return self.layout.shard_length + -(-_SCALE * len(self.layout.names) // _ALIGN) * _ALIGN
 
     @torch.no_grad()
     def _send(self, wire: torch.Tensor) -> Work:
-        mine, length = wire[self.comm.rank], self.stop - self.start
-        spans = [self.span(place) for place in range(len(self.names))]
+        mine, length = wire[self.comm.rank], self.layout.shard_length
+        spans = self.layout.spans
         # Cast as modules would find them without this: first to bf16.
         pieces = [self.master[begin:end].to(self.param_dtype) for begin, end in spans]
         zero = self.master.new_zeros((), dtype=self.param_dtype)
@@ -56,11 +56,11 @@ class Float8Group(FlatGroup):
     def unpack(self, wire: torch.Tensor) -> None:
         """Fills ``full`` from what all ranks have sent."""
         full = self.full.data  # see ``FlatGroup.gather``
-        length = self.stop - self.start
+        length = self.layout.shard_length
         for rank, row in enumerate(wire):
             first, last = self.layout.shard_range(rank, self.comm.size)
             numbers = row[:length].view(E4M3)
-            inverses = row[length : length + _SCALE * len(self.names)].view(torch.float32).to(self.param_dtype)
+            inverses = row[length : length + _SCALE * len(self.layout.names)].view(torch.float32).to(self.param_dtype)
             for slot, inverse in zip(self.layout.slots, inverses.unbind(), strict=True):
                 begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
                 if begin < end:

@@ -196,8 +196,8 @@ def _initialise(
             # The second place of a tied parameter draws its numbers too, as it would in one process, and drops them.
             if name not in filled:
                 filled.add(name)
-                group = next(group for group in units[index].groups if name in group.names)
-                group.parameters[group.names.index(name)].data.copy_(module.get_parameter(attribute))
+                group = next(group for group in units[index].groups if name in group.layout.names)
+                group.parameters[group.layout.names.index(name)].data.copy_(module.get_parameter(attribute))
             module._parameters[attribute] = None  # the unit puts it back
         for index in {index for index, _ in own.values()}:
             if last[index] is module:

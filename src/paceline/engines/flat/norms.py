@@ -72,7 +72,7 @@ def measured_norms(groups: Sequence[FlatGroup]) -> list[torch.Tensor] | None:
     norms: list[torch.Tensor] = []
     for group in groups:
         if any(piece.grad is not None for piece in group.pieces):
-            measured = group.norms()
+            measured = group.gradients.take_norms()
             if measured is None:
                 return None
             norms += measured

@@ -122,7 +122,7 @@ def numbered_parameters(optimizer: torch.optim.Optimizer, packed: Mapping[str, A
 
 def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], states: _States) -> dict[int, _StateRow]:
     """Describes this rank's state."""
-    names = {id(piece): name for group in groups for name, piece in zip(group.names, group.pieces, strict=True)}
+    names = {id(piece): name for group in groups for name, piece in zip(group.layout.names, group.pieces, strict=True)}
     rows = {}
     for index, parameter in parameters.items():
         values, is_piece, refused = states.get(index), id(parameter) in names, None
@@ -222,12 +222,12 @@ def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[s
             mine[key] = tree_map(_copied, value)
         elif tuple(value.shape) != shape:
             raise ValueError(
-                f"{key} of {group.names[place]} is {list(value.shape)}, but the parameter {list(shape)}\n"
+                f"{key} of {group.layout.names[place]} is {list(value.shape)}, but the parameter {list(shape)}\n"
                 "  a state that is loaded has whole tensors, as in one process, and each rank takes its part\n"
                 "  load what optimizer.state_dict() gave on all ranks, or use paceline.save and paceline.load"
             )
         else:
-            mine[key] = group.cut_piece(place, value.detach()).to(group.master.device, copy=True)
+            mine[key] = group.layout.cut_piece(place, value.detach()).to(group.master.device, copy=True)
     return mine
 
 

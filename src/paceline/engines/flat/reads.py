@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 
 from torch import nn
@@ -9,6 +10,25 @@ from torch import nn
 from paceline.engines.flat.unit import Unit
 from paceline.models.registry import called_parts
 from paceline.units import MIB
+
+
+class Reads:
+    """Which units were read beside their calls, and whether the user was told."""
+
+    def __init__(self) -> None:
+        self._readers: dict[int, set[str]] = {}  # by unit, the modules whose parameters were read
+        self._is_noted = False
+
+    def add(self, unit: Unit, module: str) -> None:
+        """Notes a read of a module's parameter."""
+        self._readers.setdefault(unit.index, set()).add(module)
+
+    def note_once(self, model: nn.Module, units: Sequence[Unit], read: Sequence[int]) -> None:
+        """Warns of the units of these numbers, which some rank has read; the first time only."""
+        if not self._is_noted:
+            self._is_noted = True
+            readers = {units[number]: self._readers.get(number, set()) for number in read}
+            warnings.warn(read_note(model, units, readers), stacklevel=3)
 
 
 def read_note(model: nn.Module, units: Sequence[Unit], readers: Mapping[Unit, Collection[str]]) -> str:

@@ -158,7 +158,7 @@ class Route:
                     self._issue(leg)
             self.repeated = {leg for leg in self._learned if self._learned.count(leg) > 1}
             self._order = tuple(leg for leg in self._order if not drop(leg))
-            self._settle([leg for leg in self._learned if not drop(leg)])
+            self._fix_order([leg for leg in self._learned if not drop(leg)])
             return
         self.look_ahead()
         while self._position < len(self.legs):
@@ -173,7 +173,7 @@ class Route:
         if leg.is_gather and not is_used:
             self._release(leg)
 
-    def _settle(self, learned: Sequence[Leg]) -> None:
+    def _fix_order(self, learned: Sequence[Leg]) -> None:
         self.legs = complete(learned, self._order)
         self._place_of = {leg: place for place, leg in enumerate(self.legs)}
         self._first, *self._plan = issue_plan(self.legs, self._prefetch)

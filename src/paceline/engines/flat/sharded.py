@@ -28,11 +28,11 @@ class ShardedEngine(ModuleEngine):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._updated.items())
 
-    def sit_out(self) -> None:
+    def join_pass(self) -> None:
         with standing_in(self.module):
-            self.sit_out_forward()
+            self.join_forward()
             if torch.is_grad_enabled():
-                self.sit_out_backward()
+                self.join_backward()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         super().check_optimizer(optimizer)
@@ -44,7 +44,7 @@ class ShardedEngine(ModuleEngine):
         found = {name: None if p.grad is None else p.grad.to("cpu", copy=True) for name, p in named.items()}
         for group in () if self._is_plain else self.flat_groups:
             parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
-            for name, piece, whole in zip(group.names, group.pieces, group.gather_whole(parts), strict=True):
+            for name, piece, whole in zip(group.layout.names, group.pieces, group.gather_whole(parts), strict=True):
                 found[name] = None if piece.grad is None else whole.to("cpu", copy=True)
         return found
 
@@ -89,7 +89,7 @@ class ShardedEngine(ModuleEngine):
                 value.copy_(state[name])
                 continue
             group, place = places[id(value)]
-            group.pieces[place].copy_(group.cut_piece(place, state[name]))
+            group.pieces[place].copy_(group.layout.cut_piece(place, state[name]))
 
     def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)

@@ -17,11 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, BucketReduction, Communicator, Work
+from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.float8_group import Float8Group
 from paceline.engines.flat.parameter_table import AskingTable, Table, keeps_second_list
 from paceline.engines.flat.route import Route
+from paceline.engines.flat.shard_gradients import ShardGradients
 from paceline.engines.float8 import travels_as_float8
 from paceline.engines.groups import Groups, expert_dim, reduction
 from paceline.engines.precision import Precision
@@ -92,7 +93,7 @@ class Unit:
         """Ends construction: every rank keeps its slice, and the model's attributes become the pieces."""
         for group in self.groups:
             group.keep_slice()
-            for name, parameter, piece in zip(group.names, group.parameters, group.pieces, strict=True):
+            for name, parameter, piece in zip(group.layout.names, group.parameters, group.pieces, strict=True):
                 self.places += [(place, parameter, piece) for place in places_of[name]]
         self._is_shown = True
         self.free()
@@ -120,7 +121,7 @@ class Unit:
         if not self._is_shown:
             on_read(module)
 
-    def lends(self, tensors: Iterable[torch.Tensor]) -> bool:
+    def owns_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Says whether one of these is a parameter, or a view of one, whose memory must stay."""
         mine = {group.full.untyped_storage()._cdata for group in self.groups}
         return any(tensor.untyped_storage()._cdata in mine for tensor in tensors)
@@ -238,15 +239,15 @@ class Unit:
         for group in self.groups:
             if not any(parameter.requires_grad for parameter in group.parameters):
                 continue
-            mine = group.new_slice()
+            mine = group.gradients.new_slice()
             # One rank's slice is the whole: what is brought in is the gradient.
-            gradient = mine if group.comm.size == 1 else group.new_gradient()
-            taken = group.take_gradients()
+            gradient = mine if group.comm.size == 1 else group.gradients.new_buffer()
+            taken = group.gradients.take()
             scale = group.shared.scale
             if not averages_replicas and group.comm.device_kind == "cpu":
                 scale *= group.shared.replicate.size
-            used += [name for name, source in zip(group.names, taken, strict=True) if source is not None]
-            work = group.reductions.issue(partial(_reduce, group, gradient, mine, taken, scale))
+            used += [name for name, source in zip(group.layout.names, taken, strict=True) if source is not None]
+            work = group.gradients.side_stream.issue(partial(_reduce, group.gradients, gradient, mine, taken, scale))
             # What the device may still read and write stays alive with it.
             self._reductions.append((group, [gradient, *taken], mine, work))
         return used
@@ -259,30 +260,31 @@ class Unit:
         """
         for group, _, mine, work in self._reductions:
             work.wait()
-            group.add_gradient(mine, is_last=is_last)
+            group.gradients.add(mine, is_last=is_last)
             if is_final:
-                group.measure()
+                group.gradients.measure()
         self._reductions.clear()
 
     def land_gradients(self) -> None:
         """Waits until gradients that go to the host are there, so that the device holds no more of them."""
         for group in self.groups:
-            group.finish_gradient()
+            group.gradients.finish()
 
-    def start_replicate(self, compressed: Mapping[FlatGroup, BucketReduction]) -> None:
+    def start_replicate(self) -> None:
         """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh, or what replaces them."""
         for group in self.groups:
             comm = group.shared.replicate
-            if group.gradient is None or comm.size == 1:
+            mine = group.gradients.slice
+            if mine is None or comm.size == 1:
                 continue
-            on_device = group.gradient.to(comm.device)  # itself, unless it was offloaded
-            if group not in compressed:
+            on_device = mine.to(comm.device)  # itself, unless it was offloaded
+            if group.gradients.compressed is None:
                 work = comm.all_reduce(on_device, reduction(comm))
             elif any(piece.grad is not None for piece in group.pieces):
-                work = compressed[group].start(on_device, comm)
-            else:  # left over from an earlier step: nothing of it may be added to what is owed
+                work = group.gradients.compressed.start(on_device, comm)
+            else:  # left over from an earlier step: nothing of it may be added to the residual
                 continue
-            self._replications.append((group.gradient, on_device, work))
+            self._replications.append((mine, on_device, work))
 
     def finish_replicate(self) -> None:
         """Waits for these all-reduces."""
@@ -314,8 +316,17 @@ class Crossing:
 
 
 @dataclass(slots=True)
+class Routes:
+    """The order of collectives in each kind of pass."""
+
+    training: Route
+    evaluation: Route
+    backwards: dict[int, Route] = field(default_factory=dict)  # by the number of forwards that one backward undoes
+
+
+@dataclass(slots=True)
 class Pass:
-    """Where this rank is in its passes, and what it owes to the one that ends a step."""
+    """Where this rank is in its passes, and what the one that ends a step has to do."""
 
     forward: Route
     backward: Route
@@ -336,7 +347,7 @@ def _current(whole: Table, pieces: Table, on_read: Callable[[], bool]) -> Table:
 
 
 def _reduce(
-    group: FlatGroup, gradient: torch.Tensor, mine: torch.Tensor, taken: list[torch.Tensor | None], scale: float
+    gradients: ShardGradients, whole: torch.Tensor, mine: torch.Tensor, taken: list[torch.Tensor | None], scale: float
 ) -> Work:
-    group.bring_in(gradient, taken, scale)
-    return DONE if gradient is mine else group.reduce_scatter(gradient, mine)[1]
+    gradients.copy_in(whole, taken, scale)
+    return DONE if whole is mine else gradients.reduce_scatter(whole, mine)[1]

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from paceline.comm.base import Communicator
 from paceline.errors import UsageError
+from paceline.shards import Region
 
 
 def split_range(extent: int, size: int, rank: int) -> tuple[int, int]:
@@ -73,6 +75,45 @@ class Split:
         assert self.dim is not None
         groups = zip(*(piece.chunk(self.groups, self.dim) for piece in pieces), strict=True)
         return torch.cat([part for group in groups for part in group], self.dim)
+
+
+class SplitParts:
+    """This rank's parts of tensors of which the ranks of ``comm`` hold different ones, by name."""
+
+    def __init__(self, splits: Mapping[str, Split], comm: Communicator) -> None:
+        """Takes the splits of a model's tensors; those that are not cut, and all on one rank, are left out."""
+        self.splits = {name: split for name, split in splits.items() if split.dim is not None and comm.size > 1}
+        self._comm = comm
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.splits
+
+    def region(self, name: str, region: Region) -> Region:
+        """Returns which elements of the whole tensor a region of this rank's part is."""
+        split = self.splits.get(name)
+        if split is None or split.dim is None:
+            return region
+        shape = (*region.shape[: split.dim], split.shape[split.dim], *region.shape[split.dim + 1 :])
+        spans = split.spans(self._comm.rank, self._comm.size)
+        return replace(region, shape=shape, cuts=(*region.cuts, (split.dim, spans)))
+
+    def whole(self, name: str, value: Any) -> Any:
+        """Returns the whole tensor of a parameter's part, or of a state of its shape; all ranks call it."""
+        split = self.splits.get(name)
+        if split is None or not _has_shape(value, split.local_shape(self._comm.rank, self._comm.size)):
+            return value
+        return split.gather(value.to(self._comm.device), self._comm).to(value.device)
+
+    def part(self, name: str, value: Any) -> Any:
+        """Returns this rank's part of a whole tensor."""
+        split = self.splits.get(name)
+        if split is None or not _has_shape(value, split.shape):
+            return value
+        return split.cut(value, self._comm.rank, self._comm.size)
+
+
+def _has_shape(value: Any, shape: tuple[int, ...]) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape) == shape and value.ndim > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,9 +61,10 @@ def claim_states(memory: HeldMemory, parts: StepPieces) -> None:
         if group.comes_and_goes:
             memory.follow(group.full, "temporary")
             _look_after(group, memory)
-        memory.claim([group.master] if group.resident is None else [group.master, group.resident], "parameters")
-        if group.gradient is not None:
-            memory.claim([group.gradient], "gradients")
+        memory.claim([group.master], "parameters")
+        _claim_resident(group, memory)
+        if group.gradients.slice is not None:
+            memory.claim([group.gradients.slice], "gradients")
     memory.claim(engine.parameters(), "parameters")
     memory.claim(engine.module.parameters(), "parameters")
     memory.claim(engine.module.buffers(), "buffers")
@@ -86,8 +87,12 @@ def _look_after(group: FlatGroup, memory: HeldMemory) -> None:
 def _then_look(group: FlatGroup, change: Callable[[], None], memory: HeldMemory) -> None:
     change()
     memory.look()
-    if group.resident is not None:  # another one after each update
-        memory.claim([group.resident], "parameters")
+    _claim_resident(group, memory)
+
+
+def _claim_resident(group: FlatGroup, memory: HeldMemory) -> None:
+    if group.host is not None and group.host.resident is not None:
+        memory.claim([group.host.resident], "parameters")
 
 
 def watch_gradients(memory: HeldMemory, model: nn.Module) -> None:

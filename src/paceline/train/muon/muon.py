@@ -25,7 +25,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import MuonConfig
 from paceline.engines.engine import Engine
-from paceline.engines.flat.flat import FlatGroup, full_shape, piece_places
+from paceline.engines.flat.flat import FlatGroup, piece_places
+from paceline.engines.flat.shard_layout import full_shape
 from paceline.errors import UsageError
 from paceline.train.muon.hidden import hidden_matrices
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds

@@ -65,7 +65,7 @@ class BadSteps:
         self._unread.append(_Unread(step, outcome, batch, norm, copied))
         return self._read(leave=0 if copied is None else 1)
 
-    def settle(self) -> Iterator[BadStep]:
+    def read_all(self) -> Iterator[BadStep]:
         """Yields the bad ones among all steps issued. Waits for the device."""
         return self._read(leave=0)
 

@@ -95,7 +95,7 @@ class Retry:
         release_memory(engine.device)
         for number in range(num_finished, num_passes):
             with contextlib.nullcontext() if number == num_passes - 1 else engine.no_sync():
-                engine.sit_out()
+                engine.join_pass()
         return None
 
     def _cut(self) -> None:

@@ -1,0 +1,242 @@
+"""The gradients of a flat group: whole ones on their way, and this rank's slice of their mean.
+
+    parameters' gradients  --copy in, times the scale-->  whole buffer  --reduce-scatter-->  slice: pieces' gradients
+
+They live from the moment when every rank owns its slice. The optimizer sees views into the slice, and may take them
+away: so what they were made of is compared before it is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from paceline.comm.base import DONE, BucketReduction, Work
+from paceline.engines.flat.shard_layout import ShardLayout
+from paceline.engines.flat.side_stream import SideStream, host_empty
+from paceline.engines.groups import ParameterGroups, reduction
+
+_DOTTED = (torch.float32, torch.float64)  # sums of squares in other dtypes would overflow, or lose too much
+
+
+class ShardGradients:
+    """Gradients of parameters that are reduced together, and those of this rank's pieces."""
+
+    def __init__(
+        self,
+        layout: ShardLayout,
+        shared: ParameterGroups,
+        parameters: Sequence[nn.Parameter],
+        pieces: Sequence[nn.Parameter],
+        reduce_dtype: torch.dtype | None,
+        *,
+        host_copies: SideStream | None = None,
+        stashes: bool = False,
+    ) -> None:
+        """``host_copies``: the slice lives on the host, where these bring it. ``stashes``: sums of microbatches do."""
+        self.layout = layout
+        self.shared = shared
+        self.comm = shared.shard
+        self.parameters = parameters
+        self.pieces = pieces
+        self.dtype = pieces[0].dtype
+        self.reduce_dtype = reduce_dtype or self.dtype
+        self.slice: torch.Tensor | None = None  # the pieces' gradients are views into it
+        self.stashed: torch.Tensor | None = None  # of earlier microbatches, on the host
+        self.side_stream = SideStream(torch.device("cpu"))  # beside nothing, until an engine says otherwise
+        self.compressed: BucketReduction | None = None  # what averages slices over replicas, in place of an all-reduce
+        self._host_copies = host_copies
+        self._stashes = stashes and host_copies is None and self.comm.device.type != "cpu"
+        self._views: list[torch.Tensor] = []
+        self._has_arrived = False  # since it was last asked for
+        self._norms: tuple[int, Sequence[torch.Tensor], Work] | None = None  # of which version of the slice
+
+    @property
+    def _is_cleared(self) -> bool:
+        return all(piece.grad is None for piece in self.pieces)
+
+    # Whole gradients.
+
+    def new_buffer(self) -> torch.Tensor:
+        """Makes the flat buffer that gradients are copied into; nobody reads its padding."""
+        return torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
+
+    def take(self) -> list[torch.Tensor | None]:
+        """Takes the parameters' gradients away from them."""
+        taken = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        return taken
+
+    def copy_in(self, buffer: torch.Tensor, taken: list[torch.Tensor | None], scale: float) -> None:
+        """Copies gradients times ``scale`` into a buffer, zeros for those that are missing.
+
+        On a CPU each is freed when it is in; elsewhere the caller keeps ``taken`` until the device has read it.
+        """
+        views, sources = [], []
+        for place, (source, slot) in enumerate(zip(taken, self.layout.slots, strict=True)):
+            view = slot.view(buffer)
+            if source is None:
+                view.zero_()
+                continue
+            views.append(view)
+            sources.append(source)
+            if buffer.device.type == "cpu":
+                taken[place] = None
+        if views and scale != 1.0 and sources[0].dtype == buffer.dtype:
+            while sources:  # one pass over each, which is freed before the next
+                torch.mul(sources.pop(), scale, out=views.pop())
+        elif views:
+            torch._foreach_copy_(views, sources)
+            if scale != 1.0:
+                torch._foreach_mul_(views, scale)
+
+    def new_slice(self) -> torch.Tensor:
+        """Returns where a reduce-scatter puts this rank's slice: the one there is, if no piece has a gradient in it."""
+        is_plain = self.reduce_dtype == self.dtype and self._host_copies is None
+        if self.slice is not None and is_plain and self._is_cleared:
+            return self.slice
+        return torch.empty(self.layout.shard_length, dtype=self.reduce_dtype, device=self.comm.device)
+
+    def reduce_scatter(self, buffer: torch.Tensor, output: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
+        """Averages the gradients of all ranks; returns this rank's slice, valid after the work, and the work.
+
+        Without an ``output`` the slice is this rank's own place in ``buffer``.
+        """
+        mine = buffer[self.layout.start : self.layout.stop] if output is None else output
+        if self.comm.size == 1:
+            if output is not None:
+                mine.copy_(buffer)
+            return mine, DONE
+        return mine, self.comm.reduce_scatter(mine, buffer, reduction(self.comm))
+
+    # This rank's slice.
+
+    def add(self, mine: torch.Tensor, *, is_last: bool = True) -> None:
+        """Makes a reduced slice the pieces' gradient, or adds it to the one they have.
+
+        On the host it may still be on its way: ``finish`` waits for it. Where gradients alone are offloaded, those of
+        all microbatches but the last are summed on the host.
+        """
+        self._has_arrived = True
+        if self._stashes:
+            if not is_last:
+                self._stash(mine)
+                return
+            if self.stashed is not None:
+                mine = mine + self.stashed.to(mine.device, non_blocking=True)
+                self.stashed = None
+        if self._is_cleared:
+            self._set(mine)
+        else:
+            self._add(mine)
+        for piece, view in zip(self.pieces, self._views, strict=True):
+            piece.grad = view
+
+    def take_arrived(self) -> bool:
+        """Says whether gradients came since the last call, so that an optimizer may have stepped."""
+        arrived, self._has_arrived = self._has_arrived, not self._is_cleared
+        return arrived
+
+    def finish(self) -> None:
+        """Waits for the slice to be on the host, if that is where it goes."""
+        if self._host_copies is not None:
+            self._host_copies.finish()
+
+    def drop(self) -> None:
+        """Frees the slice once the pieces have no gradient. A CPU keeps the memory: to get it anew costs more."""
+        if self.comm.device_kind != "cpu" and self._host_copies is None and self._is_cleared:
+            self.slice, self._views = None, []
+
+    def _set(self, mine: torch.Tensor) -> None:
+        if mine is self.slice:
+            return
+        if self._host_copies is None:
+            self._keep(mine.to(self.dtype))
+            return
+        slice_ = (
+            self._keep(host_empty(mine.numel(), self.dtype, self.comm.device)) if self.slice is None else self.slice
+        )
+        self._host_copies.copy(slice_, mine.to(self.dtype))
+
+    def _add(self, mine: torch.Tensor) -> None:
+        if self.slice is None:  # the loss has a term of the pieces themselves, whose gradients came first
+            on_host = None if self._host_copies is None else host_empty(mine.numel(), self.dtype, self.comm.device)
+            self._keep(torch.zeros_like(mine, dtype=self.dtype) if on_host is None else on_host.zero_())
+        assert self.slice is not None
+        self.finish()
+        if mine is self.slice:  # reduced into place, and such gradients came meanwhile
+            for piece, view in zip(self.pieces, self._views, strict=True):
+                if piece.grad is not None and piece.grad.data_ptr() != view.data_ptr():
+                    view += piece.grad
+            return
+        for piece, view in zip(self.pieces, self._views, strict=True):
+            if piece.grad is None:
+                view.zero_()
+            elif piece.grad.data_ptr() != view.data_ptr():  # the user has put another one there
+                view.copy_(piece.grad)
+        self.slice += mine.to(self.slice.device, self.slice.dtype)
+
+    def _stash(self, mine: torch.Tensor) -> None:
+        if self.stashed is None:
+            self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
+        else:
+            self.stashed += mine.to(self.stashed.device)
+
+    def _keep(self, gradient: torch.Tensor) -> torch.Tensor:
+        self.slice, self._views = gradient, self.layout.pieces(gradient)
+        return gradient
+
+    # Norms.
+
+    @torch.no_grad()
+    def measure(self) -> None:
+        """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later.
+
+        On a CPU it is one norm of all of them, taken while they are in the cache or others are under way.
+        """
+        mine, views = self.slice, self._views
+        if mine is None or self._host_copies is not None:
+            return
+        norms: list[torch.Tensor] = []
+        if self.comm.device_kind == "cpu":
+            solid = self._without_gaps(mine) if mine.dtype in _DOTTED else None
+            norms = list(torch._foreach_norm(views)) if solid is None else [torch.dot(solid, solid).sqrt_()]
+            self._norms = (mine._version, norms, DONE)
+            return
+
+        def take() -> Work:
+            norms.extend(torch._foreach_norm(views))
+            return DONE
+
+        work = self.side_stream.issue(take)
+        self._norms = (mine._version, norms, work)
+
+    def take_norms(self) -> Sequence[torch.Tensor] | None:
+        """Returns the norms that ``measure`` took, once, if the gradients are still the same ones."""
+        taken, self._norms = self._norms, None
+        if taken is None or not self.is_of_version(taken[0]):
+            return None
+        taken[2].wait()
+        if len(taken[1]) != len(self.pieces):  # one norm of all
+            return None if any(piece.grad is None for piece in self.pieces) else taken[1]
+        return [norm for norm, piece in zip(taken[1], self.pieces, strict=True) if piece.grad is not None]
+
+    @property
+    def version(self) -> int:
+        """A number that rises with every change of the slice."""
+        return -1 if self.slice is None else self.slice._version
+
+    def is_of_version(self, version: int) -> bool:
+        """Says whether the slice is as it was then, and all that pieces have of gradients lies in it."""
+        if self.slice is None or self.slice._version != version:
+            return False
+        return all(p.grad is None or p.grad is view for p, view in zip(self.pieces, self._views, strict=True))
+
+    def _without_gaps(self, mine: torch.Tensor) -> torch.Tensor | None:
+        """Returns the part of the slice that the pieces fill; None where what lies between two of them is no one's."""
+        spans = self.layout.spans
+        begin, end = min(first for first, _ in spans), max(last for _, last in spans)
+        return mine[begin:end] if sum(last - first for first, last in spans) == end - begin else None
