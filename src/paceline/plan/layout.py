@@ -256,7 +256,7 @@ class Layout:
     @property
     def is_fully_sharded(self) -> bool:
         """Whether parameters are cut among ranks, and gathered before they are used."""
-        return self.sharing.parameters
+        return self.strategy in SHARING and self.sharing.parameters  # unknown ones are for the rules to refuse
 
     def fuses_loss(self, vocabulary: int, device: str) -> bool:
         """Whether a model with so many logits a token, if it can, computes its loss with its output layer.
