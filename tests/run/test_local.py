@@ -62,10 +62,10 @@ def act(deed, *details):
         write_failure(folder, describe_error(rank, ValueError("bad pixel")))
         os._exit(1)
     if deed == "lose":  # the connection, as soon as rank 1 is gone
-        from paceline.errors import CommunicationError
+        from paceline.errors import LostRankError
         while not is_over(1):
             time.sleep(0.01)
-        write_failure(folder, describe_error(rank, CommunicationError("Connection closed by peer")))
+        write_failure(folder, describe_error(rank, LostRankError("rank 1 is gone")))
         os._exit(1)
     if deed == "refuse":
         write_failure(folder, describe_error(rank, ValueError("asked for too much"), is_refusal=True))

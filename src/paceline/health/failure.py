@@ -24,10 +24,12 @@ from paceline.errors import (
     CommunicationError,
     ConfigError,
     DataError,
+    LateRankError,
     MemoryExhaustedError,
     PacelineError,
     RunFolderError,
     UsageError,
+    is_connection_lost,
 )
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView
@@ -55,9 +57,9 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LAST_FRAMES = 5
 _MOST_LINES = 20
 _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_WAITED = (CommunicationError, LateRankError)  # others of its children name their own cause: a mismatch, a verdict
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
-_LOST = ("closed by peer", "reset by peer", "Broken pipe", "gone (process ended)")
 # NCCL reports to a thread of torch, which writes this into the rank's log and aborts the process.
 _ABORTED_BY_NCCL: Final[dict[str, tuple[Cause, FailureKind, str]]] = {
     "ncclRemoteError": ("lost", "lost", "NCCL lost the connection to another rank"),
@@ -112,8 +114,7 @@ def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False)
     hint = disk or next((_NO_FILES[number] for number in numbers if number in _NO_FILES), "")
     return Failure(
         rank=rank,
-        # The children of CommunicationError name their own cause: a mismatch, a verdict.
-        cause="lost" if _is_lost(error) else "stuck" if type(error) is CommunicationError else "raised",
+        cause="lost" if _is_lost(error) else "stuck" if type(error) in _WAITED else "raised",
         message=text.removeprefix(f"rank {rank}: ") + (f"\n  {hint}" if hint else ""),
         traceback="" if disk and not _has_user_code(error) else user_traceback(error),
         time=time.time(),
@@ -244,10 +245,7 @@ def _kind(error: BaseException) -> FailureKind:
 
 def _is_lost(error: BaseException) -> bool:
     """Says whether a connection broke: to a rank that is gone. The user's code may have used torch.distributed too."""
-    return any(
-        isinstance(each, CommunicationError | RuntimeError) and any(sign in str(each) for sign in _LOST)
-        for each in _chain(error)
-    )
+    return any(map(is_connection_lost, _chain(error)))
 
 
 def _error_number(error: BaseException) -> int | None:
