@@ -92,6 +92,7 @@ class Failure:
     time: float
     is_refusal: bool = False
     kind: FailureKind = "error"
+    blamed: int | None = None  # by a verdict, where that is another rank
 
     def __str__(self) -> str:
         if self.is_refusal or self.kind == "hang":
@@ -176,6 +177,7 @@ def failure_of_verdict(verdict: HangVerdict, rank: int, report: Path) -> Failure
         message=f"{verdict.sentence}\n  what every rank does is in {report}",
         time=time.time() + is_later,
         kind="hang",
+        blamed=min(verdict.ranks, default=rank),
     )
 
 
