@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from paceline.config.sections import RecoveryConfig  # with pydantic, which a command's help must not wait for
 
 _RANK = re.compile(r"\branks? \(?(\d+)")
+_ENOUGH = "not started again: --max-requeues is"
 _DURATION = re.compile(r", for \d+\.\d s(?:(?=\))| \(process \d+\))")
 
 
@@ -170,8 +171,21 @@ class Stop:
         return NO_PROGRESS if self.gives_up and code != HUNG else code
 
 
-def after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
-    """Decides about a run whose attempts have all failed, the last one just now."""
+def after_failure(
+    policy: RecoveryConfig, attempts: Sequence[FailedAttempt], *, max_requeues: int = 0
+) -> Restart | Stop:
+    """Decides about a run whose attempts have all ended before it was done, the last one just now.
+
+    Those that made room for another job are not charged: there may be ``max_requeues`` of them.
+    """
+    last, failed = attempts[-1], [each for each in attempts if each.kind != "preempted"]
+    if last.kind == "preempted":
+        number = len(attempts) - len(failed)
+        return Restart(number=number) if number <= max_requeues else Stop(reason=f"{_ENOUGH} {max_requeues}")
+    return _after_failure(policy, failed)
+
+
+def _after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
     last, number = attempts[-1], len(attempts)
     if last.kind == "refused" or policy.max_restarts == 0:
         return Stop()

@@ -36,7 +36,9 @@ from paceline.health.ledger_view import LedgerView
 from paceline.health.verdict import HangVerdict
 
 Cause = Literal["killed", "raised", "died", "stuck", "ended", "lost"]
-FailureKind = Literal["killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused"]
+FailureKind = Literal[
+    "killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused", "preempted"
+]
 
 # Errors of the program and not of its surroundings: they come again.
 MISTAKES: Final = frozenset(
