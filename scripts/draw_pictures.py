@@ -5,8 +5,9 @@
     python scripts/draw_pictures.py --check              # exit 1 where a committed picture is out of date
 
 No picture holds numbers of its own: collectives run on virtual ranks, rings and trees are the rounds of the algorithms,
-schedules are measured, time lines come from dry runs of the engines, and memory, step times and the landscape from the
-functions behind ``paceline plan``. The same code gives the same bytes.
+schedules are measured, time lines come from dry runs of the engines, restarts are asked of the function that decides
+about them, and memory, step times and the landscape come from the functions behind ``paceline plan``. The same code
+gives the same bytes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ PICTURES: Mapping[str, tuple[str, str]] = {
     "schedules.svg": ("pictures_schedules", "draw_schedules"),
     "precision.svg": ("pictures_plans", "draw_precision"),
     "landscape.svg": ("pictures_plans", "draw_landscape"),
+    "restarts.svg": ("pictures_restarts", "draw_restarts"),
 }
 
 

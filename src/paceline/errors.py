@@ -15,6 +15,8 @@
     │   └── PreemptedError           a run that a signal asked to stop
     └── CommunicationError           ranks that cannot talk
         ├── CollectiveMismatchError  ranks that called different operations
+        ├── LateRankError            a rank that did not come in time
+        ├── LostRankError            a rank that is gone
         ├── StuckRankError           ranks that wait for something that will not come
         └── RankFailedError          a rank that raised; carries its traceback
 
@@ -133,6 +135,14 @@ class CollectiveMismatchError(CommunicationError):
     """Ranks that called different operations, or the same one with other shapes or dtypes."""
 
 
+class LateRankError(CommunicationError):
+    """Another rank did not come to an operation within the time limit."""
+
+
+class LostRankError(CommunicationError):
+    """Another rank is gone: its process has ended, or its connection has closed."""
+
+
 class StuckRankError(CommunicationError):
     """Ranks that wait for something that will not come; the message is the verdict."""
 
@@ -148,3 +158,11 @@ class RankFailedError(CommunicationError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return type(self), (self.rank, self.error, self.traceback_text)
+
+
+def is_connection_lost(error: BaseException) -> bool:
+    """Says whether an error means that another rank is gone; of those that torch raises, only the words tell."""
+    if isinstance(error, PacelineError):
+        return isinstance(error, LostRankError)
+    signs = ("closed by peer", "reset by peer", "Broken pipe")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

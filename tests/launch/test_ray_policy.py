@@ -10,12 +10,12 @@ import pytest
 
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import UsageError
-from paceline.health.diagnosis import FailedAttempt, TrainedSteps
+from paceline.health.diagnosis import FailedAttempt, Restart, Stop, TrainedSteps, after_failure
 from paceline.launch import ray_target
 from paceline.launch.job import LaunchJob
 from paceline.launch.ray_cluster import PlacedWorker, RayNode
 from paceline.launch.ray_hosts import _Host, _names, rank_variables
-from paceline.launch.ray_policy import HostEnd, Leave, RestartBudget, StartAgain, after_end
+from paceline.launch.ray_policy import HostEnd, code_of, ended_by
 from paceline.launch.ray_settings import read_options
 from paceline.launch.ray_worker import RemoteWorker
 
@@ -38,10 +38,9 @@ def ends(*codes: int | None) -> list[HostEnd]:
     return [HostEnd(host=f"h{number}", code=code) for number, code in enumerate(codes)]
 
 
-def decide(*codes: int | None, budget: RestartBudget | None = None, **options: Any) -> Leave | StartAgain:
+def ended(*codes: int | None, **options: Any) -> FailedAttempt | int:
     job = replace(JOB, settings={"actor": options.pop("actor", "host")})
-    given = budget or RestartBudget(policy=RecoveryConfig(max_restarts=2))
-    return after_end(ends(*codes), STEPS, given, options=read_options(job), **{"is_cancelled": False, **options})
+    return ended_by(ends(*codes), STEPS, options=read_options(job), **{"is_cancelled": False, **options})
 
 
 @pytest.mark.parametrize(
@@ -49,38 +48,43 @@ def decide(*codes: int | None, budget: RestartBudget | None = None, **options: A
     [((0, 0), 0), ((0, None), 0), ((2, 1), 2), ((None, 2), 2), ((1, 1), 1), ((1, 77), 77), ((76, 1), 76)],
 )
 def test_a_run_leaves_with_the_code_that_says_most(codes: tuple[int | None, ...], code: int) -> None:
-    assert decide(*codes) == Leave(code=code)
+    assert ended(*codes) == code
 
 
 @pytest.mark.parametrize(
     ("codes", "words"),
     [
-        ((1, None), "host h1 was lost after step 37 (restart 1 of 2)"),
-        ((137, 1), "the launcher on host h0 was killed by signal 9 after step 37 (restart 1 of 2)"),
-        ((75, None), "host h1 was lost after step 37 (restart 1 of 2)"),
+        ((1, None), "host h1 was lost after step 37"),
+        ((137, 1), "the launcher on host h0 was killed by signal 9 after step 37"),
+        ((75, None), "host h1 was lost after step 37"),
         ((75, 75), "the run was asked to leave and saved after step 37"),
     ],
 )
 def test_hosts_start_again_after_a_loss_and_after_a_preemption(codes: tuple[int | None, ...], words: str) -> None:
-    decision = decide(*codes)
-    assert isinstance(decision, StartAgain)
-    assert decision.words == words
-    assert (decision.attempt is not None) is (None in codes or 137 in codes)
+    found = ended(*codes)
+    assert isinstance(found, FailedAttempt)
+    assert str(found) == words
+    assert (found.kind == "preempted") is (codes == (75, 75))
+    assert after_failure(RecoveryConfig(max_restarts=2), [found], max_requeues=1) == Restart(number=1)
 
 
 def test_restarts_are_limited_and_a_run_that_was_cancelled_does_not_start_again() -> None:
-    before = FailedAttempt(first_step=0, kind="killed", rank=0, step=10, message="host h0 was lost")
-    policy = RecoveryConfig(max_restarts=1)
-    spent = decide(1, None, budget=RestartBudget(policy=policy, failed=(before,)))
-    assert isinstance(spent, Leave)
-    assert (spent.code, "recovery.max_restarts = 1 is reached" in spent.words) == (77, True)
-    never = decide(None, budget=RestartBudget(policy=RecoveryConfig(max_restarts=0)))
-    assert never == Leave(code=1, words="host h0 was lost after step 37")
-    often = decide(75, 75, budget=RestartBudget(policy=policy, preempted=3, max_requeues=3))
-    assert often == Leave(code=75, words="made room, and not started again: --max-requeues is 3")
-    assert decide(75, 75, is_cancelled=True) == Leave(code=75)
-    assert decide(None, 1, is_cancelled=True) == Leave(code=1)
-    assert isinstance(decide(1, 1, actor="rank"), StartAgain)  # no launcher has started the rank again
+    lost, room = ended(1, None), ended(75, 75)
+    assert isinstance(lost, FailedAttempt)
+    assert isinstance(room, FailedAttempt)
+    before, once = replace(lost, first_step=0, step=10), RecoveryConfig(max_restarts=1)
+    spent = after_failure(once, [before, room, lost], max_requeues=3)
+    assert isinstance(spent, Stop)
+    assert (spent.exit_code(1), "recovery.max_restarts = 1 is reached" in spent.reason) == (77, True)
+    assert after_failure(RecoveryConfig(max_restarts=0), [lost]) == Stop()
+    assert after_failure(once, [room, lost, room], max_requeues=2) == Restart(number=2)  # losses are not charged
+    often = after_failure(once, [room] * 4, max_requeues=3)
+    assert often == Stop(reason="not started again: --max-requeues is 3")
+    assert often.exit_code(code_of(ends(75, 75))) == 75
+    assert ended(75, 75, is_cancelled=True) == 75
+    assert ended(76, 75, is_cancelled=True) == 75
+    assert ended(None, 1, is_cancelled=True) == 1
+    assert isinstance(ended(1, 1, actor="rank"), FailedAttempt)  # no launcher has started the rank again
 
 
 def test_the_placement_is_shown() -> None:

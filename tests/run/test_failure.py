@@ -19,6 +19,8 @@ from paceline.errors import (
     CommunicationError,
     ConfigError,
     DataError,
+    LateRankError,
+    LostRankError,
     MemoryExhaustedError,
     PacelineError,
     Problem,
@@ -121,7 +123,7 @@ def test_data_that_is_wrong_comes_again_and_data_that_is_away_may_come_back() ->
 
 
 def test_a_lost_connection_is_known_whoever_lost_it() -> None:
-    ours = CommunicationError("rank 2: all_reduce in group [0, 1, 2] failed: another rank is gone")
+    ours = LostRankError("rank 2: all_reduce in group [0, 1, 2] failed: another rank is gone")
     ours.__cause__ = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:40860")
     assert describe_error(2, ours).cause == "lost"
     assert str(describe_error(2, ours)) == "rank 2 failed: all_reduce in group [0, 1, 2] failed: another rank is gone"
@@ -131,7 +133,13 @@ def test_a_lost_connection_is_known_whoever_lost_it() -> None:
 
 
 def test_a_rank_that_waited_in_vain_is_no_cause_of_its_own() -> None:
-    assert describe_error(0, CommunicationError("another rank did not come within 300 s")).cause == "stuck"
+    assert describe_error(0, LateRankError("rank 1 was awaited in vain")).cause == "stuck"
+
+
+@pytest.mark.parametrize(("made", "cause"), [(LostRankError, "lost"), (LateRankError, "stuck"), (UsageError, "raised")])
+def test_a_failure_is_judged_by_its_kind_and_not_by_its_words(made: type[PacelineError], cause: str) -> None:
+    for words in ("no words", "rank 1 is gone (process ended)", "Connection closed by peer", "did not come within 3 s"):
+        assert describe_error(0, made(words)).cause == cause
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from paceline.health.verdict import HangLimits
 from paceline.records.records import EventRecord, read_records
 from paceline.records.report import summarize
 from paceline.run.folder import claim_folder
-from paceline.run.local import LocalRanks, launch_local
+from paceline.run.local import LocalRanks, launching
 from paceline.run.supervise import rank_command
 from paceline.run.watch import WatchPolicy
 
@@ -47,16 +47,14 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
         limits=HangLimits(step_s=60.0, setup_s=100.0), compare_s=0.2, late=LatenessPolicy(windows=3, min_steps=3)
     )
     with claim_folder(folder, dump_yaml(config), force=False, resume=False):
-        launch_local(
-            rank_command(folder, None),
-            folder,
-            LocalRanks(
-                ranks=ranks,
-                threads=1,
-                variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
-                watch=watch,
-            ),
+        asked = LocalRanks(
+            ranks=ranks,
+            threads=1,
+            variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
+            watch=watch,
         )
+        with launching(folder, asked) as launcher:
+            launcher.start(rank_command(folder, None))
     gc.collect()
     events = [record for record in read_records(folder / "records" / "rank-0.jsonl") if isinstance(record, EventRecord)]
     return [event for event in events if event.name == "straggler"]

@@ -15,14 +15,13 @@ from typing import Any
 import pytest
 from gone_processes import wait_until_gone
 
-from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, UsageError
-from paceline.health.diagnosis import first_cause
+from paceline.health.diagnosis import EndedAttempt, FailedAttempt, diagnose
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run import local
 from paceline.run.failure import RunPreemptedError, RunStoppedError
-from paceline.run.local import LocalRanks, _Attempt, launch_local
-from paceline.run.notes import noted_processes, read_failures
+from paceline.run.local import Launcher, LocalRanks, launching
+from paceline.run.notes import noted_processes
 
 # torch leaves the files of redirected output to the garbage collector.
 pytestmark = [
@@ -62,10 +61,10 @@ def act(deed, *details):
         write_failure(folder, describe_error(rank, ValueError("bad pixel")))
         os._exit(1)
     if deed == "lose":  # the connection, as soon as rank 1 is gone
-        from paceline.errors import CommunicationError
+        from paceline.errors import LostRankError
         while not is_over(1):
             time.sleep(0.01)
-        write_failure(folder, describe_error(rank, CommunicationError("Connection closed by peer")))
+        write_failure(folder, describe_error(rank, LostRankError("rank 1 is gone")))
         os._exit(1)
     if deed == "refuse":
         write_failure(folder, describe_error(rank, ValueError("asked for too much"), is_refusal=True))
@@ -128,7 +127,8 @@ def launch(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lau
         # Ranks are forked, but for those that send a signal: they would send it while the launcher still starts them.
         module = "signals" if any("signal" in deed for deed in deeds) else "deeds"
         try:
-            launch_local([module, str(folder), *deeds], folder, LocalRanks(ranks=len(deeds), **settings))
+            with launching(folder, LocalRanks(ranks=len(deeds), **settings)) as launcher:
+                launcher.start([module, str(folder), *deeds])
         finally:
             pids = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
             assert pids
@@ -196,16 +196,17 @@ def test_what_is_refused_is_an_error_of_usage_and_leaves_no_trace(launch: Launch
     assert list(folder.glob("logs/*.json")) == []
 
 
-def test_launchers_of_other_hosts_are_told_of_a_rank_that_was_killed(tmp_path: Path) -> None:
-    """Rank 1 is killed on its host; on the other one NCCL aborts rank 0, which is not to blame."""
+def test_a_rank_that_nccl_aborts_is_not_to_blame_and_its_launcher_is_not_sure(tmp_path: Path) -> None:
+    """Rank 1 is killed on its host; on the other one NCCL aborts rank 0."""
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "rank-0.log").write_text("[rank0] watchdog: ncclRemoteError: A call failed\n")
-    attempt = _Attempt(tmp_path, range(2), RecoveryConfig(), has_others=True)
-    for rank, number in ((1, signal.SIGKILL), (0, signal.SIGABRT)):
+    for rank, number, is_sure in ((1, signal.SIGKILL, True), (0, signal.SIGABRT, False)):
+        launcher = Launcher(tmp_path, LocalRanks(ranks=1), ranks=range(rank, rank + 1))
         error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=-number)})
-        found = attempt._failures(error, tmp_path)
-        assert str(first_cause(found)).startswith("rank 1 was killed by SIGKILL")
-        assert [each.rank for each in read_failures(tmp_path)] == [1]
+        diagnosis = diagnose(launcher._failures(error, tmp_path), tmp_path)
+        assert diagnosis.cause.rank == rank
+        attempt = FailedAttempt.from_failure(diagnosis.cause, {})
+        assert EndedAttempt(attempt=attempt, diagnosis=diagnosis).is_sure is is_sure
 
 
 def test_children_of_a_killed_rank_go_with_it(launch: Launch) -> None:
@@ -235,9 +236,8 @@ def test_a_signal_to_the_launcher_ends_all_ranks(launch: Launch, name: str, capf
 
 
 def test_ranks_that_were_asked_to_leave_are_not_started_again(launch: Launch, folder: Path) -> None:
-    """Not by the agent either, which takes a rank that a signal ended for one that failed."""
     with pytest.raises(RunStoppedError, match="ended by SIGTERM"):
-        launch("train:signal:SIGTERM", restarts=RecoveryConfig(max_restarts=2))
+        launch("train:signal:SIGTERM")
     assert len(list(folder.glob("pid-*"))) == 1  # start
 
 
@@ -264,8 +264,8 @@ def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: p
 
     monkeypatch.setattr(local, moment, interrupted)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(RunStoppedError, match="ended by SIGINT"):
-        launch_local(["no_such_module"], folder, LocalRanks(ranks=1))
+    with pytest.raises(RunStoppedError, match="ended by SIGINT"), launching(folder, LocalRanks(ranks=1)) as launcher:
+        launcher.start(["no_such_module"])
     assert signal.getsignal(signal.SIGINT) is before
 
 

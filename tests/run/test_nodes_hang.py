@@ -6,24 +6,19 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from free_ports import free_port
 from gone_processes import wait_until_gone
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from paceline.config.sections import RecoveryConfig
-from paceline.health.exit_codes import HUNG
+from paceline.health.diagnosis import EndedAttempt, FailedAttempt, Stop, TrainedSteps, after_failure, diagnose
+from paceline.health.exit_codes import FAILED, HUNG, NO_PROGRESS
 from paceline.health.failure import failure_of_verdict
 from paceline.health.verdict import HangVerdict
 from paceline.records.records import EndRecord, EventRecord, RunRecord, read_records
-from paceline.run import local
-from paceline.run.failure import RunFailedError
-from paceline.run.hosts import telling_restarts
-from paceline.run.notes import HANGS, StepNote, forget, hung_attempts, is_over, note_hang, write_failure
 
 CONFIG = """
 name: tiny
@@ -37,7 +32,7 @@ monitor: {tensorboard: false, console: false, hang_s: 2}
 BAD_STEP = 5  # of each attempt
 
 USER_CODE = f"""
-import os, time
+import os, signal, time
 import torch
 from paceline.comm.base import DONE
 from paceline.comm.ledger.communicator import LedgerCommunicator
@@ -54,6 +49,12 @@ class Net(torch.nn.Linear):
 
 def hang():
     time.sleep(600)  # stands here
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def mistake():
+    raise TypeError("a mistake")
 
 def skip():
     real = LedgerCommunicator.all_reduce
@@ -154,64 +155,35 @@ def test_ranks_that_hang_are_started_again_while_that_helps(tmp_path: Path) -> N
     wait_until_gone([each.pid for each in starts(tmp_path)])
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("fault", "code", "num_attempts"), [("die", NO_PROGRESS, 2), ("mistake", FAILED, 1)])
+def test_a_rank_that_fails_on_one_host_is_decided_about_once_for_all(
+    tmp_path: Path, fault: str, code: int, num_attempts: int
+) -> None:
+    left = run_hosts(tmp_path, fault, "recovery.max_restarts=1", hosts=("a", "b"))
+    assert [each.code for each in left] == [code, code], left
+    assert len([each for each in starts(tmp_path) if each.rank == 0]) == num_attempts
+    for each in left:
+        if fault == "die":
+            assert "rank 1 was killed by SIGKILL after step 4; restarting from the newest checkpoint" in each.err
+            assert "recovery.max_restarts = 1 is reached" in each.err
+        else:
+            assert "TypeError: a mistake" in each.err
+            assert "not started again: an error of this kind comes again" in each.err
+    wait_until_gone([each.pid for each in starts(tmp_path)])
+
+
 VERDICT = HangVerdict(kind="missing", ranks=(1,), sentence="rank 1 is missing (step 3, for 2.1 s); rank 0 waits for it")
 
 
-def make_run(folder: Path) -> None:
-    for part in ("logs", "health"):
-        (folder / part).mkdir()
-
-
-def test_a_hang_is_noted_once_for_an_attempt_and_ends_the_run_as_the_policy_says(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    assert not is_over(tmp_path, RecoveryConfig(on_hang="stop"))
-    StepNote(tmp_path, 1, 10).write(13)
-    note_hang(tmp_path, VERDICT)
-    note_hang(tmp_path, VERDICT)  # another host's leader
-    (attempt,) = hung_attempts(tmp_path)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_hang_is_the_same_failure_whichever_host_tells_it(tmp_path: Path, rank: int) -> None:
+    failure = failure_of_verdict(VERDICT, rank, tmp_path / "verdict.txt")
+    attempt = FailedAttempt.from_failure(failure, {1: TrainedSteps(first_step=10, last_step=13)})
     assert (attempt.first_step, attempt.last_step, attempt.rank) == (10, 13, 1)
     assert attempt.message == "rank 1 is missing (step 3); rank 0 waits for it"
-    assert is_over(tmp_path, RecoveryConfig(on_hang="stop"))
-    assert not is_over(tmp_path, RecoveryConfig(on_hang="restart"))
-    forget(tmp_path, HANGS)
-    assert not hung_attempts(tmp_path)
-
-
-def test_a_launcher_that_comes_back_after_the_stop_tells_the_verdict_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another host's launcher had read the notes, and closed the run, before this one joined again."""
-    make_run(tmp_path)
-
-    def closed(*_: object) -> Callable[..., None]:
-        note_hang(tmp_path, VERDICT)
-        write_failure(tmp_path, failure_of_verdict(VERDICT, 1, tmp_path / "verdict.txt"))
-        raise RendezvousClosedError("the run has ended on another host")
-
-    monkeypatch.setattr(local, "elastic_launch", closed)
-    ranks = local.LocalRanks(ranks=1, restarts=RecoveryConfig(on_hang="stop"))
-    with pytest.raises(RunFailedError, match="rank 1 is missing") as raised:
-        local.launch_local(["no_such_module"], tmp_path, ranks)
-    assert raised.value.code == HUNG
-
-
-def test_a_rank_that_died_is_not_noted_as_a_hang(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    note_hang(tmp_path, HangVerdict(kind="dead", ranks=(1,), sentence="rank 1 is dead"))
-    assert not hung_attempts(tmp_path)
-
-
-def test_a_launcher_tells_of_each_restart_and_leaves_the_last_verdict_to_its_error(tmp_path: Path) -> None:
-    make_run(tmp_path)
-    said: list[str] = []
-    with telling_restarts(tmp_path, RecoveryConfig(), said.append):
-        note_hang(tmp_path, VERDICT)
-    assert len(said) == 1
-    assert said[0].startswith("rank 1 is missing (step 3); rank 0 waits for it before its first step; restarting")
-    with telling_restarts(tmp_path, RecoveryConfig(on_hang="stop"), said.append):
-        pass  # told before
-    (tmp_path / "health" / "hang-00000000000000000001.json").write_text(
-        (tmp_path / "health" / "hang-00000000000000000000.json").read_text()
-    )
-    assert is_over(tmp_path, RecoveryConfig())  # the same came twice
-    assert len(said) == 1
+    assert isinstance(after_failure(RecoveryConfig(on_hang="stop"), [attempt]), Stop)
+    told = EndedAttempt(attempt=attempt, diagnosis=diagnose([failure], tmp_path))
+    assert told.is_sure
+    assert EndedAttempt.from_text(told.to_text()) == told

@@ -14,7 +14,7 @@ import pytest
 import rank_functions
 import torch
 
-from paceline.errors import CommunicationError, LaunchError, RankFailedError, UsageError
+from paceline.errors import LaunchError, LostRankError, RankFailedError, UsageError
 from paceline.run.processes import RankHost, _first_cause, loopback_interface, run_processes
 
 
@@ -72,7 +72,7 @@ def test_there_is_at_least_one_process() -> None:
 
 
 def test_the_first_cause_is_not_a_lost_connection() -> None:
-    lost, cause = CommunicationError("another rank is gone"), ValueError("a bad sample")
+    lost, cause = LostRankError("another rank is gone"), ValueError("a bad sample")
     failure = _first_cause([(0, lost, "its traceback"), (1, cause, "the traceback")])
     assert isinstance(failure, RankFailedError)
     assert (failure.rank, failure.__cause__, failure.traceback_text) == (1, cause, "the traceback")

@@ -15,7 +15,7 @@ from paceline.comm.control.wire import Address
 from paceline.errors import UsageError
 from paceline.run.agreement import HostFacts
 from paceline.run.nodes import Nodes
-from paceline.run.rendezvous import Rendezvous, rendezvous
+from paceline.run.rendezvous import CHANGED, HostsChangedError, Rendezvous, rendezvous
 
 
 @pytest.fixture
@@ -29,39 +29,64 @@ def test_two_launchers_meet_and_one_that_comes_later_is_seen(nodes: Nodes, tmp_p
     both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
     with (
         ThreadPoolExecutor(2) as pool,
-        rendezvous(tmp_path, "run", both) as (first, told),
-        rendezvous(tmp_path, "run", both) as (second, _),
+        rendezvous(tmp_path, "run", both) as first,
+        rendezvous(tmp_path, "run", both) as second,
     ):
         infos = list(pool.map(Rendezvous.next_rendezvous, (first, second)))
         assert sorted((info.rank, info.world_size) for info in infos) == [(0, 2), (1, 2)]
         assert {info.bootstrap_store_info.master_addr for info in infos} == {f"tcp:127.0.0.1:{nodes.port}"}  # type: ignore[union-attr]
         infos[0].store.set("said", "by one")
         assert infos[1].store.get("said") == b"by one"
-        assert told == {}  # the ranks have the environment's secret
+        assert first.variables == {}  # the ranks have the environment's secret
+        first.has_joined = False  # as for a new agent
         again = pool.submit(first.next_rendezvous)
         while second.num_nodes_waiting() == 0:
             pass
+        with pytest.raises(HostsChangedError):
+            second.next_rendezvous()
+        assert second.is_told()
+        assert second.settle("rank 1 was killed", is_sure=True) == [CHANGED]  # nobody is to blame
+        second.has_joined = False
         assert second.next_rendezvous().world_size == again.result().world_size == 2
-        second.shutdown()
+        second.set_closed()
+        first.has_joined = False
         with pytest.raises(RendezvousClosedError, match="ended on another host"):
             first.next_rendezvous()
 
 
+def test_the_account_of_the_host_that_knows_the_cause_counts_on_all(nodes: Nodes, tmp_path: Path) -> None:
+    both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
+    with (
+        ThreadPoolExecutor(2) as pool,
+        rendezvous(tmp_path, "run", both) as first,
+        rendezvous(tmp_path, "run", both) as second,
+    ):
+        list(pool.map(Rendezvous.next_rendezvous, (first, second)))
+        unsure = pool.submit(first.settle, "rank 0 lost another", is_sure=False)
+        assert second.settle("rank 1 was killed", is_sure=True) == ["rank 1 was killed"] == unsure.result()
+        assert first.settle("rank 0 failed, too", is_sure=True) == ["rank 1 was killed"]
+        first.has_joined = second.has_joined = False
+        list(pool.map(Rendezvous.next_rendezvous, (first, second)))
+        unsure = pool.submit(first.settle, "rank 0 lost another", is_sure=False)
+        second.__exit__()  # the host is gone, which is no failure of a rank
+        assert unsure.result() == ["rank 1 was killed", CHANGED]
+
+
 def test_what_ranks_refuse_ends_the_run_on_all_hosts(nodes: Nodes, tmp_path: Path) -> None:
     both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
-    told = ["optim.lr = -1"]
     facts = HostFacts(host="a", paceline="1", torch="2", ranks=1, config={}, folders=(), mark="m")
     with (
         ThreadPoolExecutor(2) as pool,
-        rendezvous(tmp_path, "run", both, facts, lambda: told[0]) as (first, _),
-        rendezvous(tmp_path, "run", both, facts) as (second, _),
+        rendezvous(tmp_path, "run", both, facts) as first,
+        rendezvous(tmp_path, "run", both, facts) as second,
     ):
-        list(pool.map(Rendezvous.next_rendezvous, (first, second)))  # notes of an earlier run do not count
-        refused = [pool.submit(first.next_rendezvous), pool.submit(second.next_rendezvous)]
-        assert {str(each.exception()) for each in refused[1:]} == {"optim.lr = -1"}
-        assert isinstance(refused[1].exception(), UsageError)
+        list(pool.map(Rendezvous.next_rendezvous, (first, second)))
+        refused = pool.submit(second.settle, "rank 1 lost another", is_sure=False)
+        ended = pool.submit(first.end, refusal="optim.lr = -1")
+        with pytest.raises(UsageError, match=r"^optim\.lr = -1$"):
+            refused.result()
         second.__exit__()
-        assert isinstance(refused[0].exception(), UsageError)
+        ended.result()
 
 
 def test_another_secret_is_told(nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,9 +133,9 @@ def test_a_launcher_that_waits_for_others_says_so(
     monkeypatch.setattr("paceline.run.rendezvous.say", said.put)
     both = Nodes(least=2, most=2, host=nodes.host, port=nodes.port)
     where = f"waiting at tcp:{nodes.host}:{nodes.port}"
-    with ThreadPoolExecutor(2) as pool, rendezvous(tmp_path, "run", both) as (first, _):
+    with ThreadPoolExecutor(2) as pool, rendezvous(tmp_path, "run", both) as first:
         joined = pool.submit(first.next_rendezvous)
         while said.get(timeout=30) != f"{where} for other hosts: at least 2 are needed":
             pass
-        with rendezvous(tmp_path, "run", both) as (second, _):
+        with rendezvous(tmp_path, "run", both) as second:
             assert second.next_rendezvous().world_size == joined.result().world_size == 2

@@ -21,7 +21,7 @@ from free_ports import free_port
 from paceline.health.exit_codes import FAILED, HUNG
 from paceline.health.verdict import HangLimits
 from paceline.run.failure import RunFailedError
-from paceline.run.local import LocalRanks, launch_local
+from paceline.run.local import LocalRanks, launching
 from paceline.run.processes import loopback_interface
 from paceline.run.watch import WatchPolicy
 
@@ -58,17 +58,14 @@ def hang(folder: Path, fault: str, backend: str, *, ranks: int) -> Told:
         (folder / part).mkdir()
     # In set-up nobody is late, however busy the machine is; in a step the limit is short.
     watch = WatchPolicy(limits=HangLimits(step_s=2.0, setup_s=100.0))
-    with pytest.raises(RunFailedError) as caught:
-        launch_local(
-            ["faulty_rank", str(folder), fault, backend],
-            folder,
-            LocalRanks(
-                ranks=ranks,
-                threads=1,
-                variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
-                watch=watch,
-            ),
-        )
+    asked = LocalRanks(
+        ranks=ranks,
+        threads=1,
+        variables={"PYTHONPATH": os.pathsep.join([str(POOL), os.environ.get("PYTHONPATH", "")])},
+        watch=watch,
+    )
+    with pytest.raises(RunFailedError) as caught, launching(folder, asked) as launcher:
+        launcher.start(["faulty_rank", str(folder), fault, backend])
     told = Told(caught.value.code, caught.value.diagnosis.cause.rank, str(caught.value))
     del caught  # and with it the agent, whose files are open
     gc.collect()

@@ -24,7 +24,7 @@ from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.shared.segment import FOLDER, no_folder
 from paceline.comm.solo import SoloCommunicator
-from paceline.errors import CommunicationError, UsageError
+from paceline.errors import CommunicationError, LateRankError, LostRankError, UsageError, is_connection_lost
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
@@ -161,7 +161,7 @@ class _TorchWork:
         try:
             self._work.wait()
         except RuntimeError as error:
-            raise CommunicationError(self._comm._explain(self._kind, error)) from error
+            raise self._comm._explain(self._kind, error) from error
         self._tensors = ()
 
 
@@ -225,7 +225,7 @@ class TorchCommunicator(GroupMember):
         try:
             work = self._group.allreduce([tensor.detach()], self._all_reduce_options[op])
         except RuntimeError as error:
-            raise CommunicationError(self._explain("all_reduce", error)) from error
+            raise self._explain("all_reduce", error) from error
         return _TorchWork(work, self, "all_reduce", tensor)
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
@@ -284,7 +284,7 @@ class TorchCommunicator(GroupMember):
         try:
             group = _new_group(members, self._timeout_s)
         except RuntimeError as error:
-            raise CommunicationError(self._explain(f"split({list(ranks)})", error)) from error
+            raise self._explain(f"split({list(ranks)})", error) from error
         return TorchCommunicator(group, self.device, timeout_s=self._timeout_s)
 
     def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **options: Any) -> Work:
@@ -294,18 +294,18 @@ class TorchCommunicator(GroupMember):
         try:
             work = verb(*arguments, **options)
         except RuntimeError as error:
-            raise CommunicationError(self._explain(kind, error)) from error
+            raise self._explain(kind, error) from error
         return _TorchWork(work, self, kind, *(each for each in arguments if isinstance(each, torch.Tensor)))
 
-    def _explain(self, kind: str, error: Exception) -> str:
+    def _explain(self, kind: str, error: Exception) -> CommunicationError:
         text = str(error)
         first = text.splitlines()[0] if text else type(error).__name__
         head = f"rank {self.ranks[self.rank]}: {kind} in group {list(self.ranks)} failed"
-        if any(sign in text for sign in ("closed by peer", "reset by peer", "Broken pipe")):
-            return f"{head}: another rank is gone (its connection closed)\n  {first}"
+        if is_connection_lost(error):
+            return LostRankError(f"{head}: another rank is gone (its connection closed)\n  {first}")
         if "timed out" in text.lower() or "timeout" in text.lower():
-            return f"{head}: another rank did not come within {self._timeout_s:g} s\n  {first}"
-        return f"{head}\n  {first}"
+            return LateRankError(f"{head}: another rank did not come within {self._timeout_s:g} s\n  {first}")
+        return CommunicationError(f"{head}\n  {first}")
 
 
 def _new_group(members: list[int], timeout_s: float) -> dist.ProcessGroup:

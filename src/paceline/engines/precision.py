@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from paceline.engines.float8 import float8_linear
-from paceline.errors import UsageError
+from paceline.errors import Problem, UsageError
 
 _FLOAT8_CAPABILITY = (8, 9)  # of the first GPUs whose tensor cores have numbers of 8 bits: Ada, and Hopper
 
@@ -98,10 +98,17 @@ def mixed_precision(device: torch.device) -> Precision:
 
 
 def check_precision(precision: Precision, device: torch.device) -> None:
-    """Raises UsageError where the device cannot compute in the policy's dtype: a small product is tried, both ways."""
+    """Raises UsageError where the device cannot compute in the policy's dtype."""
+    problem = precision_problem(precision, device)
+    if problem is not None:
+        raise UsageError(str(problem))
+
+
+def precision_problem(precision: Precision, device: torch.device) -> Problem | None:
+    """Returns why a device cannot compute in the policy's dtype; None: it can. A small product is tried, both ways."""
     dtype = precision.autocast_dtype or precision.param_dtype
     if dtype is None or device.type == "meta":
-        return
+        return None
     name = "fp8" if precision.float8 else str(dtype).removeprefix("torch.")
     other = "fp16" if dtype is torch.bfloat16 and device.type == "cuda" else "bf16"
     problem = _lacks_float8(device) if precision.float8 else ""
@@ -114,12 +121,13 @@ def check_precision(precision: Precision, device: torch.device) -> None:
             _try_product(precision, dtype, device)
         except (RuntimeError, UserWarning) as error:
             problem = str(error).splitlines()[0]
-    if problem:
-        raise UsageError(
-            f"precision = {precision.name!r} on {device}: {name} does not work there: {problem}\n"
-            "  the device must compute forward and backward in the dtype of the policy\n"
-            f"  use precision = {other!r}, or 'fp32'"
-        )
+    if not problem:
+        return None
+    return Problem(
+        what=f"precision = {precision.name!r} on {device}: {name} does not work there: {problem}",
+        rule="the device must compute forward and backward in the dtype of the policy",
+        fix=f"use precision = {other!r}, or 'fp32'",
+    )
 
 
 def keeps_dtype(module: nn.Module) -> bool:

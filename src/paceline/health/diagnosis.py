@@ -20,19 +20,22 @@ of several hosts agree without a word.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, get_args
 
 from paceline.health.exit_codes import FAILED, HUNG, NO_PROGRESS, REFUSED
 from paceline.health.failure import Cause, Failure, FailureKind
+from paceline.untrusted import parse_json_object
 
 if TYPE_CHECKING:
     from paceline.config.sections import RecoveryConfig  # with pydantic, which a command's help must not wait for
 
 _RANK = re.compile(r"\branks? \(?(\d+)")
+_ENOUGH = "not started again: --max-requeues is"
 _DURATION = re.compile(r", for \d+\.\d s(?:(?=\))| \(process \d+\))")
 
 
@@ -86,30 +89,66 @@ class TrainedSteps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FailedAttempt:
-    """One start of the ranks: its first step, and what ended it: the rank, its last step, a line that tells of it."""
+    """One start of the ranks: its first step, and what ended it: the rank, its last step, a line that tells of it.
+
+    ``can_halve``: the microbatch can be halved.
+    """
 
     first_step: int
     kind: FailureKind
     rank: int
     step: int
     message: str
+    can_halve: bool = True
 
     def __str__(self) -> str:
         where = f"after step {self.step}" if self.step else "before its first step"
         return f"{self.message.rstrip('.')} {where}"
 
     @classmethod
-    def from_failure(cls, failure: Failure, progress: Mapping[int, TrainedSteps]) -> Self:
+    def from_failure(cls, failure: Failure, progress: Mapping[int, TrainedSteps], *, can_halve: bool = True) -> Self:
         """Returns the attempt that a failure ended; ``progress`` says how far each rank had come."""
-        first = min((each.first_step for each in progress.values()), default=0)
-        own = progress.get(failure.rank)
-        step = own.last_step if own is not None else max((each.last_step for each in progress.values()), default=0)
-        return cls(first_step=first, kind=failure.kind, rank=failure.rank, step=step, message=_headline(failure))
+        rank = failure.rank if failure.blamed is None else failure.blamed
+        steps = [each.last_step for number, each in progress.items() if number == rank or rank not in progress]
+        return cls(
+            first_step=min((each.first_step for each in progress.values()), default=0),
+            kind=failure.kind,
+            rank=rank,
+            step=max(steps, default=0),
+            message=_headline(failure),
+            can_halve=can_halve,
+        )
 
     @property
     def last_step(self) -> int:
         """The last step that was trained."""
         return max(self.first_step, self.step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndedAttempt:
+    """What a launcher tells of an attempt that failed, to itself and to those of other hosts: they decide alike."""
+
+    attempt: FailedAttempt
+    diagnosis: Diagnosis
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the cause was seen here: ranks that only lost others leave it to the host that knows more."""
+        cause = self.diagnosis.cause
+        return cause.kind == "hang" or cause.cause in ("killed", "raised", "died")
+
+    def to_text(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        told = parse_json_object(text)
+        diagnosis = told["diagnosis"]
+        return cls(
+            attempt=FailedAttempt(**told["attempt"]),
+            diagnosis=Diagnosis(**{**diagnosis, "cause": Failure(**diagnosis["cause"])}),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,8 +171,21 @@ class Stop:
         return NO_PROGRESS if self.gives_up and code != HUNG else code
 
 
-def after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
-    """Decides about a run whose attempts have all failed, the last one just now."""
+def after_failure(
+    policy: RecoveryConfig, attempts: Sequence[FailedAttempt], *, max_requeues: int = 0
+) -> Restart | Stop:
+    """Decides about a run whose attempts have all ended before it was done, the last one just now.
+
+    Those that made room for another job are not charged: there may be ``max_requeues`` of them.
+    """
+    last, failed = attempts[-1], [each for each in attempts if each.kind != "preempted"]
+    if last.kind == "preempted":
+        number = len(attempts) - len(failed)
+        return Restart(number=number) if number <= max_requeues else Stop(reason=f"{_ENOUGH} {max_requeues}")
+    return _after_failure(policy, failed)
+
+
+def _after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
     last, number = attempts[-1], len(attempts)
     if last.kind == "refused" or policy.max_restarts == 0:
         return Stop()
@@ -157,6 +209,8 @@ def after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) -> 
     if stalled > policy.max_stalled_restarts:
         times = "the last restart" if stalled == 1 else f"each of the last {stalled} restarts"
         return Stop(reason=f"not started again: {times} came no further than step {_best(attempts)}", gives_up=True)
+    if halves and not last.can_halve:
+        return Stop(reason="not started again: the microbatch cannot be halved")
     return Restart(number=number, halves_microbatch=halves)
 
 

@@ -24,17 +24,21 @@ from paceline.errors import (
     CommunicationError,
     ConfigError,
     DataError,
+    LateRankError,
     MemoryExhaustedError,
     PacelineError,
     RunFolderError,
     UsageError,
+    is_connection_lost,
 )
 from paceline.health.exit_codes import HUNG
 from paceline.health.ledger_view import LedgerView
 from paceline.health.verdict import HangVerdict
 
 Cause = Literal["killed", "raised", "died", "stuck", "ended", "lost"]
-FailureKind = Literal["killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused"]
+FailureKind = Literal[
+    "killed", "error", "mistake", "out_of_memory", "full_disk", "hang", "lost", "refused", "preempted"
+]
 
 # Errors of the program and not of its surroundings: they come again.
 MISTAKES: Final = frozenset(
@@ -55,9 +59,9 @@ _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LAST_FRAMES = 5
 _MOST_LINES = 20
 _ENDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_WAITED = (CommunicationError, LateRankError)  # others of its children name their own cause: a mismatch, a verdict
 _NUMBER = re.compile(r"\[Errno (\d+)\]")
 _ANOTHER = re.compile(r"rank (\d+): ")  # whose problem all ranks were told
-_LOST = ("closed by peer", "reset by peer", "Broken pipe", "gone (process ended)")
 # NCCL reports to a thread of torch, which writes this into the rank's log and aborts the process.
 _ABORTED_BY_NCCL: Final[dict[str, tuple[Cause, FailureKind, str]]] = {
     "ncclRemoteError": ("lost", "lost", "NCCL lost the connection to another rank"),
@@ -90,6 +94,7 @@ class Failure:
     time: float
     is_refusal: bool = False
     kind: FailureKind = "error"
+    blamed: int | None = None  # by a verdict, where that is another rank
 
     def __str__(self) -> str:
         if self.is_refusal or self.kind == "hang":
@@ -112,8 +117,7 @@ def describe_error(rank: int, error: BaseException, *, is_refusal: bool = False)
     hint = disk or next((_NO_FILES[number] for number in numbers if number in _NO_FILES), "")
     return Failure(
         rank=rank,
-        # The children of CommunicationError name their own cause: a mismatch, a verdict.
-        cause="lost" if _is_lost(error) else "stuck" if type(error) is CommunicationError else "raised",
+        cause="lost" if _is_lost(error) else "stuck" if type(error) in _WAITED else "raised",
         message=text.removeprefix(f"rank {rank}: ") + (f"\n  {hint}" if hint else ""),
         traceback="" if disk and not _has_user_code(error) else user_traceback(error),
         time=time.time(),
@@ -175,6 +179,7 @@ def failure_of_verdict(verdict: HangVerdict, rank: int, report: Path) -> Failure
         message=f"{verdict.sentence}\n  what every rank does is in {report}",
         time=time.time() + is_later,
         kind="hang",
+        blamed=min(verdict.ranks, default=rank),
     )
 
 
@@ -244,10 +249,7 @@ def _kind(error: BaseException) -> FailureKind:
 
 def _is_lost(error: BaseException) -> bool:
     """Says whether a connection broke: to a rank that is gone. The user's code may have used torch.distributed too."""
-    return any(
-        isinstance(each, CommunicationError | RuntimeError) and any(sign in str(each) for sign in _LOST)
-        for each in _chain(error)
-    )
+    return any(map(is_connection_lost, _chain(error)))
 
 
 def _error_number(error: BaseException) -> int | None:

@@ -3,8 +3,8 @@
     python -m paceline.launch.ray_hosts FOLDER
 
 Attempt after attempt: it asks Ray for a placement group, compares the machines, has the run started on each, prints
-what they print, and asks ``ray_policy.py`` what to do when they have ended. ``--nodes 2:4`` takes as many hosts as the
-cluster has room for, at each start.
+what they print, and asks ``health/diagnosis.py`` what to do when they have ended. ``--nodes 2:4`` takes as many hosts
+as the cluster has room for, at each start.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from typing import Any
 
 from paceline.comm.control.wire import SECRET
 from paceline.config import load_config
+from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, UsageError
-from paceline.health.diagnosis import TrainedSteps
+from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
 from paceline.health.exit_codes import DONE, FAILED, REFUSED
 from paceline.launch.job import LAUNCHED, LaunchJob
 from paceline.launch.ray_cluster import LostWorkerError, PlacedWorker, RayCluster
-from paceline.launch.ray_policy import HostEnd, Leave, RestartBudget, after_end
+from paceline.launch.ray_policy import HostEnd, code_of, ended_by
 from paceline.launch.ray_settings import RayOptions, read_options
 from paceline.launch.ray_target import PLACES, command_of, num_hosts
 from paceline.launch.remote import forget_mark
@@ -66,7 +67,8 @@ class Supervisor:
     job: LaunchJob
     options: RayOptions
     cluster: RayCluster
-    budget: RestartBudget
+    policy: RecoveryConfig
+    attempts: list[FailedAttempt] = field(default_factory=list)  # that ended before the run was done
     secret: str = field(default_factory=lambda: secrets.token_hex(32))
     signals: list[int] = field(default_factory=list)
     is_cancelled: bool = False
@@ -87,16 +89,17 @@ class Supervisor:
                 first_step=min((each.first_step for each in progress), default=0),
                 last_step=max((each.last_step for each in progress), default=0),
             )
-            decision = after_end(ended, steps, self.budget, options=self.options, is_cancelled=self.is_cancelled)
-            if isinstance(decision, Leave):
-                if decision.words:
-                    echo(f"paceline: {decision.words}", err=True)
-                return decision.code
-            if decision.attempt is None:
-                self.budget = replace(self.budget, preempted=self.budget.preempted + 1)
-            else:
-                self.budget = replace(self.budget, failed=(*self.budget.failed, decision.attempt))
-            echo(f"paceline: {decision.words}: all hosts start again from the newest checkpoint", err=True)
+            found = ended_by(ended, steps, options=self.options, is_cancelled=self.is_cancelled)
+            if isinstance(found, int):
+                return found
+            self.attempts.append(found)
+            decision = after_failure(self.policy, self.attempts, max_requeues=self.job.most_requeues)
+            if isinstance(decision, Stop):
+                echo("paceline: " + "; ".join(filter(None, [str(found), decision.reason])), err=True)
+                return decision.exit_code(code_of(ended))
+            most = self.job.most_requeues if found.kind == "preempted" else self.policy.max_restarts
+            count = f"restart {decision.number} of {most}"
+            echo(f"paceline: {found} ({count}): all hosts start again from the newest checkpoint", err=True)
             self._wait_until_free()
 
     def hear(self, number: int, _: object = None) -> None:
@@ -293,8 +296,7 @@ def main(folder: Path) -> int:
     except (LaunchError, UsageError) as error:
         echo(f"paceline: {error}", err=True)
         return REFUSED if isinstance(error, UsageError) else FAILED
-    budget = RestartBudget(policy=policy, max_requeues=job.most_requeues)
-    supervisor = Supervisor(job=job, options=options, cluster=cluster, budget=budget)
+    supervisor = Supervisor(job=job, options=options, cluster=cluster, policy=policy)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT):
         signal.signal(number, supervisor.hear)
     return supervisor.run()

@@ -23,7 +23,7 @@ from paceline.comm.base import Communicator
 from paceline.config import Config
 from paceline.engines.engine import ignore_phase
 from paceline.errors import PreemptedError
-from paceline.health.exit_codes import DONE, FAILED, PREEMPTED, REFUSED
+from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan
 from paceline.records.log_sink import LogSink
@@ -146,10 +146,8 @@ class RankRunner:
     def leave(self, error: BaseException) -> NoReturn:
         """Writes the error for the launcher and into the log of this rank, and ends this process."""
         if isinstance(error, PreemptedError):
-            # An agent that restarts by itself takes every other code for a failure.
-            restarts = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
             note_preemption(self.folder)
-            leave_process(DONE if restarts else PREEMPTED)
+            leave_process(PREEMPTED)
         failure = self.describe(error)
         try:
             write_failure(self.folder, failure)

@@ -10,7 +10,7 @@ Raises ConfigError with all problems at once for what does not fit together, Usa
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -232,12 +232,8 @@ def _check_precision(name: str, device: str) -> list[Problem]:
     """Lists why CPU ranks cannot compute in a precision. GPUs are asked by the ranks that own them."""
     if device != "cpu":
         return []
-    try:
-        precision.check_precision(precision.precision_named(name), torch.device("cpu"))
-    except UsageError as error:
-        what, rule, fix = (line.strip() for line in str(error).splitlines()[:3])
-        return [Problem(what=f"train.precision = {name}: {what}", rule=rule, fix=fix)]
-    return []
+    found = precision.precision_problem(precision.precision_named(name), torch.device("cpu"))
+    return [] if found is None else [replace(found, what=f"train.precision = {name}: {found.what}")]
 
 
 def _compare(config: Config, need: MemoryNeed) -> MemoryVerdict:

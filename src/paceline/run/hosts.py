@@ -1,38 +1,29 @@
 """``paceline train --nnodes``: one host's part in a run on several, which may come and go.
 
-torch's agents start ranks again by themselves and know nothing of verdicts. So a rank that finds a verdict leaves a
-note before it ends the others (``notes.py``), and ranks that are started again read the notes and ask
-``health/diagnosis.py`` as a single launcher does. Where the answer is to stop, they leave with success, which no agent
-takes for another failure, and the launchers tell the verdict.
+The launcher of each host starts its own ranks and supervises them as the only launcher of a run does
+(``supervise.py``). What differs: launchers meet before each attempt, the folder is shared, and ranks watch themselves.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.comm.control.wire import SECRET, SECRET_FILE, write_secret
 from paceline.config import Config
-from paceline.config.sections import RecoveryConfig
 from paceline.errors import RunFolderError, UsageError
-from paceline.health.diagnosis import Stop, after_failure
 from paceline.run.console import say
 from paceline.run.folder import is_in_use
 from paceline.run.location import RunLocation, claim_run, locate_run, run_folder, runs_of
 from paceline.run.logs import run_log
 from paceline.run.nodes import Nodes
-from paceline.run.notes import HANGS, forget, hung_attempts
 from paceline.run.observe import observing, observing_host
 from paceline.run.result import RunOptions, RunResult, explain_end, read_result
-from paceline.run.supervise import rank_command
 from paceline.run.variables import rank_variables
 from paceline.run.warm import WarmRanks, warm_ranks_of
 
-_LOOK_S = 0.2
 _SECRET = ".secret"  # in the run's folder, which all hosts see
 
 
@@ -70,16 +61,12 @@ def train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResul
 def _run_as_first(
     config: Config, location: RunLocation, nodes: Nodes, warm: WarmRanks | None, options: RunOptions, asked: Config
 ) -> RunResult:
-    from paceline.run.watch import forget_health
-
     # The first host to claim the folder has it, and the others join: no other number.
     claimed, _ = claim_run(replace(location, takes_number=False), config, force=options.force)
     config, folder = location.settle(config), location.folder
     with claimed:
         if not _given_secret():
             write_secret(folder / _SECRET)
-        forget(folder, HANGS)
-        forget_health(folder, range(_ranks_here(config, nodes) * nodes.most))
         with explain_end(claimed), observing(folder, config, options):
             _run(config, folder, nodes, warm, asked)
         return read_result(folder, config)
@@ -87,26 +74,25 @@ def _run_as_first(
 
 def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, asked: Config) -> None:
     from paceline.run.agreement import HostFacts
-    from paceline.run.local import LocalRanks, launch_local
+    from paceline.run.local import LocalRanks, launching
     from paceline.run.rank_process import uses_nccl
+    from paceline.run.supervise import supervise
 
     ranks = _ranks_here(config, nodes)
-    with telling_restarts(folder, config.recovery, say):
-        local = LocalRanks(
-            ranks=ranks,
-            num_records=ranks * nodes.most,
-            threads=config.parallel.threads,
-            variables={
-                **rank_variables(config, uses_nccl=uses_nccl(config)),
-                **({} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}),
-            },
-            warm=warm,
-            nodes=nodes,
-            facts=HostFacts.here(asked, folder, ranks),
-            run_id=config.name,
-            restarts=config.recovery,
-        )
-        launch_local([*rank_command(folder, "auto"), "--self-watch"], folder, local)
+    local = LocalRanks(
+        ranks=ranks,
+        threads=config.parallel.threads,
+        variables={
+            **rank_variables(config, uses_nccl=uses_nccl(config)),
+            **({} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}),
+        },
+        warm=warm,
+        nodes=nodes,
+        facts=HostFacts.here(asked, folder, ranks),
+        run_id=config.name,
+    )
+    with launching(folder, local) as launcher:
+        supervise(launcher, config, RunLocation(folder=folder))
 
 
 def _given_secret() -> bool:
@@ -116,27 +102,3 @@ def _given_secret() -> bool:
 
 def _ranks_here(config: Config, nodes: Nodes) -> int:
     return config.parallel.decided_ranks // nodes.most
-
-
-@contextlib.contextmanager
-def telling_restarts(folder: Path, policy: RecoveryConfig, tell: Callable[[str], None]) -> Iterator[None]:
-    """Tells each verdict after which ranks are started again; the last one is the launcher's error."""
-    from paceline.run.polling import polling
-
-    known = len(hung_attempts(folder))
-
-    def tell_new(_: object = None) -> bool:
-        nonlocal known
-        attempts = hung_attempts(folder)
-        for number in range(known + 1, len(attempts) + 1):
-            if not isinstance(after_failure(policy, attempts[:number]), Stop):
-                what = attempts[number - 1]
-                tell(f"{what}; restarting from the newest checkpoint (restart {number} of {policy.max_restarts})")
-        known = len(attempts)
-        return False
-
-    try:
-        with polling(tell_new, every_s=_LOOK_S, name="verdicts"):
-            yield
-    finally:
-        tell_new()

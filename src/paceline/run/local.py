@@ -1,9 +1,8 @@
 """Ranks on this machine: torch's elastic agent starts and supervises one process per rank.
 
-The agent restarts nothing here: the first failure ends the attempt, the cause is told in one message, and no process is
-left behind; ``supervise.py`` decides whether there is another. A worker's output goes to its own log; progress is what
-the caller reads from the records.
-Signals are those of [Note: preemption] in ``signals.py``.
+The agent restarts nothing: the first failure ends the attempt, the cause is told in one message, and no process is left
+behind; ``supervise.py`` decides whether there is another, on one host and on several. A worker's output goes to its own
+log; progress is what the caller reads from the records. Signals are those of [Note: preemption] in ``signals.py``.
 """
 
 from __future__ import annotations
@@ -22,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.cluster.detect import usable_cores
-from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, PacelineError, UsageError
-from paceline.health.diagnosis import first_cause
+from paceline.health.diagnosis import EndedAttempt, first_cause
 from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
@@ -41,16 +39,14 @@ from paceline.run.notes import (
     forget_attempt,
     forget_processes,
     has_trained,
-    is_over,
     noted_processes,
     read_failures,
     was_preempted,
-    write_failure,
 )
 from paceline.run.processes import loopback_interface
 from paceline.run.rank_process import allocator_variables, end_groups
 from paceline.run.records import end_records, open_attempts
-from paceline.run.rendezvous import BACKEND, Rendezvous, rendezvous
+from paceline.run.rendezvous import BACKEND, CHANGED, HostsChangedError, Rendezvous, rendezvous
 from paceline.run.scratch import scratch_folder
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, signals_ignored
 from paceline.run.watch import WatchPolicy, locate_deaths, note_mismatch, watching
@@ -68,8 +64,8 @@ class LocalRanks:
 
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
-    never. With ``nodes`` these are the ranks of one host of several, which watch themselves, and the agent starts them
-    again by itself, as often as ``restarts`` says; ``facts`` are what hosts must agree on.
+    never. With ``nodes`` these are the ranks of one host of several, which watch themselves; ``facts`` are what hosts
+    must agree on.
     """
 
     ranks: int
@@ -81,36 +77,37 @@ class LocalRanks:
     nodes: Nodes | None = None
     facts: HostFacts | None = None
     run_id: str = field(default_factory=lambda: f"paceline-{os.getpid()}")
-    restarts: RecoveryConfig = field(default_factory=lambda: RecoveryConfig(max_restarts=0))
 
 
-def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> None:
-    """Runs ``python -m <command>`` on all processes until they are done.
+@contextlib.contextmanager
+def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
+    """Yields what starts this host's ranks, once it has met the launchers of other hosts, if there are any.
 
-    Raises RunFailedError with the cause when a rank fails, UsageError when it refuses what was asked for,
-    RunPreemptedError when a signal asked the ranks to stop and they have saved, and RunStoppedError when a signal ends
-    the run. In each case the records get an end, and no rank is left.
+    Raises RunStoppedError or RunPreemptedError when a signal ends the block. However it ends, the records get an end,
+    and no rank is left.
     """
-    if asked.nodes is None:  # else others use the folder too
-        forget_attempt(folder)
-    ranks = range(asked.num_records or asked.ranks)
-    attempt = _Attempt(folder, ranks, asked.restarts, has_others=asked.nodes is not None)
-    arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
+    made = Launcher(folder, asked)
     try:  # a signal may come as soon as there are handlers for it, and as long
-        with launcher_signals(attempt.processes, _stop) as signals, _environment(_settings(asked)), _quiet_agent():
-            watched = watching(folder, attempt.ranks, asked.watch) if asked.nodes is None else contextlib.nullcontext()
-            with (
-                scratch_folder() as scratch,
-                watched,
-                rendezvous(scratch, asked.run_id, asked.nodes, asked.facts, attempt.refusal) as (met, told),
-                _environment(told),
-            ):
-                met.before_joining_again = lambda: attempt.leave_if_asked(signals)
-                attempt.run(arguments, _agent_config(asked, scratch, met), scratch, signals)
+        with (
+            launcher_signals(made.processes, _stop) as made.signals,
+            _environment(_settings(asked)),
+            scratch_folder() as scratch,
+            rendezvous(scratch, asked.run_id, asked.nodes, asked.facts) as made.met,
+            _environment(made.met.variables),
+        ):
+            try:
+                yield made
+            except UsageError as error:
+                made.met.end(refusal=str(error))
+                raise
+            except (PacelineError, RendezvousError):
+                made.met.end()
+                raise
+            made.met.end()
     except SignalException as error:
         with signals_ignored():
-            end_groups(attempt.processes())
-            reason = attempt.end_by(error.sigval)
+            end_groups(made.processes())
+            reason = made.end_by(error.sigval)
         raise reason from None
     except (RendezvousError, RuntimeError, OSError) as error:  # the agent itself failed
         raise LaunchError(f"the ranks could not be started: {error or type(error).__name__}") from error
@@ -118,36 +115,54 @@ def launch_local(command: Sequence[str], folder: Path, asked: LocalRanks) -> Non
         forget_processes(folder, os.getpid())
 
 
-@dataclass(frozen=True, slots=True)
-class _Attempt:
-    """One start of the ranks by this launcher: ``ranks`` are those that write records.
-
-    ``has_others``: launchers of other hosts share the folder, and are told there how ranks of this one died.
-    """
+@dataclass(slots=True)
+class Launcher:
+    """Starts the ranks of this host, attempt after attempt. ``ranks`` are those that write records here."""
 
     folder: Path
-    ranks: range
-    restarts: RecoveryConfig  # by the agent
-    has_others: bool = False
-    started: float = field(default_factory=time.time)
+    asked: LocalRanks
+    met: Rendezvous = field(init=False)
+    signals: list[signal.Signals] = field(default_factory=list)  # that asked for room
+    ranks: range = range(0)
+    _started: float = field(default_factory=time.time)  # of the attempt
+
+    @property
+    def has_others(self) -> bool:
+        """Whether launchers of other hosts take part."""
+        return self.asked.nodes is not None
 
     def processes(self) -> list[int]:
         """Returns the processes of the ranks that this launcher has started."""
         return list(noted_processes(self.folder, os.getpid()).values())
 
-    def refusal(self) -> str:
-        """Returns why a rank has refused what was asked for; empty: none has."""
-        return next((failure.message for failure in read_failures(self.folder) if failure.is_refusal), "")
+    def start(self, command: Sequence[str]) -> None:
+        """Runs ``python -m <command>`` on all processes until they are done: one attempt.
 
-    def leave_if_asked(self, asked: Sequence[signal.Signals]) -> None:
-        """Raises RunPreemptedError, or ends by the signal, where this launcher was asked to make room.
-
-        A second request ends ranks at once, with a code that the agent takes for a failure to start them again after.
+        Raises RunFailedError with the cause when a rank fails, HostsChangedError when hosts come or go, UsageError when
+        a rank refuses what was asked for, and RunPreemptedError when the ranks were asked to stop and have saved.
         """
-        if asked and was_preempted(self.folder, since=self.started):
-            raise RunPreemptedError
-        if asked:
-            _stop(asked[0])
+        asked = self.asked
+        arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
+        self._started = time.time()
+        self.met.on_join = self._begin
+        if not self.has_others:
+            self._begin(0, 1)
+        watched = contextlib.nullcontext() if self.has_others else watching(self.folder, self.ranks, asked.watch)
+        with scratch_folder() as scratch, watched:
+            self._run(arguments, _agent_config(asked, scratch, self.met), scratch)
+
+    def settle(self, ended: EndedAttempt | None) -> tuple[list[EndedAttempt], bool, bool]:
+        """Agrees with other hosts on how the attempt ended; None: hosts came or went.
+
+        Returns all attempts that have failed, whether this one has, and whether the account is this launcher's.
+        """
+        if self.signals:  # and not all ranks have saved: whoever asked for room gets it
+            _stop(self.signals[0])
+        own = CHANGED if ended is None else ended.to_text()
+        is_sure = not self.has_others or (ended is not None and ended.is_sure)
+        told = self.met.settle(own, is_sure=is_sure or ended is None)
+        failed = [EndedAttempt.from_text(text) for text in told if text != CHANGED]
+        return failed, told[-1] != CHANGED, told[-1] == own
 
     def end_by(self, number: signal.Signals) -> LaunchError:
         """Ends the records of ranks that a signal has ended, and returns what is said of it.
@@ -155,73 +170,69 @@ class _Attempt:
         Where a signal asks for room, nothing may be lost: ranks, perhaps all of them on other hosts, have saved and
         left before it came here, or none of them had trained a step.
         """
-        is_saved = was_preempted(self.folder, since=self.started)
-        if number in PREEMPTING and (is_saved or not has_trained(self.folder, since=self.started)):
-            self.end_records("stopped", "preempted")
+        is_saved = was_preempted(self.folder, since=self._started)
+        if number in PREEMPTING and (is_saved or not has_trained(self.folder, since=self._started)):
+            self._end_records("stopped", "preempted")
             return RunPreemptedError(is_saved=is_saved)
-        self.end_records("stopped", f"ended by {number.name}")
+        self._end_records("stopped", f"ended by {number.name}")
         return RunStoppedError(number)
 
-    def end_records(self, status: EndStatus, message: str) -> None:
-        end_records(self.folder, self.ranks, status, message, since=self.started)
+    def _begin(self, place: int, size: int) -> None:
+        """Learns which ranks are this host's, the one at ``place`` of ``size``, and forgets what is left of others."""
+        first, num = place * self.asked.ranks, self.asked.num_records or self.asked.ranks
+        self.ranks = range(first, first + (self.asked.ranks if self.has_others else num))
+        forget_attempt(self.folder, first, None if place == size - 1 else self.ranks.stop)
 
-    def run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path, asked: list[signal.Signals]) -> None:
+    def _end_records(self, status: EndStatus, message: str) -> None:
+        end_records(self.folder, self.ranks, status, message, since=self._started)
+
+    def _run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path) -> None:
         """Runs the agent until all ranks have left; raises why they did, if they were not done."""
         try:
-            elastic_launch(agent, sys.executable)(*arguments)
-            if was_preempted(self.folder, since=self.started):
-                raise RunPreemptedError
-            if is_over(self.folder, self.restarts):
-                raise self._explain(read_failures(self.folder))
-        except RendezvousClosedError:
-            # Another launcher read the notes first, stopped, and closed the run before this one joined again.
-            if is_over(self.folder, self.restarts):
-                raise self._explain(read_failures(self.folder)) from None
+            with _quiet_agent():
+                elastic_launch(agent, sys.executable)(*arguments)
+        except RendezvousError:
+            if was_preempted(self.folder, since=self._started):  # and the launcher where hosts meet has left first
+                raise RunPreemptedError from None
             raise
         except ChildFailedError as error:
             with signals_ignored():
                 end_groups([*(failure.pid for failure in error.failures.values()), *self.processes()])
                 codes = {int(failure.exitcode) for failure in error.failures.values()}
                 if PREEMPTED in codes:
-                    self.end_records("stopped", "preempted")
-                    raise RunPreemptedError from None
-                number = _unsaved(codes, asked)
+                    self._end_records("stopped", "preempted")
+                    # The agents of other hosts may have asked, as they do before ranks are started again.
+                    raise (HostsChangedError if self.has_others and self.met.is_told() else RunPreemptedError) from None
+                number = _unsaved(codes, self.signals)
                 if number is not None:
                     _stop(number)
-                note_mismatch(self.folder, self.ranks)
+                note_mismatch(self.folder, range(self.met.size * self.asked.ranks) if self.has_others else self.ranks)
                 problem = self._explain(locate_deaths(self.folder, self._failures(error, scratch)))
                 if isinstance(problem, UsageError):
                     forget(self.folder, FAILURES)  # refused: the folder of a resumed run stays as it was
             raise problem from None
-        except UsageError:  # refused, and told by the rendezvous of several hosts
-            forget(self.folder, FAILURES)
-            raise
 
     def _explain(self, failures: list[Failure]) -> PacelineError:
         """Ends the records of ranks that failed, and returns what the user is told."""
         if failures:
-            self.end_records("failed", str(first_cause(failures)).splitlines()[0])
+            self._end_records("failed", str(first_cause(failures)).splitlines()[0])
         return explain_failures(failures, self.folder)
 
     def _failures(self, error: ChildFailedError, scratch: Path) -> list[Failure]:
         """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
-        found = read_failures(self.folder)
+        found = [failure for failure in read_failures(self.folder) if failure.rank in self.ranks]
         exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
-        unfinished = set(open_attempts(self.folder, self.ranks, since=self.started))
+        unfinished = set(open_attempts(self.folder, self.ranks, since=self._started))
         exit_codes |= dict.fromkeys(unfinished - set(exit_codes), 0)
         for rank, code in exit_codes.items():
             if any(failure.rank == rank for failure in found):
                 continue
-            output = _early_output(rank, scratch)
+            output = _early_output(rank - self.ranks.start, scratch)
             log = self.folder / "logs" / f"rank-{rank}.log"
             if output:
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
-            failure = silent_failure(rank, code, output if code > 0 else "", _end_of(log))
-            if self.has_others and failure.cause == "killed":
-                with contextlib.suppress(OSError):
-                    write_failure(self.folder, failure)
-            found.append(failure)
+            found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
         return found
 
 
@@ -247,7 +258,7 @@ def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchCo
         rdzv_configs={"made": met},
         # Without an address it looks this machine's name up, which laptops often cannot.
         local_addr="localhost" if nodes is None else nodes.own_address(),
-        max_restarts=asked.restarts.max_restarts,
+        max_restarts=0,
         monitor_interval=0.05,
         # What a worker prints before it opens its own log.
         logs_specs=DefaultLogsSpecs(log_dir=str(scratch), redirects=Std.ALL),
@@ -270,7 +281,7 @@ def _settings(asked: LocalRanks) -> dict[str, str]:
 
 
 def _early_output(rank: int, scratch: Path) -> str:
-    """Returns what a rank printed before it opened its log."""
+    """Returns what a rank, numbered on its host, printed before it opened its log."""
     paths = sorted(path for name in ("stdout.log", "stderr.log") for path in scratch.rglob(f"{rank}/{name}"))
     return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
 

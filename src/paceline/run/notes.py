@@ -4,7 +4,6 @@
     logs/rank-<r>.step         first step of the attempt, last step trained; little-endian, 8 bytes each
     logs/rank-<r>.error.json   how the rank failed
     logs/preempted             the ranks have saved and left because a signal asked them to
-    health/hang-<n>.json       an attempt on several hosts that hung: what happened, and after which step
 
 Steps are written into a file that is mapped into memory: it costs less than a microsecond, and what was written is
 there also after SIGKILL, where records that a rank had not flushed are lost. What the notes mean is judged by
@@ -13,31 +12,32 @@ there also after SIGKILL, where records that a rank had not flushed are lost. Wh
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
 import os
 import socket
 import struct
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from paceline.comm.ledger.file import LedgerReader, ledger_path
-from paceline.config.sections import RecoveryConfig
-from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
-from paceline.health.failure import Failure, failure_of_verdict
-from paceline.health.verdict import HangVerdict
+from paceline.health.diagnosis import TrainedSteps
+from paceline.health.failure import Failure
 from paceline.untrusted import parse_json_object, read_regular
 
 _STEPS = struct.Struct("<qq")
 
 
-FAILURES, HANGS, VERDICTS = "logs/rank-*.error.json", "health/hang-*", "verdict.*"
+FAILURES, VERDICTS = "logs/rank-*.error.json", "verdict.*"
 
 
-def forget_attempt(folder: Path) -> None:
-    """Removes what the ranks of an earlier attempt left."""
-    forget(folder, FAILURES, HANGS, VERDICTS, "logs/rank-*.pid", "logs/rank-*.step")
+def forget_attempt(folder: Path, first: int = 0, end: int | None = None) -> None:
+    """Removes what ranks of an earlier attempt left, from the rank ``first`` to before ``end``; and the verdict."""
+    notes = (FAILURES, "logs/rank-*.pid", "logs/rank-*.step", "health/rank-*.ledger")
+    for path in [path for pattern in notes for path in folder.glob(pattern)]:
+        if _rank_of(path) in range(first, sys.maxsize if end is None else end):
+            path.unlink(missing_ok=True)
+    forget(folder, VERDICTS, "health/process-*.stack")
 
 
 def forget(folder: Path, *patterns: str) -> None:
@@ -141,36 +141,6 @@ def was_preempted(folder: Path, *, since: float) -> bool:
     return note.is_file() and note.stat().st_mtime >= since
 
 
-# Hangs on several hosts
-
-
-def note_hang(folder: Path, verdict: HangVerdict) -> None:
-    """Notes an attempt on several hosts that ends with a verdict; the launcher of a rank that died knows it anyway.
-
-    Every host's leader writes the note. It is named by the attempt, after rank 0's ledger, so that all write the same.
-    """
-    if verdict.kind == "dead":
-        return
-    ledger = LedgerReader.open(ledger_path(folder, 0))
-    failure = failure_of_verdict(verdict, min(verdict.ranks, default=0), folder / "verdict.txt")
-    attempt = FailedAttempt.from_failure(failure, read_progress(folder))
-    path = folder / "health" / f"hang-{0 if ledger is None else ledger.born_ns:020d}.json"
-    with contextlib.suppress(OSError):  # the verdict matters more than whether there is another attempt
-        replace_file(path, json.dumps(asdict(attempt)) + "\n")
-
-
-def hung_attempts(folder: Path) -> list[FailedAttempt]:
-    """Returns the attempts of this run that ended with a verdict, the last one last."""
-    paths = sorted((folder / "health").glob("hang-*.json"))
-    return [FailedAttempt(**parse_json_object(read_regular(path))) for path in paths]
-
-
-def is_over(folder: Path, policy: RecoveryConfig) -> bool:
-    """Says whether the run has hung and must not be started again. All hosts read the same notes, and decide alike."""
-    attempts = hung_attempts(folder)
-    return bool(attempts) and isinstance(after_failure(policy, attempts), Stop)
-
-
 def replace_file(path: Path, text: str) -> None:
     """Writes a file whole or not at all."""
     partial = path.with_suffix(f"{path.suffix}.{os.getpid()}")
@@ -183,4 +153,4 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def _rank_of(path: Path) -> int:
-    return int(path.stem.removeprefix("rank-"))
+    return int(path.name.partition(".")[0].removeprefix("rank-"))

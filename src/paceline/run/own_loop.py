@@ -35,7 +35,14 @@ from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
 from paceline.comm.meeting import does_first_rank_hold_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.errors import CollectiveMismatchError, CommunicationError, ConfigError, UsageError
+from paceline.errors import (
+    CollectiveMismatchError,
+    CommunicationError,
+    ConfigError,
+    LateRankError,
+    LostRankError,
+    UsageError,
+)
 from paceline.health.ledger_view import DATA, OPTIMIZER
 from paceline.health.pairing import PairedRanks, Update, UpdateHistory, pairing_verdict
 from paceline.health.verdict import HangLimits, HangVerdict, judge
@@ -57,8 +64,6 @@ _STOPPED_S = 60.0
 _SELDOM_S = 0.25  # updates are compared at least so often, and every sixteenth or so of faster loops
 _NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 _MISMATCHES = HangLimits(step_s=math.inf, setup_s=math.inf)  # whatever else they do
-_GONE = "is gone"
-_WAITED = ("did not come within", _GONE)
 _DIES_S, _ASK_S = 0.5, 0.01
 
 
@@ -290,7 +295,7 @@ class OwnLoop:
     def _judge(self, error: CommunicationError) -> HangVerdict | None:
         """Finds the cause of an error of communication in the ledgers of this host."""
         own = self._ledger.reader().rank
-        deadline = time.monotonic() + (_DIES_S if _GONE in str(error) else 0.0)
+        deadline = time.monotonic() + (_DIES_S if isinstance(error, LostRankError) else 0.0)
         while True:
             now = time.monotonic()
             views = [replace(each, state="running") if each.rank == own else each for each in self._watch.views(now)]
@@ -303,7 +308,7 @@ class OwnLoop:
             time.sleep(_ASK_S)  # a process that is killed closes its connections before it is gone
         # A rank that failed or died has said why, or its launcher will.
         is_told = is_dead or any(each.state == "failed" for each in views)
-        has_waited = any(sign in str(error) for sign in _WAITED) and not is_told
+        has_waited = isinstance(error, LateRankError | LostRankError) and not is_told
         if not has_waited:
             return None
         if self._watch.left is not None:

@@ -3,6 +3,9 @@
 On one host the server is the launcher's own, on a unix socket that only its user reaches. With several hosts it listens
 at the address that the user named, on the host that has it, and every connection proves the job's secret. torch's own
 rendezvous listens at all addresses, asks nobody who he is, and unpickles what it is sent.
+
+A round of hosts is one attempt at a run: an agent joins once. Where hosts come or go, its ranks end and the attempt is
+over. How it ended is told here, and the first account counts for all (``settle``).
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
@@ -39,9 +42,11 @@ from paceline.run.nodes import LAST_CALL_S, Nodes
 from paceline.run.signals import start_thread
 
 BACKEND = "paceline"
+CHANGED = "hosts"  # in the place of an account: some came or went
 _SERVER_S = 60.0  # for the launcher that has the server to start
 _JOIN_S = 600.0
 _BEAT_S = 0.5
+_BETTER_S = 5.0  # for a host that knows more to tell it; one that is silent is missed sooner
 _READ_S = 5.0  # for other hosts to read why the run is refused
 _QUIET_S = 5.0  # of waiting, before it is told
 # The address is another host's, or another launcher on this one has it already.
@@ -49,16 +54,9 @@ _ELSEWHERE = (errno.EADDRNOTAVAIL, errno.EADDRINUSE)
 
 
 @contextlib.contextmanager
-def rendezvous(
-    folder: Path,
-    run_id: str,
-    nodes: Nodes | None,
-    facts: HostFacts | None = None,
-    refusal: Callable[[], str] = lambda: "",
-) -> Iterator[tuple[Rendezvous, dict[str, str]]]:
-    """Has the launchers meet, in ``folder`` where there is but one; yields what the ranks are told, too.
+def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts | None = None) -> Iterator[Rendezvous]:
+    """Has the launchers meet, in ``folder`` where there is but one.
 
-    ``refusal`` returns why ranks have refused what was asked for, which none of them would do otherwise another time.
     Raises RendezvousConnectionError where the server cannot be reached, UsageError where this host's ``facts`` are not
     those of the first one.
     """
@@ -66,7 +64,8 @@ def rendezvous(
         if nodes is None:
             address, secret_file = stack.enter_context(private_server(folder))
             stack.enter_context(made := Rendezvous(address, lambda: read_secret(secret_file), run_id))
-            yield made, {SECRET_FILE: str(secret_file)}
+            made.variables = {SECRET_FILE: str(secret_file)}
+            yield made
             return
         address, own, secret = Address(nodes.host, nodes.port), _own_name(), lambda: secret_of(os.environ)
         hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
@@ -78,19 +77,24 @@ def rendezvous(
         else:
             stack.enter_context(ControlServer(listener, secret, hosts, own))
         stack.enter_context(made := Rendezvous(address, secret, run_id, attends_as=own))
-        made.refusal, made.hosts = refusal, hosts
+        made.hosts = hosts
         if facts is not None:
             made.agree(facts, may_go_without=nodes.least < nodes.most)
-        yield made, {}
+        yield made
 
 
 def made_before(parameters: RendezvousParameters) -> RendezvousHandler:
     """Returns the rendezvous that the agent's configuration carries."""
     made: Rendezvous = parameters.config["made"]
+    made.has_joined = False  # a new agent's
     return made
 
 
 rendezvous_handler_registry.register(BACKEND, made_before)
+
+
+class HostsChangedError(Exception):
+    """The hosts of a round are no longer those that take part: the attempt is over, and nobody is to blame."""
 
 
 class Rendezvous(RendezvousHandler):
@@ -102,13 +106,15 @@ class Rendezvous(RendezvousHandler):
         self._run_id = run_id
         self._name = attends_as or "alone"
         self._round = 0
-        self._seen = (0, 0)  # a round, and how many hosts waited then
+        self._seen = (0, 0, 0)  # a round, how many hosts waited then, and how many were gone from it
         self._problem: Exception | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True) if attends_as else None
-        self._stores: list[ControlStore] = []  # see ControlStore
-        self.refusal: Callable[[], str] = lambda: ""
-        self.before_joining_again: Callable[[], None] = lambda: None  # may raise, and so end this launcher's part
+        self._store = ControlStore(self._client)
+        self._stores: list[ControlStore] = []  # of agents, see ControlStore
+        self.variables: dict[str, str] = {}  # that ranks are told
+        self.has_joined, self.size = False, 1  # hosts of the round
+        self.on_join: Callable[[int, int], None] = lambda _place, _size: None  # before ranks are started
         self.hosts = Hosts()  # those of the server, where this launcher has it
 
     def __enter__(self) -> Rendezvous:
@@ -127,33 +133,56 @@ class Rendezvous(RendezvousHandler):
 
     def agree(self, facts: HostFacts, *, may_go_without: bool) -> None:
         """Compares this host with the first one. Raises UsageError where it may not take part; see ``agreement.py``."""
-        store = ControlStore(self._client)
-        self._stores.append(store)
         try:
-            _explained(agree, store, facts, may_go_without=may_go_without)
+            _explained(agree, self._store, facts, may_go_without=may_go_without)
         except UsageError:
             if not may_go_without:
                 self.set_closed()
             raise
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Joins the next round. Raises UsageError where ranks or a host have refused what was asked for."""
-        if self._round:
-            self.before_joining_again()
-        told = self.refusal() if self._round else ""
-        if told:
-            self._refuse(told)
-            raise UsageError(told)
+        """Joins the next round, once for each agent: HostsChangedError ends an agent that would join another.
+
+        Raises UsageError where a host has refused what was asked for.
+        """
+        if self.has_joined:
+            raise HostsChangedError
         with self._told_if_long(f"for other hosts: at least {self.hosts.least} are needed"):
             found = _explained(self._client.ask, "join", self._name, _JOIN_S, within_s=_JOIN_S)
         if not found:
-            refused = refusal_of(self._stores[0]) if self._stores else ""
-            if refused:
-                raise UsageError(refused)
+            self._raise_refusal()
             raise RendezvousClosedError("the run has ended on another host")
-        self._round, rank, size = found
+        self._round, rank, self.size = found
+        self.has_joined = True
+        self.on_join(rank, self.size)
         self._stores.append(store := ControlStore(self._client, prefix=f"agents/{self._round}/"))
-        return RendezvousInfo(store, rank, size, RendezvousStoreInfo(str(self._client.address), self._round))
+        return RendezvousInfo(store, rank, self.size, RendezvousStoreInfo(str(self._client.address), self._round))
+
+    def settle(self, own: str, *, is_sure: bool) -> list[str]:
+        """Agrees with the other hosts on how this round ended; returns what ended each round so far, in their order.
+
+        The first account counts, and is ``CHANGED`` where hosts came or went. A launcher that is not sure of its own
+        waits for a better one, while all hosts are there. Raises CommunicationError where the server is gone.
+        """
+        key, deadline = f"ended/{self._round}", time.monotonic() + _BETTER_S
+        while not is_sure and time.monotonic() < deadline and not self._store.check([key]):
+            self._raise_refusal()
+            if self._num("gone"):
+                own = CHANGED
+                break
+            self._is_over.wait(_BEAT_S / 20)
+        self._store.compare_set(key, "", own)
+        keys = [f"ended/{number}" for number in range(1, self._round + 1)]
+        return [self._store.get(each).decode() for each in keys if self._store.check([each])]
+
+    def is_told(self) -> bool:
+        """Says whether a host has told how this round ended."""
+        return self._store.check([f"ended/{self._round}"])
+
+    def _raise_refusal(self) -> None:
+        refused = refusal_of(self._store)
+        if refused:
+            raise UsageError(refused)
 
     @contextlib.contextmanager
     def _told_if_long(self, what: str) -> Iterator[None]:
@@ -171,11 +200,11 @@ class Rendezvous(RendezvousHandler):
         finally:
             is_over.set()
 
-    def _refuse(self, told: str) -> None:
+    def end(self, refusal: str = "") -> None:
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
-        for store in self._stores[:1]:
-            with contextlib.suppress(CommunicationError, TimeoutError):  # then another host has told it
-                refuse(store, told)
+        with contextlib.suppress(CommunicationError, TimeoutError):  # then another host has told it
+            if refusal:
+                refuse(self._store, refusal)
         self.set_closed()
         deadline = time.monotonic() + _READ_S
         while len(self.hosts.present) > 1 and time.monotonic() < deadline:
@@ -184,16 +213,21 @@ class Rendezvous(RendezvousHandler):
     def num_nodes_waiting(self) -> int:
         if self._problem is not None:
             raise RendezvousConnectionError(str(self._problem)) from self._problem
-        seen_in, num_waiting = self._seen
-        return num_waiting if seen_in == self._round else 0
+        num_waiting = self._num("waiting")
+        if num_waiting:  # and the agent will end its ranks: those of other hosts must not take it for a wish of theirs
+            _explained(self._store.compare_set, f"ended/{self._round}", "", CHANGED)
+        return num_waiting
+
+    def _num(self, what: Literal["waiting", "gone"]) -> int:
+        seen_in, num_waiting, num_gone = self._seen
+        return 0 if seen_in != self._round else num_waiting if what == "waiting" else num_gone
 
     def set_closed(self) -> None:
         with contextlib.suppress(CommunicationError, TimeoutError):  # then it is closed
             self._client.ask("close")
 
     def shutdown(self) -> bool:
-        self.set_closed()
-        return True
+        return True  # an agent has ended, and not the run: see end
 
     def is_closed(self) -> bool:
         return False  # a launcher learns of it when it joins again
@@ -212,8 +246,8 @@ class Rendezvous(RendezvousHandler):
         """Tells the server that this launcher lives, and learns how many hosts wait to be taken in."""
         while not self._is_over.wait(_BEAT_S):
             try:
-                seen_in, num_waiting = self._beats.ask("attend", self._name)
-                self._seen = (seen_in, num_waiting)
+                seen_in, num_waiting, num_gone = self._beats.ask("attend", self._name)
+                self._seen = (seen_in, num_waiting, num_gone)
             except (CommunicationError, TimeoutError) as error:
                 self._problem = error
                 return

@@ -39,7 +39,6 @@ from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
 from paceline.run.left_ranks import LeftRanks, left_key
-from paceline.run.notes import note_hang
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.rank_process import end_children, tell_agent
 from paceline.run.records import note_clock, note_straggler
@@ -441,7 +440,6 @@ class SelfWatch:
         """Ends the ranks of this host, and this one with the code that says why."""
         with contextlib.suppress(OSError):  # of a disk that is full
             self.tell(verdict)
-        note_hang(self.folder, verdict)
         if self.channel is not None:
             self._wait_for_others(self.channel)
         end_ranks(self.folder, verdict, self._watch.processes(), is_told=True)

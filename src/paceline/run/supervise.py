@@ -1,6 +1,8 @@
 """Attempt after attempt: a run whose ranks failed is started again from its newest checkpoint, while that helps.
 
-What to do is decided by ``health/diagnosis.py``; here it is done, and told in one sentence:
+The same loop runs in the launcher of one host and in those of several. Where ranks fail, the launchers agree on one
+account of it (``Launcher.settle``), ask ``health/diagnosis.py`` what to do, and so decide alike. It is told in one
+sentence:
 
     rank 1 was killed by SIGKILL after step 37; restarting 4 ranks from step 30 (restart 1 of 3)
 
@@ -12,55 +14,91 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.config import Config, check_ranks, dump_yaml, load_config
-from paceline.errors import CheckpointError, ConfigError
-from paceline.health.diagnosis import FailedAttempt, Restart, Stop, after_failure
+from paceline.errors import CheckpointError, CommunicationError, ConfigError, LaunchError
+from paceline.health.diagnosis import Diagnosis, EndedAttempt, FailedAttempt, Stop, after_failure
 from paceline.run.console import say
 from paceline.run.failure import RunFailedError
 from paceline.run.folder import change_config, config_of, read_plan
+from paceline.run.local import Launcher
 from paceline.run.location import RunLocation, find_start
 from paceline.run.notes import read_progress
+from paceline.run.rendezvous import HostsChangedError
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
+    from paceline.config.sections import RecoveryConfig
 
 
-def supervise(start: Callable[[list[str]], None], config: Config, location: RunLocation) -> None:
-    """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other.
-
-    ``start`` runs a command on all ranks until they are done, and raises RunFailedError when one fails.
-    """
+def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
+    """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other."""
     policy, folder = config.recovery, location.folder
     own = _line(location.checkpoint)
-    is_virtual, count = config.comm.backend == "virtual", config.parallel.ranks
-    ranks = f"{count} {'virtual ' if is_virtual else ''}rank{'s' if count != 1 else ''}"
-    attempts: list[FailedAttempt] = []
-    command = rank_command(folder, location.checkpoint)
+    command = _command(launcher, location.checkpoint)
     while True:
+        ended: EndedAttempt | None = None
         try:
-            start(command)
+            launcher.start(command)
             return
+        except HostsChangedError:
+            pass
         except RunFailedError as error:
-            attempts.append(FailedAttempt.from_failure(error.diagnosis.cause, read_progress(folder)))
-            decision = after_failure(policy, attempts)
-            if isinstance(decision, Restart) and decision.halves_microbatch and not halve_microbatch(folder):
-                decision = Stop(reason="not started again: the microbatch cannot be halved")
-            if not folder.is_dir():
-                decision = Stop(reason="not started again: its folder is gone")
-            if isinstance(decision, Stop):
-                raise RunFailedError(error.diagnosis, decision) from error
-            what = str(attempts[-1])
-        checkpoint, step = _starting_point(config, folder, location.checkpoint, own)
-        note = {"number": decision.number, "of": policy.max_restarts, "reason": what}
-        command = [*rank_command(folder, checkpoint), "--restart", json.dumps(note)]
-        where = f"from step {step}" if checkpoint is not None else "from the beginning: there is no checkpoint"
+            ended = _ended(error.diagnosis, folder, policy)
+        failed, has_failed, is_ours = _settled(launcher, ended)
+        decision = after_failure(policy, [each.attempt for each in failed]) if has_failed else None
+        if not folder.is_dir():
+            decision = Stop(reason="not started again: its folder is gone")
+        if isinstance(decision, Stop):
+            raise RunFailedError(failed[-1].diagnosis, decision)
+        if decision is not None and decision.halves_microbatch and is_ours:
+            halve_microbatch(folder)
+        checkpoint, where = location.checkpoint, "from the newest checkpoint"
+        if not launcher.has_others:
+            checkpoint, where = _starting_point(config, folder, location.checkpoint, own)
+        command = _command(launcher, checkpoint)
+        if decision is None:
+            say(f"hosts have come or gone; restarting {where}")
+            continue
+        what, of = str(failed[-1].attempt), policy.max_restarts
+        command += ["--restart", json.dumps({"number": decision.number, "of": of, "reason": what})]
+        ranks = "" if launcher.has_others else f"{_ranks(config)} "
         smaller = " with half the microbatch" if decision.halves_microbatch else ""
-        say(f"{what}; restarting {ranks} {where}{smaller} (restart {decision.number} of {policy.max_restarts})")
+        say(f"{what}; restarting {ranks}{where}{smaller} (restart {decision.number} of {of})")
+
+
+def _ended(diagnosis: Diagnosis, folder: Path, policy: RecoveryConfig) -> EndedAttempt:
+    """Returns what this launcher knows of an attempt that failed."""
+    is_asked = diagnosis.cause.kind == "out_of_memory" and policy.on_oom == "halve"
+    can_halve = not is_asked or _halved(folder) is not None
+    attempt = FailedAttempt.from_failure(diagnosis.cause, read_progress(folder), can_halve=can_halve)
+    return EndedAttempt(attempt=attempt, diagnosis=diagnosis)
+
+
+def _settled(launcher: Launcher, ended: EndedAttempt | None) -> tuple[list[EndedAttempt], bool, bool]:
+    """Agrees with other hosts on how an attempt ended; see ``Launcher.settle``."""
+    try:
+        return launcher.settle(ended)
+    except (CommunicationError, TimeoutError) as error:
+        if ended is None:
+            raise LaunchError(f"the run cannot go on: {error}") from error
+        reason = "not started again: the launcher where hosts meet is gone"
+        raise RunFailedError(ended.diagnosis, Stop(reason=reason)) from error
+
+
+def _ranks(config: Config) -> str:
+    count = config.parallel.ranks
+    return f"{count} {'virtual ' if config.comm.backend == 'virtual' else ''}rank{'s' if count != 1 else ''}"
+
+
+def _command(launcher: Launcher, checkpoint: Path | None) -> list[str]:
+    """Returns what each rank runs; ranks of several hosts start from the newest checkpoint, and watch themselves."""
+    if not launcher.has_others:
+        return rank_command(launcher.folder, checkpoint)
+    return [*rank_command(launcher.folder, "auto"), "--self-watch"]
 
 
 def rank_command(folder: Path, checkpoint: Path | str | None) -> list[str]:
@@ -74,19 +112,25 @@ def halve_microbatch(folder: Path) -> bool:
 
     The global batch stays: it comes in more microbatches, and the run computes the same.
     """
+    halved = _halved(folder)
+    if halved is not None:
+        change_config(folder, *halved)
+    return halved is not None
+
+
+def _halved(folder: Path) -> tuple[str, str] | None:
+    """Returns the config and the plan of a run's folder with half the microbatch; None where it cannot be halved."""
     config, plan = load_config(config_of(folder)), read_plan(folder)
     used = 0 if plan is None else plan.layout.microbatch
     if plan is None or used < 2:
-        return False
+        return None
     smaller = config.with_values("train", microbatch=used // 2, accumulate=None)
     try:
         if check_ranks(smaller, plan.layout.ranks):
-            return False
+            return None
     except ConfigError:
-        return False
-    fewer = replace(plan.with_microbatch(used // 2), finds_microbatch=False)
-    change_config(folder, dump_yaml(smaller), fewer.to_text())
-    return True
+        return None
+    return dump_yaml(smaller), replace(plan.with_microbatch(used // 2), finds_microbatch=False).to_text()
 
 
 def _line(first: Path | None) -> Line | None:
@@ -101,8 +145,8 @@ def _line(first: Path | None) -> Line | None:
 
 def _starting_point(
     config: Config, folder: Path, first: Path | None, own: Line | None = None
-) -> tuple[Path | None, int]:
-    """Finds the newest checkpoint of the run's line that is whole, and its step; tells of newer ones that are not."""
+) -> tuple[Path | None, str]:
+    """Finds the newest checkpoint of the run's line that is whole, in words too; tells of newer ones that are not."""
     from paceline.checkpoint.find import is_whole, list_checkpoints
     from paceline.checkpoint.storage import absolute_path
 
@@ -117,5 +161,7 @@ def _starting_point(
             passed.append(str(error))
     if passed:
         say("\n  ".join(passed))
-    number = "" if path is None else path.name.rpartition("-")[2]
-    return path, int(number) if number.isdecimal() else 0
+    if path is None:
+        return None, "from the beginning: there is no checkpoint"
+    number = path.name.rpartition("-")[2]
+    return path, f"from step {int(number) if number.isdecimal() else 0}"

@@ -92,7 +92,7 @@ def _hosts_around(asked: Config, around: Surroundings) -> Nodes:
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
     """Carries out the plan of a run on this machine, and returns what came of it."""
     from paceline.run.decide import show_decisions
-    from paceline.run.local import LocalRanks, launch_local
+    from paceline.run.local import LocalRanks, launching
     from paceline.run.observe import observing
     from paceline.run.prediction import BackgroundPrediction, predict_run
     from paceline.run.rank_process import uses_nccl
@@ -122,6 +122,12 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
         if expected is not None:
             claimed.write_prediction(expected.to_text())
         prediction = BackgroundPrediction(config, folder, expected, warm)
-        with explain_end(claimed), observing(folder, config, options), prediction, clearing_saves(folder):
-            supervise(lambda command: launch_local(command, folder, asked), config, location)
+        with (
+            explain_end(claimed),
+            observing(folder, config, options),
+            prediction,
+            clearing_saves(folder),
+            launching(folder, asked) as launcher,
+        ):
+            supervise(launcher, config, location)
         return read_result(folder, config, decision.choice)

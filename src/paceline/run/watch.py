@@ -311,7 +311,6 @@ def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> 
     Where they hang, they are killed, and have left a failure with the verdict for their launcher.
     """
     numbers = tuple(ranks)
-    forget_health(folder, numbers)
     if policy is None:
         yield
         return
@@ -388,12 +387,6 @@ def locate_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
             tell_verdict(folder, verdict, ())
         found.append(failure)
     return found
-
-
-def forget_health(folder: Path, ranks: Iterable[int]) -> None:
-    """Removes what an earlier attempt left: its ledgers and stacks."""
-    for path in [*(ledger_path(folder, rank) for rank in ranks), *folder.glob("health/process-*.stack")]:
-        path.unlink(missing_ok=True)
 
 
 def _signal(leaders: Iterable[int], number: int) -> None:

@@ -13,23 +13,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
 import os
 import signal
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.comm.base import Communicator
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
-from paceline.errors import CommunicationError, RankFailedError
-from paceline.health.exit_codes import DONE, HUNG
+from paceline.errors import RankFailedError
 from paceline.plan.plan import Plan
 from paceline.run.attempt import RankRunner
 from paceline.run.folder import config_of, read_plan
 from paceline.run.logs import rank_logs
-from paceline.run.notes import forget, is_over, note_hang, note_process, read_failures
+from paceline.run.notes import note_process
 from paceline.run.rank_process import (
     end_with_parent,
     keep_compiled,
@@ -37,13 +34,12 @@ from paceline.run.rank_process import (
     leave_process,
     node_ranks,
     redirect_output,
-    restarted_by_launcher,
 )
 from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
 from paceline.run.start_times import StartTimes
 from paceline.run.warm_server import PARENT
-from paceline.run.watch import note_mismatch, watch_policy
+from paceline.run.watch import watch_policy
 from paceline.search.make_plan import RunMachine, decided_config, make_plan
 
 
@@ -59,16 +55,13 @@ def main() -> None:
     note_process(folder, rank, arguments.launcher)  # at once: whoever watches looks at the process
     end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
-    restart = arguments.restart or restarted_by_launcher()
+    restart = arguments.restart
     times = StartTimes.since_start_of(arguments.launcher if restart is None else os.getpid())
     times.lap("processes")
     attempt, logs = RankRunner(folder, rank, restart=restart, times=times), contextlib.ExitStack()
     try:
         config = load_config(config_of(folder))
         hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
-        if arguments.self_watch and is_over(folder, config.recovery):
-            leave_process(DONE)  # the attempt before has hung and was the last: see hosts.py
-        forget(folder, f"logs/rank-{rank}.error.json")
         redirect_output(folder / "logs" / f"rank-{rank}.log")
         logs.enter_context(rank_logs(folder, rank, config.monitor.log_level, owns_output=True))
         if config.comm.backend == "virtual":
@@ -86,31 +79,11 @@ def main() -> None:
             plan = make_plan(config, machine, source=f"config, on {comm.size} ranks")
             config = decided_config(config, plan)
         if arguments.self_watch:
-            comm = _watch_itself(config, folder, comm)
+            comm = watch_itself(comm, folder, watch_policy(config))
         attempt.run(config, comm, plan=plan, resume=arguments.resume)
         disconnect()
     except BaseException as error:
-        if arguments.self_watch and isinstance(error, CommunicationError):
-            _leave_if_different(folder)
         attempt.leave(error)
-
-
-def _watch_itself(config: Config, folder: Path, comm: Communicator) -> Communicator:
-    """Lets the ranks of all hosts watch themselves; forgets failures of ranks that are no more."""
-    for failure in read_failures(folder) if comm.rank == 0 else ():
-        if failure.rank >= comm.size:
-            forget(folder, f"logs/rank-{failure.rank}.error.json")
-    return watch_itself(comm, folder, watch_policy(config))
-
-
-def _leave_if_different(folder: Path) -> None:
-    """Leaves with a verdict if this rank lost another because they had called different operations."""
-    verdict = note_mismatch(folder, range(int(os.environ["WORLD_SIZE"])))
-    if verdict is not None:
-        note_hang(folder, verdict)
-    if verdict is not None or any(failure.kind == "hang" for failure in read_failures(folder)):
-        logging.getLogger("paceline").exception("this rank lost another")
-        leave_process(HUNG)
 
 
 def _run_virtual(config: Config, plan: Plan, first: RankRunner, resume: str | None) -> None:

@@ -64,6 +64,11 @@ class Hosts:
         return min(len(self._waiting), self.most - len(self._staying))
 
     @property
+    def num_gone(self) -> int:
+        """How many hosts of the round have left or are not heard of any more."""
+        return len(set(self.members) - self._heard.keys())
+
+    @property
     def present(self) -> set[str]:
         """The hosts that have been heard of and have not left."""
         return set(self._heard)

@@ -125,9 +125,9 @@ class ControlServer:
             await asyncio.sleep(_LOOK_S)
 
     def _attend(self, host: str) -> list[int]:
-        """Notes that a launcher lives; returns the round, and how many hosts wait to be taken in after it."""
+        """Notes that a launcher lives; returns the round, how many hosts wait, and how many are gone from it."""
         self.hosts.hear(check_name(host), time.monotonic())
-        return [self.hosts.round, self.hosts.num_waiting]
+        return [self.hosts.round, self.hosts.num_waiting, self.hosts.num_gone]
 
     def _close_rounds(self) -> None:
         self.hosts.is_closed = True

@@ -39,7 +39,7 @@ from paceline.comm.shared.segment import (
     no_folder,
 )
 from paceline.comm.solo import SoloCommunicator
-from paceline.errors import CollectiveMismatchError, CommunicationError, UsageError
+from paceline.errors import CollectiveMismatchError, CommunicationError, LateRankError, LostRankError, UsageError
 
 T = TypeVar("T")
 
@@ -257,7 +257,7 @@ class SharedMemoryCommunicator(GroupMember):
     def _issue(self, operation: PendingOperation, lane: OperationLane, *what: Any) -> Work:
         if self._broken is not None:
             earlier = str(self._broken).replace("\n", "\n  ")
-            raise CommunicationError(f"{self._head(operation.kind)}: the group is broken since\n  {earlier}")
+            raise type(self._broken)(f"{self._head(operation.kind)}: the group is broken since\n  {earlier}")
         self._resources.progress.issue(lane, operation, *what)
         return _SharedWork(self, operation, lane)
 
@@ -281,14 +281,15 @@ class SharedMemoryCommunicator(GroupMember):
         if operation.is_done:
             return
         if gone:
-            self._give_up(operation.kind, f"{self._name(gone)} gone (process ended)")
+            self._give_up(LostRankError, operation.kind, f"{self._name(gone)} gone (process ended)")
         elif quitters := [rank for rank in missing if self._failures[rank * LINE_BYTES // 8]]:
             others = [rank for rank, process in enumerate(self._processes) if not process.is_alive()]
             cause = f" ({self._name(others)} gone)" if others else ""
-            self._give_up(operation.kind, f"an operation failed on {self._name(quitters, verb=False)}{cause}")
+            what = f"an operation failed on {self._name(quitters, verb=False)}{cause}"
+            self._give_up(LostRankError if others else CommunicationError, operation.kind, what)
         elif waited_s > self._resources.timeout_s:
             who = self._name(missing, verb=False)
-            self._give_up(operation.kind, f"{who} did not come within {self._resources.timeout_s:g} s")
+            self._give_up(LateRankError, operation.kind, f"{who} did not come within {self._resources.timeout_s:g} s")
 
     def _name(self, ranks: Sequence[int], *, verb: bool = True) -> str:
         names = ", ".join(str(self.ranks[rank]) for rank in ranks)
@@ -297,14 +298,14 @@ class SharedMemoryCommunicator(GroupMember):
     def _head(self, kind: str) -> str:
         return f"rank {self.ranks[self.rank]}: {kind} in group {list(self.ranks)} failed"
 
-    def _give_up(self, kind: str, what: str) -> None:
-        self._end_all(CommunicationError(f"{self._head(kind)}: {what}"))
+    def _give_up(self, made: type[CommunicationError], kind: str, what: str) -> None:
+        self._end_all(made(f"{self._head(kind)}: {what}"))
 
     def _break(self, kind: str, error: BaseException) -> None:
         """Ends everything after an operation raised halfway: what the others read of it would be wrong."""
         what = str(error) or type(error).__name__
         made = CollectiveMismatchError if isinstance(error, CollectiveMismatchError) else CommunicationError
-        self._end_all(made(f"{self._head(kind)}: {what}"))
+        self._give_up(made, kind, what)
 
     def _end_all(self, error: CommunicationError) -> None:
         self._broken = error
