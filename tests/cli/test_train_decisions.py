@@ -11,7 +11,7 @@ import pytest
 
 from paceline.cli.train import show_result
 from paceline.config import load_config
-from paceline.errors import ConfigError, UsageError
+from paceline.errors import ConfigError, Problem
 from paceline.records.records import RunRecord, read_records
 from paceline.run.decide import decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
 from paceline.run.records import name_strategy
@@ -68,10 +68,8 @@ def test_hybrid_on_one_host_needs_a_size() -> None:
 
 
 def test_precision_is_tried_before_any_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise UsageError("precision = 'fp16' on cpu: float16 does not work there: no\n  the rule\n  use 'bf16'")
-
-    monkeypatch.setattr("paceline.engines.precision.check_precision", refuse)
+    refusal = Problem(what="precision = 'fp16' on cpu: float16 does not work: no", rule="a rule", fix="use 'bf16'")
+    monkeypatch.setattr("paceline.engines.precision.precision_problem", lambda *_: refusal)
     with pytest.raises(ConfigError) as caught:
         resolve_config(load_config(None, [*MLP, "train={precision: fp16, global_batch: 7}"]))
     problems = caught.value.problems

@@ -644,17 +644,19 @@ def test_local_sums_that_were_changed_in_place_are_refused() -> None:
 # Parameters that come and go.
 
 
+@pytest.mark.parametrize("through", ["the module", "the engine"])
 @STAGES
-def test_freezing_between_steps(stage: int) -> None:
-    def freeze(module: nn.Module, step: int) -> None:
-        module.get_parameter("first.weight").requires_grad_(step != 1)
-        module.get_parameter("second.bias").requires_grad_(step < 2)
+def test_freezing_between_steps(stage: int, through: str) -> None:
+    def freeze(named: dict[str, nn.Parameter], step: int) -> None:
+        named["first.weight"].requires_grad_(step != 1)
+        named["second.bias"].requires_grad_(step < 2)
 
     def work(comm: Communicator) -> dict[str, torch.Tensor]:
         engine = make_zero(engine_cases.make("plain"), comm, stage)
         optimizer = torch.optim.AdamW(engine.parameters(), lr=0.1)
         for step in range(4):
-            freeze(engine.module, step)
+            owner = engine if through == "the engine" else engine.module
+            freeze(dict(owner.named_parameters()), step)
             engine(engine_cases.data(step)[0]).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -663,7 +665,7 @@ def test_freezing_between_steps(stage: int) -> None:
     single = engine_cases.make("plain")
     optimizer = torch.optim.AdamW(single.parameters(), lr=0.1)
     for step in range(4):
-        freeze(single, step)
+        freeze(dict(single.named_parameters()), step)
         single(engine_cases.data(step)[0]).sum().backward()
         optimizer.step()
         optimizer.zero_grad()

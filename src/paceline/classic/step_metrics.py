@@ -18,8 +18,7 @@ import torch
 from paceline.classic.monitor import DistributedMonitor
 from paceline.records.meter import StepMeter
 from paceline.records.records import StepRecord
-from paceline.train.step import StepOutcome
-from paceline.train.trainer import StepResult
+from paceline.train.step import StepOutcome, StepResult
 
 
 def _of_loss(calculate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -186,8 +186,9 @@ def reshard(
     layout = check_layout(Layout(strategy=strategy, pipeline=asked.pipeline, tensor=asked.tensor), asked.ranks)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     values = checkpoint.manifest.about.get("config")
-    is_known = isinstance(values, dict) and layout.is_split
-    cut = cut_of_run(config_from_dict(values), layout) if is_known else None
+    cut = None
+    if isinstance(values, dict) and layout.is_split:
+        cut = cut_of_run(config_from_dict(values), layout)
     with progress_bar("writing", checkpoint.manifest.num_bytes, as_json) as tell:
         path = write(checkpoint, Path(target), layout, cut, progress=tell, may_replace=force)
     text.show_written("resharded", path, as_json=as_json)

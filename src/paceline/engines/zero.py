@@ -181,9 +181,10 @@ class ZeroParallel(ShardedEngine):
 
     def _prepare(self) -> None:
         """Makes ready for a backward: follows parameters that were frozen, drops what a failed one has left."""
+        pieces = [self._updated[name].requires_grad for name in self._named]
         is_trainable = [parameter.requires_grad for parameter in self._named.values()]
-        if is_trainable != self._is_trainable:
-            self._follow(is_trainable)
+        if is_trainable != self._is_trainable or pieces != self._is_trainable:
+            self._follow(self._agree_on_frozen(is_trainable, pieces))
         if self._arrivals.is_open:
             self._drop_failed()
         if self._is_syncing and self.module.training:
@@ -194,6 +195,16 @@ class ZeroParallel(ShardedEngine):
         for bucket in self._fixed:
             bucket.abandon()
         self._reset()
+
+    def _agree_on_frozen(self, parameters: list[bool], pieces: list[bool]) -> list[bool]:
+        """Freezes or unfreezes a parameter whose piece was, or the other way round: users may have either in hand."""
+        found: list[bool] = []
+        for name, before, own, piece in zip(self._named, self._is_trainable, parameters, pieces, strict=True):
+            now = own if piece == before else piece
+            found.append(now)
+            self._named[name].requires_grad_(now)
+            self._updated[name].requires_grad_(now)
+        return found
 
     def _follow(self, is_trainable: list[bool]) -> None:
         ours = set(self._arrivals.names)
