@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Worker processes get these paths, so that both sides import the pool's module under one name. Scripts of the top-level
 # bench/ import the packages beside them, and so do tests.
@@ -23,9 +23,10 @@ if TYPE_CHECKING:
 
 # A deadline would be an assertion about time. The same examples every time: a change is judged by what it changed;
 # `pytest --hypothesis-profile=explore` looks for new ones, `make test-all` takes ten times as many.
-settings.register_profile("paceline", deadline=None, max_examples=10, derandomize=True)
-settings.register_profile("all", deadline=None, max_examples=100, derandomize=True)
-settings.register_profile("explore", deadline=None, max_examples=500)
+_TIMED = [HealthCheck.too_slow]  # likewise: a machine that is busy for a while is no fault of a test
+settings.register_profile("paceline", deadline=None, suppress_health_check=_TIMED, max_examples=10, derandomize=True)
+settings.register_profile("all", deadline=None, suppress_health_check=_TIMED, max_examples=100, derandomize=True)
+settings.register_profile("explore", deadline=None, suppress_health_check=_TIMED, max_examples=500)
 settings.load_profile("paceline")
 
 # torch asks for the name of every client of a store, and a name server that loses a packet costs 5 s: here 1 s.

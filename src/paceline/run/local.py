@@ -220,7 +220,10 @@ class Launcher:
 
     def _failures(self, error: ChildFailedError, scratch: Path) -> list[Failure]:
         """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
-        found = [failure for failure in read_failures(self.folder) if failure.rank in self.ranks]
+        told = read_failures(self.folder)
+        if verdicts := [failure for failure in told if failure.kind == "hang"]:
+            return verdicts  # whichever host found it, and whatever a rank still wrote
+        found = [failure for failure in told if failure.rank in self.ranks]
         exit_codes = {rank: int(each.exitcode) for rank, each in error.failures.items()}  # in the order they were seen
         unfinished = set(open_attempts(self.folder, self.ranks, since=self._started))
         exit_codes |= dict.fromkeys(unfinished - set(exit_codes), 0)
