@@ -26,7 +26,12 @@ def listening(pid: int) -> list[str]:
     tables = [Path(f"/proc/{pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
     rows = [line.split() for table in tables for line in table.splitlines()[1:]]
     by_inode = {f"socket:[{row[9]}]": row[1].partition(":")[0] for row in rows if row[3] == "0A"}
-    targets = [str(path.readlink()) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
+    targets = []
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            targets.append(str(path.readlink()))
+        except OSError:  # closed since
+            continue
     return [by_inode[target] for target in targets if target in by_inode]
 
 
