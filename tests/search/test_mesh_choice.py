@@ -14,11 +14,12 @@ from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
 from paceline.plan.describe import mesh_text
 from paceline.plan.layout import Layout, Offload
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.planned import with_memory
 from paceline.search import automatic
-from paceline.search.choice import Choice, Room, apply_choice
+from paceline.search.automatic import Choice, apply_choice
 from paceline.search.ladder import overhead_of
 from paceline.units import GIB
 
@@ -40,8 +41,8 @@ def config_of(values: dict[str, Any], **train: Any) -> Config:
     )
 
 
-def room(gib: float, *, ranks: int = 16, node_ranks: int = 8, device: str = "cuda", host: float = 1.0) -> Room:
-    return Room(
+def room(gib: float, *, ranks: int = 16, node_ranks: int = 8, device: str = "cuda", host: float = 1.0) -> RunMachine:
+    return RunMachine(
         device=device,
         device_bytes=round(gib * GIB),
         host_bytes=round(host * GIB),
@@ -50,7 +51,7 @@ def room(gib: float, *, ranks: int = 16, node_ranks: int = 8, device: str = "cud
     )
 
 
-def choose(values: dict[str, Any], where: Room, **train: Any) -> Choice:
+def choose(values: dict[str, Any], where: RunMachine, **train: Any) -> Choice:
     config = config_of(values, **train)
     model = describe_model(config, where.device)
     assert model is not None

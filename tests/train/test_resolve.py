@@ -20,8 +20,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, RankFailedError, UsageError
+from paceline.plan.plan import RunMachine
 from paceline.search.automatic import ENOUGH
-from paceline.search.choice import Room
 from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config, resolve_strategy, resolve_together
 from paceline.units import MIB, format_seconds
@@ -64,8 +64,8 @@ def test_a_model_of_the_users_own_is_measured(own_module: str) -> None:
     assert measure_config(make_config(own_module, precision="bf16"), "cpu").blocks[1].cast_bytes == 2 * 1024 * 1024
 
 
-def room(mib: int, ranks: int = 4) -> Room:
-    return Room(device="cpu", device_bytes=mib * MIB, host_bytes=ranks * mib * MIB, ranks=ranks, node_ranks=ranks)
+def room(mib: int, ranks: int = 4) -> RunMachine:
+    return RunMachine(device="cpu", device_bytes=mib * MIB, host_bytes=ranks * mib * MIB, ranks=ranks, node_ranks=ranks)
 
 
 def test_less_memory_takes_more_sharing(own_module: str) -> None:

@@ -16,7 +16,7 @@ from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
-    from paceline.search.choice import Choice
+    from paceline.search.automatic import Choice
 
 app = typer.Typer(no_args_is_help=True, help="Show, explain and check a config, without starting anything.")
 

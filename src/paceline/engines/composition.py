@@ -26,7 +26,7 @@ from paceline.engines.stages.stages import split_model, tied_names
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
-from paceline.free_memory import measure_room
+from paceline.free_memory import measure_machine
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
 from paceline.models.unfilled import allocate_unfilled
@@ -95,14 +95,14 @@ def _bounds(
         return bounds_from_names(layers, asked.stages, stages=stages)
     # Times and free memory differ between ranks: the first one tells.
     costs: tuple[LayerCost, ...] = ()
-    room = 0
+    has_bytes = 0
     if comm.rank == 0:
         is_measured = asked.stages == "measured"
         costs = _measure(model, layers, comm) if is_measured else estimate_layers(model, layers)
-        room = measure_room(comm.device.type, comm.size, comm.size).device_bytes
-    costs, room = broadcast_object(comm, (costs, room))
+        has_bytes = measure_machine(comm.device.type, comm.size, comm.size).device_bytes
+    costs, has_bytes = broadcast_object(comm, (costs, has_bytes))
     held = [replace(cost, state_bytes=int(cost.state_bytes * share_of_states)) for cost in costs]
-    return choose_bounds(held, stages, memory_bytes=room * asked.pipeline / stages)
+    return choose_bounds(held, stages, memory_bytes=has_bytes * asked.pipeline / stages)
 
 
 def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communicator) -> tuple[LayerCost, ...]:

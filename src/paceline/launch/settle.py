@@ -12,10 +12,10 @@ from paceline.cluster.detect import Machine
 from paceline.config import Config, check_hosts, with_precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.launch.target import TargetMachines
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
-from paceline.search.automatic import choose
-from paceline.search.choice import Room, apply_choice
-from paceline.search.make_plan import RunMachine, make_plan
+from paceline.search.automatic import apply_choice, choose
+from paceline.search.make_plan import make_plan
 from paceline.search.memory_verdict import MemoryVerdict, needed
 from paceline.units import format_bytes
 
@@ -81,13 +81,13 @@ def _is_decided(config: Config) -> bool:
 
 def _with_memory(config: Config, machines: TargetMachines, each: int) -> Config:
     """Returns the config with the strategy that fits, where it is left open. Raises where nothing does."""
-    room = _room(config, machines, each)
-    if room is None:
+    where = _ranks_with_memory(config, machines, each)
+    if where is None:
         return config
     if config.parallel.strategy == "auto":
-        model = describe_model(config, room.device)
-        known = Machine(processor="", cores=each, memory_bytes=float(room.host_bytes))
-        return config if model is None else apply_choice(config, choose(config, model, room, known))
+        model = describe_model(config, where.device)
+        known = Machine(processor="", cores=each, memory_bytes=float(where.host_bytes))
+        return config if model is None else apply_choice(config, choose(config, model, where, known))
     verdict = _verdict(config, machines, each)
     if verdict is not None and verdict.kind == "too large":
         raise UsageError(
@@ -97,13 +97,15 @@ def _with_memory(config: Config, machines: TargetMachines, each: int) -> Config:
     return config
 
 
-def _room(config: Config, machines: TargetMachines, each: int) -> Room | None:
+def _ranks_with_memory(config: Config, machines: TargetMachines, each: int) -> RunMachine | None:
     device, host = config.parallel.device, machines.host_bytes
     memory = machines.device_bytes if device == "cuda" else None if host is None else host / each
     if memory is None:
         return None
     ranks = config.parallel.decided_ranks
-    return Room(device=device, device_bytes=int(memory), host_bytes=int(host or 2**60), ranks=ranks, node_ranks=each)
+    return RunMachine(
+        device=device, device_bytes=int(memory), host_bytes=int(host or 2**60), ranks=ranks, node_ranks=each
+    )
 
 
 def _verdict(config: Config, machines: TargetMachines, each: int) -> MemoryVerdict | None:

@@ -228,7 +228,7 @@ class _Formulas:
         from paceline.cluster.devices import load_cluster
         from paceline.config import load_config
         from paceline.errors import PacelineError
-        from paceline.search.from_config import task_of, workload_as_written
+        from paceline.search.request import task_of, workload_as_written
         from paceline.search.search import rank_one
 
         try:

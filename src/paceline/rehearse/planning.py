@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import UsageError
-from paceline.search.plan_for import plan_for
 from paceline.search.request import PlanRequest, request_for, request_for_hugging_face
-from paceline.search.result import PlanResult
+from paceline.search.result import PlanResult, plan_for
 from paceline.units import GIB
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.errors import RankFailedError
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, RunMachine
 from paceline.run.attempt import RankRunner
 from paceline.run.folder import config_of, read_plan
 from paceline.run.logs import rank_logs
@@ -40,7 +40,7 @@ from paceline.run.signals import hear_requests
 from paceline.run.start_times import StartTimes
 from paceline.run.warm_server import PARENT
 from paceline.run.watch import watch_policy
-from paceline.search.make_plan import RunMachine, decided_config, make_plan
+from paceline.search.make_plan import decided_config, make_plan
 
 
 def main() -> None:

@@ -29,10 +29,8 @@ from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
 from paceline.predict.memory.planned import rank_estimates
 from paceline.search.expect import present_cluster
-from paceline.search.from_config import planned_values
-from paceline.search.plan_for import plan_for
-from paceline.search.request import request_for
-from paceline.search.result import PlanResult
+from paceline.search.request import planned_values, request_for
+from paceline.search.result import PlanResult, plan_for
 from paceline.search.search import Change, Ranked, workload_text
 from paceline.units import format_bytes
 

@@ -39,7 +39,7 @@ from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model
 from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
@@ -47,7 +47,7 @@ from paceline.predict.memory.planned import with_memory
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
-from paceline.search.make_plan import RunMachine, make_plan, with_length
+from paceline.search.make_plan import make_plan, with_length
 from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.ema import WeightAverage
 from paceline.train.flops import cost_of_sample

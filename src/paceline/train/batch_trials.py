@@ -19,7 +19,7 @@ from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.mesh import divisors
-from paceline.search.choice import MARGIN
+from paceline.plan.plan import MARGIN
 from paceline.train.batch_search import Found, search_microbatch
 from paceline.train.loss import Loss
 from paceline.train.step import Passes, accumulate

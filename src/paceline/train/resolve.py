@@ -22,26 +22,26 @@ from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits, data_of
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
-from paceline.free_memory import measure_room
+from paceline.free_memory import measure_machine
 from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.search.automatic import choose
-from paceline.search.choice import Choice, Room, apply_choice
+from paceline.search.automatic import Choice, apply_choice, choose
 from paceline.train.loss import build_loss
 from paceline.train.model_errors import RULE, first_line, made_at, misfit, needs_values, raised_at
 
 
-def resolve_strategy(config: Config, room: Room, machine: Machine | None = None) -> tuple[Config, Choice]:
+def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None = None) -> tuple[Config, Choice]:
     """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``; returns the config, and why.
 
     Of what fits, the fastest by prediction is taken; the first in order where the machine cannot be priced. None: the
     present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
-    config = with_precision(config, room.device)
-    model = describe_model(config, room.device) or measure_config(config, room.device)
-    choice = choose(config, model, room, machine or detect_machine(with_gpus=room.device == "cuda"))
+    config = with_precision(config, where.device)
+    model = describe_model(config, where.device) or measure_config(config, where.device)
+    choice = choose(config, model, where, machine or detect_machine(with_gpus=where.device == "cuda"))
     return apply_choice(config, choice), choice
 
 
@@ -54,7 +54,7 @@ def resolve_together(
     """
 
     def decide() -> tuple[Config, Choice]:
-        return resolve_strategy(config, measure_room(comm.device.type, comm.size, node_ranks or comm.size), machine)
+        return resolve_strategy(config, measure_machine(comm.device.type, comm.size, node_ranks or comm.size), machine)
 
     return ask_first_rank(comm, decide)
 

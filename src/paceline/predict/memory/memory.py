@@ -29,7 +29,7 @@ Activations come from the model's facts. Checkpointing keeps the inputs of a blo
 
 Known error. Parameters, gradients and optimizer state are exact but for padding (under 1 % for units above 100,000
 parameters). Activations: see ``activations.py``. What an allocator loses between tensors is not counted: the margin of
-``search/choice.py`` is for that.
+``search/automatic.py`` is for that.
 """
 
 from __future__ import annotations

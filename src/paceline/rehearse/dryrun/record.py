@@ -32,6 +32,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
+from paceline.plan.plan import MARGIN
 from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.repeat import counted, is_playable, repeat
@@ -45,7 +46,6 @@ from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model,
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
-from paceline.search.choice import MARGIN
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
