@@ -18,8 +18,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.chaos.faults import ON_LOSS, Fault, check_faults, parse_faults, place_faults, random_faults
-from paceline.chaos.notes import VARIABLE, Fired, Passed, Started, read_notes, read_plan, write_plan
+from paceline.chaos.faults import (
+    ON_LOSS,
+    VARIABLE,
+    Fault,
+    Fired,
+    Passed,
+    Started,
+    check_faults,
+    parse_faults,
+    place_faults,
+    random_faults,
+    read_notes,
+    read_plan,
+    write_plan,
+)
 from paceline.chaos.report import Report, Sameness, compare_steps, make_report
 from paceline.chaos.timeline import Command, Notes, handle, straggler_verdict
 from paceline.checkpoint import list_checkpoints

@@ -23,8 +23,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.chaos.faults import ON_LOSS, STEP_PHASES, WHILE_SAVING, Fault
-from paceline.chaos.notes import Fired, Passed, Started, note, read_notes, read_plan
+from paceline.chaos.faults import (
+    ON_LOSS,
+    STEP_PHASES,
+    WHILE_SAVING,
+    Fault,
+    Fired,
+    Passed,
+    Started,
+    note,
+    read_notes,
+    read_plan,
+)
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.train.loss import Loss, LossValue

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault
-from paceline.chaos.notes import Fired, Passed, Started
+from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault, Fired, Passed, Started
 from paceline.config import Config
 from paceline.health.straggler import find_straggler
 from paceline.records.summary import RankAttempt, RunRecords, StepTable

@@ -179,7 +179,7 @@ def reshard(
     from paceline.config.load import config_from_dict
     from paceline.plan.layout import STRATEGIES, Layout
     from paceline.plan.rules import check_layout
-    from paceline.rehearse.dryrun.cut import cut_of_run
+    from paceline.rehearse.dryrun.parts import cut_of_run
 
     _check_word("--strategy", asked.strategy, STRATEGIES)
     strategy = cast("Strategy", asked.strategy)

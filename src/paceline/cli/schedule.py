@@ -147,13 +147,13 @@ def _with_messages(found: Schedule) -> Schedule:
 
 
 def _write_csv(found: Schedule, target: str) -> None:
-    from paceline.schedule.text import format_csv, write_csv
+    from paceline.schedule.text import format_csv
 
     if target == "-":
         echo(format_csv(found), nl=False)
         return
     try:
-        write_csv(found, Path(target))
+        Path(target).write_text(format_csv(found), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the schedule cannot be written to {target}: {error}") from error
 

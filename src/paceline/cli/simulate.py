@@ -106,7 +106,7 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
     from paceline.records.report import summarize
     from paceline.rehearse.simulate.recording import write_records
     from paceline.rehearse.simulate.run import simulate as run_simulation
-    from paceline.rehearse.simulate.timeline import write_trace
+    from paceline.rehearse.simulate.summary import write_trace
     from paceline.run.folder import check_folder, claim_folder, find_write_error
 
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
@@ -149,7 +149,7 @@ def describe(found: Simulation) -> dict[str, Any]:
 
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     from paceline.records.report import render, to_json
-    from paceline.rehearse.simulate.timeline import LEGEND, draw_step
+    from paceline.rehearse.simulate.summary import LEGEND, draw_step
     from paceline.terminal import new_console
 
     if as_json:

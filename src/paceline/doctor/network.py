@@ -228,11 +228,13 @@ def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     present, settings = find_interfaces(), settings_of(surroundings)
     asked = settings.get(GLOO_INTERFACE)
     given = [name for name in (SECRET, SECRET_FILE) if name in surroundings.environment]
+    loopbacks = [each.name for each in present if each.is_loopback]
+    leaves_host = asked is not None and any(name not in loopbacks for name in asked.value.split(","))
     yield finding(
         "listening, one host",
         "the launcher: a unix socket in a folder of mode 0700; Gloo and NCCL: the loopback",
         "no other host reaches what paceline train listens on, unless comm.interface or GLOO_SOCKET_IFNAME says so",
-        note=f"unset {GLOO_INTERFACE} for runs on one host" if _leaves_host(settings, present) else "",
+        note=f"unset {GLOO_INTERFACE} for runs on one host" if leaves_host else "",
     )
     secret = f"the job's secret is in {given[0]}" if given else "the job's secret is in the run's folder"
     yield finding(
@@ -241,12 +243,6 @@ def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         "control connections prove the secret; those of Gloo and NCCL, and torchrun's store, are open to whoever "
         "reaches them: keep the network between the hosts to yourself",
     )
-
-
-def _leaves_host(settings: Mapping[str, BackendSetting], present: list[Interface]) -> bool:
-    asked = settings.get(GLOO_INTERFACE)
-    names = [each.name for each in present if each.is_loopback]
-    return asked is not None and any(name not in names for name in asked.value.split(","))
 
 
 def settings_of(surroundings: DoctorInputs) -> dict[str, BackendSetting]:

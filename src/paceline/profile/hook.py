@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.comm.clock_offset import clock_offset
 from paceline.comm.traced import Trace
 from paceline.engines.pipeline import Pipeline
-from paceline.profile.spans import ANCHOR, Operator, RankSpans, TraceSpan
+from paceline.profile.merge import ANCHOR, Operator, RankSpans, TraceSpan
 from paceline.run.variables import profile_request
 from paceline.schedule.grid import Action
 from paceline.train.step import StepResult

@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from paceline.profile.merge import MemoryPoint, RankProfile, begin_s, largest_by_time
-from paceline.profile.spans import Operator, TraceSpan
+from paceline.chrome_trace import time_in_all
+from paceline.profile.merge import MemoryPoint, Operator, RankProfile, TraceSpan, begin_s, largest_by_time
 from paceline.units import format_bytes, format_seconds
 
 Interval = tuple[float, float]
@@ -169,24 +169,24 @@ def _rank_times(profile: RankProfile, late: Sequence[Interval]) -> RankTimes:
     if busy:  # the device's own time
         ways = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" in e.name.lower()]
         compute = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" not in e.name.lower()]
-        communication_s = length(ways)
-        exposed_s = communication_s - length_in_both(ways, compute)
-        late_s = min(exposed_s, length_in_both(ways, late))
+        communication_s = time_in_all(ways)
+        exposed_s = communication_s - time_in_all(ways, compute)
+        late_s = min(exposed_s, time_in_all(ways, late))
     else:
         ways, waits = _intervals(spans.corrected("collectives")), _intervals(spans.corrected("waits"))
-        communication_s, exposed_s = length_in_both([*ways, *waits], steps), length_in_both(waits, steps)
-        late_s = min(exposed_s, length_in_both(waits, late))
+        communication_s, exposed_s = time_in_all([*ways, *waits], steps), time_in_all(waits, steps)
+        late_s = min(exposed_s, time_in_all(waits, late))
     peak = max(profile.memory, key=lambda each: each.num_bytes, default=None)
     phases = [] if peak is None else [p.name for p in spans.corrected("phases") if p.start_s <= peak.at_s <= p.end_s]
     return RankTimes(
         rank=spans.rank,
-        steps_s=length(steps),
+        steps_s=time_in_all(steps),
         communication_s=communication_s,
         exposed_s=exposed_s,
         late_rank_s=late_s,
         network_s=max(0.0, exposed_s - late_s),
         data_s=sum(each.seconds for each in spans.tracks.get("phases", ()) if each.name == "data"),
-        device_idle_s=length(steps) - length_in_both(steps, busy) if busy else None,
+        device_idle_s=time_in_all(steps) - time_in_all(steps, busy) if busy else None,
         peak_bytes=0 if peak is None else peak.num_bytes,
         peak_phase=phases[0] if phases else "",
     )
@@ -212,24 +212,3 @@ def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
 
 def _intervals(spans: Sequence[TraceSpan]) -> list[Interval]:
     return [(each.start_s, each.end_s) for each in spans]
-
-
-def joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """Returns the same time as intervals that do not touch, in order."""
-    found: list[Interval] = []
-    for start, end in sorted(each for each in intervals if each[1] > each[0]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: Sequence[Interval]) -> float:
-    """Returns how long at least one of the intervals lasts."""
-    return sum(end - start for start, end in joined(intervals))
-
-
-def length_in_both(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Returns how long an interval of each kind lasts at once: |A| + |B| - |A or B|."""
-    return length(one) + length(other) - length([*one, *other])

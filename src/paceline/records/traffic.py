@@ -4,7 +4,7 @@
     bus bandwidth        achieved x 2 (N-1)/N for an all-reduce, x (N-1)/N for a gather, a scatter or an exchange:
                          what each link carried, whatever the number of ranks
 
-Without records of operations, what a step sends follows from the strategy (``plan/sharing.py``) and the parameters, in
+Without records of operations, what a step sends follows from the strategy (``plan/layout.py``) and the parameters, in
 fp32.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.cluster.wires import WireCost
-from paceline.plan.sharing import SHARING
+from paceline.plan.layout import SHARING
 from paceline.records.bandwidth import bus_factor
 from paceline.records.records import CommRecord, RunRecord
 from paceline.records.summary import RankAttempt

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from paceline.chaos.notes import VARIABLE
+from paceline.chaos.faults import VARIABLE
 from paceline.checkpoint import open_checkpoint
 from paceline.checkpoint.storage import FileStore
 from paceline.comm.base import Communicator

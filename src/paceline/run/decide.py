@@ -28,7 +28,7 @@ from paceline.run.prediction import entry_problem, machine_entry
 from paceline.run.rank_process import node_ranks
 from paceline.run.warm import CPU_RANKS
 from paceline.search.make_plan import make_plan
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, needed_in_turns, ways_out
+from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.train.resolve import resolve_strategy, resolve_together
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def check_memory(config: Config, *, is_told: bool = True) -> None:
 
 def check_virtual(config: Config) -> None:
     """Raises UsageError for virtual ranks whose states alone are more than there is; device and ranks are decided."""
-    need = needed_in_turns(config)
+    need = needed(config, in_turns=True)
     if need is None:
         return
     verdict = _compare(config, need)

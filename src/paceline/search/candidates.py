@@ -92,6 +92,10 @@ def _of_mesh(
     local = task.global_batch // data
     layers = task.model.layers if isinstance(task.model, ModelShape) else 1
     of_node = max(1, cluster.node.devices // tensor)
+    experts = [1]  # ranks among which the experts of a block are shared: data ranks of one node
+    if isinstance(task.model, ModelShape) and task.model.experts:
+        some = divisors(task.model.experts)[1:]
+        experts += [each for each in some if each <= min(of_node, data) and data % each == 0]
     for microbatch in (size for size in _MICROBATCHES if local % size == 0):
         count = local // microbatch
         if count < pipeline:
@@ -115,7 +119,7 @@ def _of_mesh(
                 )
                 if layout.splits_backward and layout.is_fully_sharded:
                     continue  # weights are gone when the second part of backward comes
-                yield from (replace(layout, expert=each) for each in _expert_degrees(task.model, data, of_node))
+                yield from (replace(layout, expert=each) for each in experts)
 
 
 def _schedules(
@@ -147,11 +151,3 @@ def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[Stra
         yield "fsdp", data
     if 1 < local < data and data % local == 0:
         yield "hybrid", local
-
-
-def _expert_degrees(model: ModelShape | SampleModel, data: int, local: int) -> Iterator[int]:
-    """Ranks among which the experts of a block are shared: data ranks of one node. 1 for a dense model."""
-    yield 1
-    if isinstance(model, ModelShape) and model.experts:
-        most = min(local, data)
-        yield from (each for each in divisors(model.experts)[1:] if each <= most and data % each == 0)

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.verify.reference import Reference
+from paceline.verify.runs import StepValues
 from paceline.verify.settings import Settings
-from paceline.verify.values import StepValues
 
 TOLERANCE = 1e-10
 

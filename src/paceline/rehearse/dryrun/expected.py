@@ -42,8 +42,8 @@ def expect_by_dry_run(
 ) -> Expectation:
     """Records and replays a step of a config whose device and ranks are settled; a reason where that cannot be."""
     from paceline.predict.replay.replay import replay
+    from paceline.rehearse.dryrun.parts import with_stand_in
     from paceline.rehearse.dryrun.record import record_stages
-    from paceline.rehearse.dryrun.stand_in import with_stand_in
 
     ranks = config.parallel.decided_ranks
     reason = unpriced(config, 1, entry)

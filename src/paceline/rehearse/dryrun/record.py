@@ -13,7 +13,7 @@ import bisect
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -79,15 +79,15 @@ def claim_states(memory: HeldMemory, parts: StepPieces) -> None:
 
 def _look_after(group: FlatGroup, memory: HeldMemory) -> None:
     """Looks at followed storages when a group's memory comes or goes: after every kernel would take long."""
+
+    def then_look(change: Callable[[], None]) -> None:
+        change()
+        memory.look()
+        _claim_resident(group, memory)
+
     for name in ("allocate", "free"):
         if name not in vars(group):
-            vars(group)[name] = functools.partial(_then_look, group, getattr(group, name), memory)
-
-
-def _then_look(group: FlatGroup, change: Callable[[], None], memory: HeldMemory) -> None:
-    change()
-    memory.look()
-    _claim_resident(group, memory)
+            vars(group)[name] = functools.partial(then_look, getattr(group, name))
 
 
 def _claim_resident(group: FlatGroup, memory: HeldMemory) -> None:
@@ -187,7 +187,7 @@ class _Recording:
                 for _ in range(2 if layout.strategy == "ddp" else 1):
                     _run(recorder, functions, parts, 1)
             done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
-        return self._program(rank, parts, done, order)
+        return self._described(rank, parts, done, order)
 
     @contextlib.contextmanager
     def _telling(self, model: nn.Module) -> Iterator[None]:
@@ -205,16 +205,19 @@ class _Recording:
             made = made_at(self._config)
             raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error
 
-    def _graphs(self, parts: StepPieces) -> Literal["off", "auto", "on"]:
-        asked, device = self._config.train.cuda_graphs, "cpu" if self._config.parallel.device == "cpu" else "cuda"
-        if asked is False or graph_problem(self._config, self._layout, device, parts.loss):
-            return "off"
-        return "on" if asked is True else "auto"
-
-    def _program(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
+    def _described(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
         config, layout = self._config, self._layout
         precision = precision_named(layout.precision)
         samples = layout.microbatch * layout.accumulate * layout.data
+        graphs: Literal["off", "auto", "on"] = "on" if config.train.cuda_graphs is True else "auto"
+        if config.train.cuda_graphs is False or graph_problem(config, layout, self._world.device_kind, parts.loss):
+            graphs = "off"
+        # Three times what forward takes, attention in full.
+        forward = sum(
+            times * event.operation.full_flops
+            for event, times in counted(done.events, order)
+            if isinstance(event, Run) and event.operation.phase == "forward"
+        )
         return Program(
             name=config.name,
             rank=rank,
@@ -225,10 +228,10 @@ class _Recording:
             samples=samples,
             elements=samples * (parts.loss.elements_per_sample or 1.0),
             element="tokens" if self._data.shape.kind == "tokens" else "samples",
-            model_flops=_model_flops(counted(done.events, order)),
+            model_flops=3.0 * forward,
             dtype=dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32),
             is_compiled=layout.is_compiled,
-            graphs=self._graphs(parts),
+            graphs=graphs,
             stage=rank // self.stage_ranks,
             stages=layout.pipeline,
             order=order,
@@ -310,15 +313,6 @@ def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
     if problems:
         raise UsageError("\n".join(problems))
     return layout_of(config, ranks, node_ranks)
-
-
-def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
-    """Three times what forward takes, attention in full; of events, and how often each of them is done."""
-    found = 0.0
-    for event, times in events:
-        if isinstance(event, Run) and event.operation.phase == "forward":
-            found += times * event.operation.full_flops
-    return 3.0 * found
 
 
 def _enough_microbatches(pipeline: StageRunner | None, wanted: int) -> int:
