@@ -33,7 +33,7 @@ from paceline.chaos.faults import (
     read_plan,
     write_plan,
 )
-from paceline.chaos.report import Report, Sameness, compare_steps, make_report
+from paceline.chaos.report import LossComparison, Report, compare_steps, make_report
 from paceline.chaos.timeline import Command, Notes, handle, straggler_verdict
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
@@ -149,7 +149,7 @@ def run_with_faults(
         handlings,
         mtbf_s=mtbf_s,
         samples=audit_samples(run.folder),
-        sameness=_compare(run, attempts, faults) if compare else None,
+        comparison=_compare(run, attempts, faults) if compare else None,
     )
     if run.folder.is_dir():
         kept = run.folder / "chaos"
@@ -183,7 +183,7 @@ def audit_samples(folder: Path) -> str:
 def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Command]:
     """Runs ``paceline train``, and again with ``--resume auto`` while a fault ended it: what a scheduler would do."""
     begin = ["train", str(run.path), *run.overrides, "--json"]
-    commands = [_run_command(run, _replacing(begin, run.folder), scratch)]
+    commands = [_run_command(run, begin, scratch, run.folder)]
     known = 0
     while commands[-1].code not in (DONE, REFUSED) and len(commands) <= num_faults:
         happened = len({fired.number for fired in read_notes(scratch, Fired)})
@@ -197,19 +197,20 @@ def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Com
     return commands
 
 
-def _replacing(arguments: list[str], folder: Path) -> list[str]:
-    """Returns the arguments of a run that replaces an older one in its folder."""
-    return [*arguments, "--force"] if (folder / "config.yaml").is_file() else arguments
+def _run_command(
+    run: FaultyRun, arguments: Sequence[str], scratch: Path | None, replaced: Path | None = None
+) -> Command:
+    """Runs ``paceline`` in a process of its own; tells what it tells, and which faults happen, as they do.
 
-
-def _run_command(run: FaultyRun, arguments: Sequence[str], scratch: Path | None) -> Command:
-    """Runs ``paceline`` in a process of its own; tells what it tells, and which faults happen, as they do."""
+    ``replaced``: the folder of an older run, if there is one, in whose place this one comes.
+    """
+    force = ["--force"] if replaced is not None and (replaced / "config.yaml").is_file() else []
     environment = {name: value for name, value in run.environment.items() if name != VARIABLE}
     if scratch is not None:
         environment[VARIABLE] = str(scratch.absolute())
     start = time.time()
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
+        [sys.executable, "-m", "paceline", *arguments, *force],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -259,13 +260,13 @@ def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
     return [found.get(rank, []) for rank in range(ranks)]
 
 
-def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> Sameness:
+def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> LossComparison:
     """Trains the same config undisturbed, and compares."""
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
     folder = Path(run.config.monitor.folder) / name
     run.say("now undisturbed, to compare")
     arguments = ["train", str(run.path), *run.overrides, f"name={name}", "--json"]
-    command = _run_command(run, _replacing(arguments, folder), None)
+    command = _run_command(run, arguments, None, folder)
     is_expected = command.code == 0 and not any(each.kind in ON_LOSS for each in faults)
     ours, theirs = audit_samples(run.folder), audit_samples(folder)
     twin = _attempts(folder, run.ranks)

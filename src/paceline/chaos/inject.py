@@ -90,7 +90,8 @@ class Injector:
         def faulty_lap(phase: str) -> None:
             assert self._trainer is not None
             step = self._trainer.step + 1
-            self._dawdle(step)
+            if self._slow is not None and step < self._slow_until:  # takes as many times as long as a slow rank's
+                time.sleep((self._slow.factor - 1.0) * (time.perf_counter() - self._lap_at))
             if phase == "optimizer":
                 self._loss_factor = 1.0
             for fault in self._due(step):
@@ -156,11 +157,6 @@ class Injector:
             raise InjectedError(f"an error that chaos asked for, in step {step}")
         if fault.kind == "oom":
             raise torch.OutOfMemoryError(f"out of memory, as chaos asked for, in step {step}")
-
-    def _dawdle(self, step: int) -> None:
-        """Makes the phase that ends here take as many times as long as a slow rank's."""
-        if self._slow is not None and step < self._slow_until:
-            time.sleep((self._slow.factor - 1.0) * (time.perf_counter() - self._lap_at))
 
     def _corrupt(self, fault: Fault, step: int) -> None:
         """Flips one bit of one file of the newest checkpoint, and dies: the next start must do without."""

@@ -108,11 +108,13 @@ def handle(
     began = next((each for each in notes.started if at.time < each.time <= passed.time), None)
     if began is None:
         return _handled_inside(found, at, attempts)
+    # While saving or evaluating, the step itself has been trained too.
+    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in WHILE_SAVING
     is_same_command = any(each.start <= at.time and passed.time <= each.end for each in commands)
     return replace(
         found,
         how="restarted" if is_same_command else "stopped",
-        lost_steps=max(0, steps_done(at, fault) - began.step),
+        lost_steps=max(0, at.step - (not is_after) - began.step),
         lost_samples=max(0, at.position - began.position),
         verdict=_verdict(commands, at.time),
     )
@@ -155,12 +157,6 @@ def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt
     steps = RunRecords(there).steps.only(range(first, first + handling.fault.length)) if there else StepTable([])
     found = find_straggler(steps.rows)
     return "" if found is None else str(found)
-
-
-def steps_done(at: Fired, fault: Fault) -> int:
-    """Returns how many steps had been trained: while saving or evaluating, the step itself too."""
-    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in WHILE_SAVING
-    return at.step if is_after else at.step - 1
 
 
 def _verdict(commands: Sequence[Command], moment: float) -> str:

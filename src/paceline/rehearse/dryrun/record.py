@@ -118,6 +118,7 @@ def watch_update(memory: HeldMemory, parts: StepPieces) -> None:
     parts.optimizer.register_step_pre_hook(claim)
 
 
+_RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
 _FEW = 3  # microbatches that are run: the first, one that stands for all between, and the last
 
 
@@ -292,8 +293,13 @@ def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[t
         return done.events, ()
     if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
         return repeat(done.events, done.laps[1], done.laps[3], 1 + count - few), ()
-    marked = with_marks(done.events, done.acts, pipeline.program(few).actions)
-    return marked, order_of(pipeline.program(count), few)
+    marked: list[Event] = []  # a mark before the events of each action
+    actions = pipeline.program(few).actions
+    for number, (begin, end) in enumerate(pairwise((*done.acts, len(done.events)))):
+        action = actions[number] if number < len(actions) else None
+        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
+        marked += (mark, *done.events[begin:end])
+    return tuple(marked), _order_of(pipeline.program(count), few)
 
 
 def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
@@ -328,7 +334,7 @@ def _enough_microbatches(pipeline: StageRunner | None, wanted: int) -> int:
     return wanted
 
 
-def order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
+def _order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
     """Returns the actions of a whole step, by those of one with few microbatches."""
     most = max(action.microbatch for action in program.actions)
     arrived: Mapping[Action, Sequence[Action]] = program.released
@@ -343,19 +349,6 @@ def order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
         messages = tuple((send.kind, send.stage, send.microbatch) for send in sends)
         found.append(Turn(action.kind, action.stage, number, like, messages))
     return tuple(found)
-
-
-def with_marks(events: Sequence[Event], acts: Sequence[int], actions: Sequence[Action]) -> tuple[Event, ...]:
-    """Returns the events with a mark before those of each action; ``acts`` are the places where these begin."""
-    found: list[Event] = []
-    for number, (begin, end) in enumerate(pairwise((*acts, len(events)))):
-        action = actions[number] if number < len(actions) else None
-        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
-        found += (mark, *events[begin:end])
-    return tuple(found)
-
-
-_RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
 
 
 def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:
