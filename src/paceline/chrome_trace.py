@@ -62,22 +62,3 @@ def write_events(path: Path, events: Sequence[Event], about: Mapping[str, Any] |
         raise UsageError(
             f"cannot write the trace {path}: {error.strerror or error}\n  give a file in a folder that can be written"
         ) from error
-
-
-def time_in_all(*kinds: Sequence[tuple[float, float]]) -> float:
-    """Returns how long an interval of every kind was under way at once; those of one kind may overlap."""
-    edges = [
-        (moment, change, kind)
-        for kind, intervals in enumerate(kinds)
-        for interval in intervals
-        for moment, change in zip(interval, (-1, 1), strict=True)  # in order: at one moment, starts before ends
-    ]
-    under_way, since_s, found = [0] * len(kinds), 0.0, []
-    for moment, change, kind in sorted(edges):
-        was_in_all = all(under_way)
-        under_way[kind] -= change
-        if all(under_way) and not was_in_all:
-            since_s = moment
-        elif was_in_all and not all(under_way):
-            found.append(moment - since_s)
-    return sum(found)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from paceline.chrome_trace import TRACKS, span, time_in_all, write_events
+from paceline.chrome_trace import TRACKS, span, write_events
 from paceline.config import load_config, run_checks
 from paceline.errors import UsageError
 from paceline.profile.merge import (
@@ -26,6 +26,7 @@ from paceline.profile.merge import (
 )
 from paceline.profile.run import profiled_config
 from paceline.profile.summary import summarize_profile
+from paceline.schedule.clock import time_in_all
 
 Call = Callable[..., Any]
 

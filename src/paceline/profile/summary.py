@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from paceline.chrome_trace import time_in_all
 from paceline.profile.merge import MemoryPoint, Operator, RankProfile, TraceSpan, begin_s, largest_by_time
+from paceline.schedule.clock import time_in_all
 from paceline.units import format_bytes, format_seconds
 
 Interval = tuple[float, float]

@@ -140,8 +140,9 @@ def whole_ladder(
     strategies: list[tuple[Strategy, int]] = [("ddp", 1), ("zero1", ranks)]
     if ranks > 1:
         group = asked.shard_ranks if asked.shard_ranks > 1 else machine.local_ranks
-        is_between = 1 < group < ranks and ranks % group == 0
-        strategies += [("zero2", ranks), *([("hybrid", group)] if is_between else [])]
+        strategies.append(("zero2", ranks))
+        if 1 < group < ranks and ranks % group == 0:
+            strategies.append(("hybrid", group))
     strategies.append(("fsdp", ranks))
     offloads = (asked.offload,) if "offload" in keep else _OFFLOADS if machine.device == "cuda" else _OFFLOADS[:1]
     found = []
@@ -154,13 +155,8 @@ def whole_ladder(
                     continue
             elif ranks == 1 and strategy != "ddp":  # with nobody to share, nothing is saved
                 continue
-            how = {
-                "strategy": strategy,
-                "shard_ranks": shards,
-                "checkpoint_activations": checkpoint,
-                "offload": offload,
-            }
-            layout = replace(asked, **how, data=ranks, node_ranks=machine.local_ranks, chunks=1)
+            layout = replace(asked, strategy=strategy, shard_ranks=shards, data=ranks, node_ranks=machine.local_ranks)
+            layout = replace(layout, checkpoint_activations=checkpoint, offload=offload, chunks=1)
             found.append(judge(model, layout, machine, states))
     return found
 

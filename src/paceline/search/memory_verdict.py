@@ -34,7 +34,6 @@ from paceline.search.search import Change, Ranked, workload_text
 from paceline.units import format_bytes
 
 NEAR = 0.9  # of the memory there is: allocators lose some, and estimates are estimates
-_WORKING = ("activations", "temporary")
 _TOLD = 3  # categories, the largest
 
 
@@ -100,8 +99,8 @@ def needed(config: Config, *, node_ranks: int | None = None, in_turns: bool = Fa
     parts = {name: ranks * sum(getattr(each, name) for each in stages) // len(stages) for name in names}
     parts["framework"] = stages[0].framework
     if in_turns:
-        held = [{name: getattr(each, name) for name in _WORKING} for each in stages]
-        parts |= max(held, key=lambda each: sum(each.values()))
+        largest = max(stages, key=lambda each: each.activations + each.temporary)  # of the one whose turn it is
+        parts |= {"activations": largest.activations, "temporary": largest.temporary}
     return MemoryNeed(who=who, parts=parts)
 
 

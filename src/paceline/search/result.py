@@ -226,9 +226,9 @@ def plan_for(
     if not gpus:
         return result
     task = request.tasks[0] if result.winner is None else result.task_for(result.winner)
-    where = {"order": order, "host_memory": request.host_memory}
+    cluster, memory = request.cluster, request.host_memory
     tables = {
-        name: tuple(scaling_rows(task, request.cluster, gpus, weak=name == "weak", **where))
+        name: tuple(scaling_rows(task, cluster, gpus, weak=name == "weak", order=order, host_memory=memory))
         for name in ("strong", "weak")
     }
     return replace(result, scaling=tables)

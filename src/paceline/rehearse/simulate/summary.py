@@ -19,12 +19,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from paceline.chrome_trace import Event, name_process, name_tracks, span, time_in_all, write_events
+from paceline.chrome_trace import Event, name_process, name_tracks, span, write_events
 from paceline.comm.virtual.clock import ClockSpan, VirtualClock
 from paceline.notebook import Shown
 from paceline.records.records import EndRecord, EvalRecord, Record, StepRecord
 from paceline.records.summary import FINAL_STEPS, StepTable, Totals, add_up
 from paceline.rehearse.simulate.recording import StepBounds
+from paceline.schedule.clock import time_in_all
 from paceline.units import format_seconds
 
 LETTERS = {"data": "d", "forward": "F", "backward": "B", "optimizer": "U", "evaluation": "e"}
