@@ -162,7 +162,7 @@ def test_an_open_mesh_is_decided_and_trained() -> None:
         {
             "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
             "data": {"kind": "synthetic_tokens", "context": 8, "vocab_size": 32, "samples": 16},
-            "parallel": {"sharding_strategy": "auto", "device": "cpu"},
+            "parallel": {"strategy": "auto", "device": "cpu"},
             "train": {"global_batch": 1, "steps": 1},
         }
     )
@@ -175,18 +175,12 @@ def test_an_open_mesh_is_decided_and_trained() -> None:
     assert run_virtual(train, ranks=2) == [({"replicate": 1, "tensor": 2}, True)] * 2
     decided, choice = resolve_strategy(config, room(600, ranks=2))
     parallel = decided.parallel
-    assert (parallel.sharding_strategy, parallel.strategy, parallel.pipeline, parallel.tensor) == (
-        "manual",
-        "ddp",
-        1,
-        2,
-    )
+    assert (parallel.strategy, parallel.pipeline, parallel.tensor) == ("ddp", 1, 2)
     assert choice.left_out[0].startswith("data 2: parallel.ranks = 2 is more than train.global_batch = 1")
 
 
 def test_a_model_of_the_users_own_stays_whole(own_module: str) -> None:
     config = make_config(own_module)
-    parallel = config.parallel.model_copy(update={"sharding_strategy": "auto"})
-    decided, choice = resolve_strategy(config.model_copy(update={"parallel": parallel}), room(470))
+    decided, choice = resolve_strategy(config, room(470))
     assert (decided.parallel.strategy, decided.parallel.pipeline, decided.parallel.tensor) == ("zero1", 1, 1)
     assert "only the model's own code knows its layers" in choice.reason()

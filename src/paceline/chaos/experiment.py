@@ -67,7 +67,6 @@ class FaultyRun:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.config.monitor.folder) / self.config.name
 
 
@@ -239,7 +238,6 @@ def _run_command(
 
 
 def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event) -> None:
-    """Tells of each fault when it happens."""
     if scratch is None:
         return
     plan, known = {each.number: each for each in read_plan(scratch)[1]}, len(read_notes(scratch, Fired))
@@ -255,7 +253,6 @@ def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event)
 
 
 def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
-    """Reads the records of every rank."""
     found = read_run(folder)
     return [found.get(rank, []) for rank in range(ranks)]
 

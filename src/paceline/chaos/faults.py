@@ -257,13 +257,11 @@ def write_plan(folder: Path, seed: int, faults: Sequence[Fault]) -> None:
 
 
 def read_plan(folder: Path) -> tuple[int, list[Fault]]:
-    """Reads the plan back: its seed and faults."""
     content = parse_json_object(read_regular(folder / "plan.json"))
     return content["seed"], [Fault(**values) for values in content["faults"]]
 
 
 def note(folder: Path, what: Fired | Started | Passed) -> None:
-    """Notes what is about to happen, or has."""
     descriptor = os.open(folder / _FILES[type(what)], os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
     try:
         os.write(descriptor, (json.dumps(asdict(what)) + "\n").encode())

@@ -53,14 +53,11 @@ class LossComparison:
 
     @property
     def is_same(self) -> bool:
-        """Whether all losses are the same bits."""
         return self.first_difference is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that a run with faults tells."""
-
     name: str
     ranks: int
     code: int
@@ -82,7 +79,6 @@ class Report:
         return self.code == 0 and handled and same and not self.samples.startswith("wrong")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
         faults = [
             {
                 **asdict(each),
@@ -193,7 +189,6 @@ def _numbers(record: StepRecord) -> tuple[str, ...]:
 
 
 def report_lines(report: Report) -> list[str]:
-    """Writes a report as lines of text."""
     rows = [("fault", "what became of it", "lost", "recovered in", "as its policy says")]
     for each in report.handlings:
         lost = f"{each.lost_steps} steps" if each.lost_steps else "-"

@@ -43,8 +43,6 @@ class Notes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
-    """What became of one fault."""
-
     fault: Fault
     how: How
     expected: tuple[How, ...]
@@ -56,7 +54,6 @@ class Handling:
 
     @property
     def is_right(self) -> bool:
-        """Whether it was handled as the policies say."""
         return self.how in self.expected
 
 

@@ -125,20 +125,23 @@ def import_config(config: ConfigPath) -> None:
 
 
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
-    """Returns all rows of a config that leaves the mesh open, as it is decided; none where ranks or mesh are given."""
+    """Returns all rows of a config that leaves the strategy open, as it is decided; none where that is given."""
     from paceline.config import ExplainRow, LoadedConfig, leaf_values
     from paceline.config import explain as explain_config
     from paceline.plan.describe import mesh_text
+    from paceline.run.decide import decide_strategy, resolve_config
+    from paceline.search.automatic import KEY
 
     config = loaded.config
     known = config.parallel.ranks if ranks is None else ranks
-    if config.parallel.sharding_strategy == "manual" or known == "auto":
+    if config.parallel.strategy != "auto" or known == "auto":
         return []
-    decided, choice = _decide(config, known)
+    decided, choice = decide_strategy(resolve_config(config.with_values("parallel", ranks=known)))
+    assert choice is not None
     kept = {name: getattr(config.parallel, name) for name in ("device", "ranks")}
     settled = decided.with_values("parallel", **kept).with_values("train", precision=config.train.precision)
     before, after = leaf_values(config), leaf_values(settled)
-    key, origin = "parallel.sharding_strategy", "derived: chosen, as parallel.sharding_strategy = auto"
+    key, origin = KEY, f"derived: chosen, as {KEY} = auto"
     chosen = {path: value for path, value in after.items() if value != before.get(path)}
     chosen["derived.mesh"] = mesh_text(choice.chosen.layout)
     changed = {path: ExplainRow(key=path, value=value, origin=origin) for path, value in chosen.items()}
@@ -149,30 +152,19 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
 
 
 def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
-    """Returns what the run will need of memory and, for ``parallel.strategy: auto``, what was decided by it."""
+    """Returns what the run will need of memory."""
     from paceline.config import ExplainRow
 
     known = config.parallel.ranks if ranks is None else ranks
     if known == "auto":
         return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
     device = "cuda" if config.parallel.device == "cuda" else "cpu"
-    if config.parallel.strategy != "auto":
-        return _estimate_rows(config, known, device)
-    decided, choice = _decide(config, known)
-    return [*_choice_rows(choice), *_estimate_rows(decided, known, decided.parallel.device)]
-
-
-def _decide(config: Config, ranks: int) -> tuple[Config, Choice]:
-    """Decides what is open, for this machine and a number of ranks."""
-    from paceline.run.decide import decide_strategy, resolve_config
-
-    decided, choice = decide_strategy(resolve_config(config.with_values("parallel", ranks=ranks)))
-    assert choice is not None
-    return decided, choice
+    return _estimate_rows(config, known, device)
 
 
 def _choice_rows(choice: Choice) -> list[ExplainRow]:
     from paceline.config import ExplainRow
+    from paceline.search.automatic import KEY
 
     ladder = [
         f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
@@ -180,7 +172,7 @@ def _choice_rows(choice: Choice) -> list[ExplainRow]:
     ladder += [f"impossible: {reason}" for reason in choice.left_out]
     return [
         ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
-        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {choice.key} = auto: candidates, the cheapest first"),
+        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
     ]
 
 

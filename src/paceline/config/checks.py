@@ -44,8 +44,8 @@ from paceline.plan.rule_case import no_effect, text_of
 Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 
 _LONGEST_NAME = 100
-_MOST_GROWTH = 4  # of a batch that is suggested
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
+_MOST_GROWTH = 4  # of a batch that is suggested
 
 
 class _BrokenSectionError(Exception):
@@ -134,7 +134,7 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
         )
         return [problem]
     microbatch = None if train.microbatch == "auto" else train.microbatch
-    if parallel.sharding_strategy == "auto":  # how many ranks share the batch is not decided yet
+    if parallel.strategy == "auto" and not _is_split(parallel):  # how many ranks share the batch is not decided yet
         return check_batch(train.global_batch, microbatch, train.accumulate, None)
     if not _is_split(parallel):
         return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
@@ -163,38 +163,35 @@ def check_gpt_heads(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
-    """Checks that ``parallel.strategy = auto`` has a whole model."""
+    """Checks that what ``parallel.strategy = auto`` chooses is not given as well."""
     parallel = config.parallel
-    if parallel.strategy == "auto" and parallel.sharding_strategy == "manual" and _is_split(parallel):
-        keys = _degrees(parallel, "parallel.{0}", " and ")
+    if parallel.sharding_strategy == "auto":  # else it has been read as the strategy
         yield Problem(
-            what=f"parallel.strategy = auto with {_degrees(parallel)}",
-            rule="it chooses for models that each rank, or all ranks together, hold whole",
-            fix=f"set parallel.strategy = zero1 or ddp; or remove {keys} and set parallel.sharding_strategy = auto",
+            what=f"parallel.sharding_strategy = auto with parallel.strategy = {parallel.strategy}",
+            rule="it is an older way to write parallel.strategy = auto",
+            fix="remove one of them",
         )
-
-
-def check_auto_sharding(config: Config) -> Iterator[Problem]:
-    """Checks that what ``parallel.sharding_strategy = auto`` chooses is not given as well."""
-    parallel = config.parallel
-    if parallel.sharding_strategy == "manual":
+    if parallel.strategy != "auto":
         return
-    open_values = {name: field.default for name, field in type(parallel).model_fields.items()} | {"strategy": "auto"}
-    for key in ("strategy", "pipeline", "tensor", "data", *_OF_A_PIPELINE, "sequence_parallel"):
-        if (value := getattr(parallel, key)) != open_values[key]:
-            change = "set parallel.strategy = auto" if key == "strategy" else f"remove parallel.{key}"
-            rest = " and parallel.pipeline = 2" if key in _OF_A_PIPELINE and parallel.pipeline == 1 else ""
-            yield Problem(
-                what=f"parallel.sharding_strategy = auto with parallel.{key} = {text_of(value)}",
-                rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
-                fix=f"{change}, or set parallel.sharding_strategy = manual{rest}",
-            )
+    needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor"}
+    for key in ("pipeline", "tensor", *needs):
+        value, default = getattr(parallel, key), type(parallel).model_fields[key].default
+        if value == default:
+            continue
+        degree = needs.get(key, key)
+        rest = f" and parallel.{degree} = 2" if getattr(parallel, degree) == 1 else ""
+        is_older = "sharding_strategy" in parallel.model_fields_set
+        yield Problem(
+            what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}",
+            rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
+            fix=f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}"),
+        )
 
 
 def check_schedule_file(config: Config) -> Iterator[Problem]:
     """Checks that a schedule of the user's own exists, is read, and is the only one that is asked for."""
     parallel, file = config.parallel, config.parallel.schedule_file
-    if file is None or parallel.sharding_strategy == "auto":
+    if file is None or parallel.strategy == "auto":
         return
     if parallel.pipeline == 1:
         rule, instead = "it belongs to pipeline parallelism", "set parallel.pipeline = 2"
@@ -225,9 +222,9 @@ def _is_split(parallel: ParallelConfig) -> bool:
     return parallel.pipeline > 1 or parallel.tensor > 1
 
 
-def _degrees(parallel: ParallelConfig, form: str = "parallel.{0} = {1}", between: str = " x ") -> str:
+def _degrees(parallel: ParallelConfig) -> str:
     asked = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
-    return between.join(form.format(name, degree) for name, degree in asked.items() if degree > 1)
+    return " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
 
 
 CHECKS: tuple[Check, ...] = (
@@ -307,7 +304,6 @@ CHECKS: tuple[Check, ...] = (
         fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
     ),
     check_auto_strategy,
-    check_auto_sharding,
     check_schedule_file,
     check_auto_microbatch,
     _refuse(

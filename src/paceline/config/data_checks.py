@@ -86,8 +86,6 @@ def check_documents(config: Config) -> Iterator[Problem]:
             with_what = f"model.kind = {config.model.kind}"
         elif parallel.pipeline > 1 or parallel.tensor > 1:
             with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
-        elif parallel.sharding_strategy == "auto":
-            with_what = "parallel.sharding_strategy = auto, which may choose a pipeline"
         if with_what:
             yield Problem(
                 what=f"{place}.documents = apart with {with_what}",

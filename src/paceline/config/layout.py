@@ -114,9 +114,7 @@ def layout_problems(
     ``node_ranks`` of ``ranks`` are on a host (None: all; 0: not known yet).
     """
     parallel = config.parallel
-    undecided = {"strategy"} if parallel.strategy == "auto" else set()
-    if parallel.sharding_strategy == "auto":
-        undecided |= {"pipeline", "tensor"}
+    undecided = {"strategy", "pipeline", "tensor"} if parallel.strategy == "auto" else set()
 
     def is_wanted(rule: Rule) -> bool:
         read = {CONFIG_KEYS[name].rstrip(".") for name in rule.reads}

@@ -68,9 +68,7 @@ class ParallelConfig(Section):
         default="ddp", description=MEANINGS["strategy"]
     )
     sharding_strategy: Literal["manual", "auto"] = Field(
-        default="manual",
-        description="manual: strategy, pipeline and tensor are as given; auto: the cheapest of all that fit is chosen, "
-        "and checkpointing with it",
+        default="manual", description="auto: an older way to write strategy: auto, and read as that"
     )
     ranks: Literal["auto"] | Count = Field(
         default="auto", description="number of ranks; auto: one for each GPU, or chosen for the CPU"
@@ -113,10 +111,11 @@ class ParallelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _open_strategy(cls, values: Any) -> Any:
-        """Where all of it is chosen and no strategy is given, that is open too."""
-        if isinstance(values, dict) and values.get("sharding_strategy") == "auto":
-            return {"strategy": "auto", **values}
+    def _read_older_key(cls, values: Any) -> Any:
+        """Reads ``sharding_strategy: auto`` as the strategy, unless another one is given beside it."""
+        is_open = isinstance(values, dict) and values.get("sharding_strategy") == "auto"
+        if is_open and values.get("strategy", "auto") == "auto":
+            return {**values, "strategy": "auto", "sharding_strategy": "manual"}
         return values
 
 

@@ -70,7 +70,6 @@ def driver(_: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def gpus(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports the GPUs, or why there is none."""
     import torch
 
     if not torch.cuda.is_available():

@@ -27,7 +27,6 @@ _LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
 
 
 def python(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Checks that Python is new enough."""
     version = platform.python_version()
     is_old = sys.version_info[:2] < _OLDEST_PYTHON
     yield finding(
@@ -80,7 +79,6 @@ def cpu_quota(text: str) -> float | None:
 
 
 def memory(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports how much memory is free, also inside a container."""
     found, limit = psutil.virtual_memory(), host_memory()
     used = _read(_CGROUP / "memory.current").strip()
     is_limited = limit < found.total
@@ -202,7 +200,6 @@ def compiler(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def packages(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports the libraries that some runs use."""
     uses = {"tensorboard": "monitor.tensorboard", "scikit-learn": "data.kind = digits"}
     versions = {}
     for name in ("numpy", "pydantic", "safetensors", "rich", *uses):

@@ -37,7 +37,6 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Says whether it leads nowhere but here."""
         return any(is_loopback(address) for address in self.addresses)
 
 
@@ -53,7 +52,6 @@ class Resolution:
 
 
 def is_loopback(address: str) -> bool:
-    """Says whether an address is one of this host alone."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -105,7 +103,6 @@ def _can_listen(address: str) -> bool:
 
 
 def interfaces(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports the interfaces that are up."""
     found = find_interfaces()
     shown = [f"{each.name} ({', '.join(a for a in each.addresses if '%' not in a)})" for each in found]
     has_loopback = any(each.is_loopback for each in found)
@@ -133,7 +130,6 @@ def host_name(_: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def name_finding(found: Resolution) -> MachineFinding:
-    """Says what a resolution means for ranks on several hosts."""
     fix = "set comm.interface (GLOO_SOCKET_IFNAME) to the interface between the hosts, or correct /etc/hosts"
     shown = f"{found.host} is {', '.join(found.addresses)}" if found.addresses else f"{found.host}: {found.error}"
     took = f" (after {format_seconds(found.seconds)})" if found.seconds > _SLOW_S else ""
@@ -180,7 +176,6 @@ def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interf
 
 
 def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports which interfaces Gloo and NCCL would take."""
     present, settings = find_interfaces(), settings_of(surroundings)
     gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
     asked = settings.get(GLOO_INTERFACE)

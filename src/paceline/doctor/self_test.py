@@ -148,7 +148,6 @@ def self_test(comm: Communicator) -> list[RankReport]:
 
 
 def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
-    """Says what the ranks saw, and what is odd about it."""
     hosts = Counter(report.host for report in reports)
     latency = format_seconds(max(report.latency_s for report in reports))
     speed = f"{min(report.bandwidth for report in reports) / 1e9:.2f} GB/s"
@@ -180,7 +179,6 @@ def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
 
 
 def failed_test(error: PacelineError) -> MachineFinding:
-    """Makes a finding of ranks that could not be tested."""
     return finding(
         "self-test",
         _two_lines(error),
@@ -190,7 +188,6 @@ def failed_test(error: PacelineError) -> MachineFinding:
 
 
 def _two_lines(error: PacelineError) -> str:
-    """Returns the first two lines of a message as one."""
     return " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
 
 

@@ -24,7 +24,8 @@ WORDS: dict[str, tuple[str, ...]] = {
 
 MEANINGS = {
     "strategy": "ddp: every rank holds the whole model; zero1, zero2, zero3 (the same as fsdp): the ranks share "
-    "optimizer state, gradients too, parameters too; hybrid: fsdp inside groups; auto: the cheapest that fits",
+    "optimizer state, gradients too, parameters too; hybrid: fsdp inside groups; auto: what fits and is fastest, "
+    "with the pipeline and tensor degrees and the checkpointing that go with it",
     "data": "ranks that share the batch; null: ranks / (pipeline x tensor)",
     "pipeline": "ranks that run the model's layers one after another, in stages",
     "tensor": "ranks that share each layer: heads, features, vocabulary",

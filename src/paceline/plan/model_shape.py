@@ -52,7 +52,6 @@ class ModelShape:
 
     @property
     def head_width(self) -> int:
-        """Features of one head."""
         return self.head_dim or self.width // self.heads
 
     @property
@@ -75,7 +74,6 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Matrices of an MLP."""
         return 3 if self.gated else 2
 
     @property

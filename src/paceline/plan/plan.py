@@ -33,7 +33,6 @@ class RunMachine:
 
     @property
     def local_ranks(self) -> int:
-        """Ranks on one host."""
         return self.node_ranks or self.ranks
 
     @property
@@ -53,7 +52,6 @@ class BatchPlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """The samples of one step that each rank processes."""
         return self.microbatch * self.accumulate
 
 

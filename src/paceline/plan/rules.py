@@ -19,10 +19,6 @@ from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.rule_case import Rule, RuleCase, named_twice, nearest_divisor, no_effect
 
-_COUNTS = (
-    *("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks"),
-    *("prefetch", "microbatch", "accumulate"),
-)
 _OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
 
 
@@ -60,13 +56,6 @@ def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, mode
 
 
 # The mesh.
-
-
-def _sizes_are_counts(case: RuleCase) -> Iterator[Problem]:
-    for name in _COUNTS:
-        if getattr(case.layout, name) < 0:
-            fix = f"leave {case.key(name)} out, or give 1 or more"
-            yield Problem(what=case.said(name), rule="it is a count", fix=fix)
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
@@ -173,20 +162,16 @@ def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
         yield from case.unread(name, owner, case.said("strategy"), other)
 
 
-def _one_way_to_cut(case: RuleCase) -> Iterator[Problem]:
-    layout = case.layout
-    if layout.units is not None and layout.unit_mb is not None:
+def _units_are_asked_once(case: RuleCase) -> Iterator[Problem]:
+    layout, units = case.layout, case.layout.units
+    if units is None:
+        return
+    if layout.unit_mb is not None:
         yield Problem(
             what=f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given",
             rule="a model is cut into units by name or by size",
             fix="remove one of them",
         )
-
-
-def _units_are_names(case: RuleCase) -> Iterator[Problem]:
-    units = case.layout.units
-    if units is None:
-        return
     twice = named_twice(units)
     is_slip = not units and case.keys  # in code, () asks for one unit: the root
     if is_slip or twice:
@@ -337,7 +322,6 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(reads=("ranks",), find=_sizes_are_counts),
     Rule(reads=("first_bucket_mb", "bucket_mb"), find=_buckets_ordered),
     Rule(reads=("algorithm", "ranks"), find=_several_hosts),
     Rule(reads=("compression", "strategy"), find=_compression_has_replicas),
@@ -347,8 +331,7 @@ RULES: tuple[Rule, ...] = (
     Rule(reads=("ranks", "strategy"), find=_hybrid_has_groups),
     Rule(reads=("ranks", "strategy"), find=_smaller_group_divides),
     Rule(reads=("strategy",), find=_sharding_is_read),
-    Rule(reads=("units",), find=_one_way_to_cut),
-    Rule(reads=("units",), find=_units_are_names),
+    Rule(reads=("units",), find=_units_are_asked_once),
     Rule(reads=("strategy", "offload"), find=_offload_has_shards),
     Rule(reads=("ranks",), find=_degrees_divide),
     Rule(reads=("pipeline", "tensor"), find=split_rules.split_is_read),

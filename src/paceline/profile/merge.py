@@ -39,7 +39,6 @@ class TraceSpan:
 
     @property
     def seconds(self) -> float:
-        """How long it lasted."""
         return self.end_s - self.start_s
 
 
@@ -66,12 +65,10 @@ class RankSpans:
     operators: tuple[Operator, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Reads what ``to_json`` returned."""
         tracks = {
             name: [TraceSpan(**{**each, "ranks": tuple(each["ranks"])}) for each in spans]
             for name, spans in values["tracks"].items()

@@ -62,7 +62,6 @@ class ProfileSummary:
 
     @property
     def step_s(self) -> float:
-        """The mean length of a step."""
         return fmean(each.steps_s for each in self.ranks) / max(self.steps, 1)
 
     @property
@@ -80,14 +79,12 @@ class ProfileSummary:
         return dict(sorted(causes.items(), key=lambda each: -each[1]))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
         ranks = [asdict(each) | {"hidden_s": each.hidden_s} for each in self.ranks]
         more = {"ranks": ranks, "step_s": self.step_s, "idle": self.idle}
         memory = {str(rank): [asdict(point) for point in points] for rank, points in self.memory.items()}
         return asdict(self) | more | {"memory": memory, "actions": dict(self.actions)}
 
     def lines(self) -> list[str]:
-        """Returns it for people."""
         error = f"clocks agree to within {format_seconds(self.clock_error_s)}"
         lines = [f"{self.steps} steps of {format_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
         lines.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
@@ -117,7 +114,6 @@ class ProfileSummary:
 
 
 def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
-    """Adds up what the ranks saw."""
     late = _late_intervals(ranks)
     zero_s = begin_s(ranks)
     own: defaultdict[str, float] = defaultdict(float)

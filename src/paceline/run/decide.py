@@ -145,7 +145,7 @@ def _has_bf16(device: str) -> bool:
 
 
 def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
-    """Decides ``strategy`` or ``sharding_strategy: auto`` of a config whose ranks are decided, by the memory there is.
+    """Decides ``strategy: auto`` of a config whose ranks are decided, by the memory there is.
 
     Raises ConfigError where nothing fits into memory.
     """

@@ -52,7 +52,6 @@ class StreamClock:
 
     @property
     def end(self) -> float:
-        """When the last work is done."""
         return max(self._free.values(), default=0.0)
 
 
@@ -72,7 +71,6 @@ class Timeline(StreamClock):
         return span
 
     def busy(self, stream: str) -> float:
-        """Returns how long a stream works."""
         return sum(span.end - span.start for span in self.spans if span.stream == stream)
 
     def idle(self, stream: str) -> float:
@@ -106,7 +104,6 @@ class RankClock(StreamClock):
         return self.run(lane, seconds, (self.now,))[1]
 
     def wait(self, end: float) -> None:
-        """Lets the device wait."""
         self.compute = max(self.compute, end)
 
     def work_on_host(self, seconds: float, after: Iterable[float] = ()) -> None:

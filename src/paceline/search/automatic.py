@@ -34,6 +34,7 @@ from paceline.search.ladder import Judged, ladder_for, with_degrees
 from paceline.search.request import task_of
 from paceline.units import format_bytes, format_count, format_seconds
 
+KEY = "parallel.strategy"  # what is auto
 ENOUGH = 0.98  # of the time of a simpler candidate
 
 
@@ -45,7 +46,6 @@ class Choice:
     ladder: tuple[Judged, ...]
     where: RunMachine
     parameters: int
-    key: str = "parallel.strategy"  # what was auto
     left_out: tuple[str, ...] = ()  # what cannot be done here, and why
     machine: str = ""  # that seconds were predicted for
     untimed: str = ""  # why none were
@@ -64,7 +64,7 @@ class Choice:
         chosen, where = self.chosen, self.where
         ranks = "1 rank" if where.ranks == 1 else f"{where.ranks} ranks"
         told = (
-            f"{self.key} = auto: {chosen.label}, about {format_bytes(chosen.memory.device_bytes)} of "
+            f"{KEY} = auto: {chosen.label}, about {format_bytes(chosen.memory.device_bytes)} of "
             f"{format_bytes(self.budget_bytes)} a rank (all but {MARGIN:.0%} of {format_bytes(where.device_bytes)}) "
             f"for {format_count(self.parameters)} parameters on {ranks}, microbatch {chosen.layout.microbatch}"
         )
@@ -73,7 +73,8 @@ class Choice:
             told += f"; not {'; '.join(rejected[:4])}{more}"
         else:
             told += "; it is the cheapest, and fits" if chosen.seconds is None else "; it fits"
-        told += f"; impossible: {'; '.join(self.left_out[:2])}" if self.left_out else ""
+        if rejected and self.left_out:
+            told += f"; impossible: {'; '.join(self.left_out[:2])}"
         if chosen.seconds is None:
             return told + (f"; taken in order and not by time: {self.untimed}" if self.untimed else "")
         others = sorted(
@@ -86,8 +87,9 @@ class Choice:
         return told + (f" ({listed})" if listed else "")
 
     def to_json(self) -> dict[str, Any]:
-        plain = ("key", "budget_bytes", "parameters", "machine", "untimed")
+        plain = ("budget_bytes", "parameters", "machine", "untimed")
         return {
+            "key": KEY,
             **{name: getattr(self, name) for name in plain},
             "chosen": self.chosen.label,
             "microbatch": self.chosen.layout.microbatch,
@@ -97,7 +99,7 @@ class Choice:
 
 
 def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machine | None = None) -> Choice:
-    """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``, of a config whose ranks are decided.
+    """Decides ``parallel.strategy: auto`` of a config whose ranks are decided.
 
     Of what fits into the memory of ``where``, the fastest by prediction on ``machine`` is taken; the first in order
     where that is None or cannot be priced. Raises ConfigError where nothing fits, or the batch divides among no number
@@ -107,23 +109,19 @@ def choose(config: Config, model: ModelFacts, where: RunMachine, machine: Machin
     ladder, left_out = ladder_for(config, model, where)
     if not ladder:
         config_batch(with_degrees(config, where.ranks), where.ranks)  # says what is wrong with the batch
-    is_whole = config.parallel.sharding_strategy == "manual"
-    key = "parallel.strategy" if is_whole else "parallel.sharding_strategy"
-    choice = replace(take_first(ladder, model, where, key=key), left_out=tuple(left_out))
+    choice = replace(take_first(ladder, model, where), left_out=tuple(left_out))
     return choice if machine is None else _by_time(choice, config, model, machine)
 
 
-def take_first(
-    ladder: Sequence[Judged], model: ModelFacts, where: RunMachine, *, key: str = "parallel.strategy"
-) -> Choice:
+def take_first(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine) -> Choice:
     """Takes the first candidate that fits, of at least one. Raises ConfigError where none does."""
     chosen = next((candidate for candidate in ladder if not candidate.rejected), None)
     if chosen is None:
-        raise ConfigError([_nothing_fits(ladder, model, where, key)], source="config")
-    return Choice(chosen=chosen, ladder=tuple(ladder), where=where, parameters=model.parameters, key=key)
+        raise ConfigError([_nothing_fits(ladder, model, where)], source="config")
+    return Choice(chosen=chosen, ladder=tuple(ladder), where=where, parameters=model.parameters)
 
 
-def _nothing_fits(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine, key: str) -> Problem:
+def _nothing_fits(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine) -> Problem:
     least = min(ladder, key=lambda candidate: candidate.memory.device_bytes)
     need, layout = least.memory, least.layout
     parts = ", ".join(
@@ -138,7 +136,7 @@ def _nothing_fits(ladder: Sequence[Judged], model: ModelFacts, where: RunMachine
     set_keys = {"strategy": layout.strategy, "pipeline": layout.pipeline, "tensor": layout.tensor}
     keys = ", ".join(f"parallel.{name} = {value}" for name, value in set_keys.items() if value != 1)
     return Problem(
-        what=f"{key} = auto: nothing fits into {format_bytes(where.budget_bytes)} of memory a rank; {least.label} "
+        what=f"{KEY} = auto: nothing fits into {format_bytes(where.budget_bytes)} of memory a rank; {least.label} "
         f"comes nearest with {format_bytes(need.device_bytes)} ({parts}){host}",
         rule=f"{format_count(model.parameters)} parameters, {where.ranks} ranks, and {MARGIN:.0%} of memory kept free",
         fix=f"try more ranks, or {smaller}; to try anyway, set {keys}",
@@ -157,7 +155,6 @@ def apply_choice(config: Config, choice: Choice) -> Config:
         shard_ranks=layout.shards if layout.strategy == "hybrid" else None,
         pipeline=layout.pipeline,
         tensor=layout.tensor,
-        sharding_strategy="manual",
     )
 
 

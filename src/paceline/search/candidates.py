@@ -125,7 +125,6 @@ def _of_mesh(
 def _schedules(
     task: TrainingTask, layers: int, pipeline: int, microbatches: int, left_out: Counter[str]
 ) -> Iterator[tuple[str, int]]:
-    """The names of schedules, and the chunks of a rank."""
     yield "1f1b", 1
     if pipeline == 1:
         return

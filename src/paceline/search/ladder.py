@@ -9,8 +9,8 @@ Whole models are cheapest. Their strategies, checkpointing and offload, the chea
     offload        none, optimizer, + gradients and parameters    the host's memory and its bus, in every step
 
 Recomputation costs time on every rank and offload more still, so that every strategy is tried before the next of them.
-``parallel.sharding_strategy: auto`` leaves the mesh open as well: models are split before the ladder ends in what costs
-most, computing the whole forward again, and the host's memory. The order:
+Models are split before the ladder ends in what costs most, computing the whole forward again, and the host's memory.
+The order:
 
     1  whole models         checkpoint none, matmuls
     2  split models         checkpoint none, matmuls; the least overhead first
@@ -116,8 +116,6 @@ def ladder_for(config: Config, model: ModelFacts, machine: RunMachine) -> tuple[
     except ConfigError as error:
         left_out.append(f"data {machine.ranks}: {error.headline}")
         whole = []
-    if config.parallel.sharding_strategy == "manual":
-        return whole, left_out
 
     def place(judged: Judged) -> tuple[int, float]:
         layout = judged.layout
@@ -230,4 +228,4 @@ def overhead_of(model: ModelFacts, layout: Layout, machine: RunMachine, itemsize
 def with_degrees(config: Config, ranks: int, pipeline: int = 1, tensor: int = 1) -> Config:
     """Returns the config as it would be with these degrees, and a strategy that goes with all of them."""
     degrees = {"ranks": ranks, "pipeline": pipeline, "tensor": tensor}
-    return config.with_values("parallel", strategy="ddp", sharding_strategy="manual", shard_ranks=None, **degrees)
+    return config.with_values("parallel", strategy="ddp", shard_ranks=None, **degrees)

@@ -181,11 +181,7 @@ def workload_as_written(config: Config, task: TrainingTask, cluster: Cluster) ->
 def why_not_written(config: Config, cluster: Cluster) -> str:
     """Returns why formulas do not price a config as it is written on this cluster; nothing where they do."""
     parallel = config.parallel
-    written = {
-        "parallel.strategy": parallel.strategy,
-        "parallel.sharding_strategy": parallel.sharding_strategy,
-        "train.microbatch": config.train.microbatch,
-    }
+    written = {"parallel.strategy": parallel.strategy, "train.microbatch": config.train.microbatch}
     is_open = [key for key, value in written.items() if value == "auto"]
     if is_open:
         return f"{' and '.join(is_open)} = auto: the first plan decides that"

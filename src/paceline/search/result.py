@@ -195,7 +195,6 @@ class PlanResult(Shown):
         )
 
     def task_for(self, ranked: Ranked) -> TrainingTask:
-        """Returns the task in the precision of a plan."""
         precision, tasks = ranked.layout.precision, self.request.tasks
         return next((task for task in tasks if task.base.precision == precision), tasks[0])
 
@@ -434,7 +433,6 @@ def _scaling(result: PlanResult) -> Iterator[str]:
 
 
 def _heading(result: PlanResult, *, has_cost: bool = True) -> str:
-    """Names the columns of ``_figures``."""
     is_in_tokens = isinstance(result.request.tasks[0].model, ModelShape)
     unit, billion = ("tokens", "B") if is_in_tokens else ("samples", "G")
     cost = f"{'h' if result.price is None else '$'}/{billion} {unit}"

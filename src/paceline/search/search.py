@@ -106,7 +106,6 @@ class Ranked:
 
 
 def workload_text(workload: Workload) -> str:
-    """Says how a workload is laid out."""
     return layout_text(workload.layout, names_precision=workload.run.names_precision)
 
 
@@ -222,8 +221,6 @@ def node_bytes(workload: Workload, cluster: Cluster) -> float:
 
 
 class Sized(NamedTuple):
-    """A workload, and the bytes that a rank of it needs."""
-
     workload: Workload
     num_bytes: float
 

@@ -34,7 +34,7 @@ from paceline.train.model_errors import RULE, first_line, made_at, misfit, needs
 
 
 def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None = None) -> tuple[Config, Choice]:
-    """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``; returns the config, and why.
+    """Decides ``parallel.strategy: auto``; returns the config, and why.
 
     Of what fits, the fastest by prediction is taken; the first in order where the machine cannot be priced. None: the
     present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.

@@ -349,7 +349,6 @@ def _agree(reference: Reference, per_rank: Sequence[list[StepValues]], bound: Bo
 
 
 def _run(case: Case, settings: Settings) -> list[list[StepValues]]:
-    """Trains on the ranks."""
     try:
         if settings.backend == "virtual":
             return run_virtual(lambda comm: run_distributed(comm, case, settings), settings.ranks)

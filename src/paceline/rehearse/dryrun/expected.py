@@ -144,7 +144,6 @@ def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectati
 
 
 def main() -> None:
-    """Predicts the run whose config comes in."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     parser.add_argument("--threads", type=int)

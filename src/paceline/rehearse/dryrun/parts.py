@@ -61,8 +61,6 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPieces:
-    """What a step is made of."""
-
     engine: Engine
     optimizer: torch.optim.Optimizer
     batch: StepBatch

@@ -123,7 +123,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # What surrounds it.
 
     def watch(self, blocks: Sequence[nn.Module], functions: MetaFunctions) -> None:
-        """Notes when blocks begin and end."""
         for index, block in enumerate(blocks):
             # Not by hooks: a block that is computed again is not called, but its forward is.
             block.forward = self.watched(f"block {index}", block.forward, functions)
@@ -194,7 +193,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._owners.append(label)
 
     def _owner(self) -> str:
-        """Returns the block that the present kernel belongs to."""
         if torch._C._current_graph_task_id() == -1:
             return self._block
         node = torch._C._current_autograd_node()

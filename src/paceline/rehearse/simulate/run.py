@@ -59,7 +59,6 @@ class Conditions:
 
     @property
     def rates(self) -> Rates | KernelPrices:
-        """The rates that modelled compute is priced by."""
         return Rates() if self.cluster is None else KernelPrices(self.cluster.device)
 
     @property

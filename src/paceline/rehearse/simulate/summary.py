@@ -46,8 +46,6 @@ class SimulatedRankTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class SimulationSummary(Shown):
-    """The clocks of a run in numbers."""
-
     ranks: int
     steps: int
     seconds: float
@@ -79,7 +77,6 @@ class SimulationSummary(Shown):
 def summarize_clocks(
     records: Sequence[Sequence[Record]], clocks: Sequence[VirtualClock], steps: Sequence[Sequence[StepBounds]]
 ) -> SimulationSummary:
-    """Adds up what the ranks recorded."""
     by_rank = [[each for each in own if isinstance(each, StepRecord)] for own in records]
     table = StepTable(dict(enumerate(row)) for row in zip(*by_rank, strict=True))
     totals = add_up(chain.from_iterable(by_rank))
