@@ -8,6 +8,7 @@ rank under torchrun may find the address that a dead one left in the store, and 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -139,11 +140,11 @@ def _measure(start: Starter, ranks: int, environment: Mapping[str, str]) -> Rest
             return Restarted(seconds=seconds, killed_after=before.last_step, resumed_from=after.first_step)
         finally:
             process.send_signal(signal.SIGINT)
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(30.0)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            with contextlib.suppress(ProcessLookupError):  # ranks that a launcher has left behind go with it
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _wait(process: subprocess.Popen[bytes], folder: Path, is_met: Callable[[TrainedSteps], bool]) -> TrainedSteps:
@@ -178,4 +179,5 @@ def _start(command: Sequence[str], folder: Path, environment: Mapping[str, str])
         env={**variables, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
+        start_new_session=True,
     )
