@@ -176,12 +176,12 @@ def test_a_slurm_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path, mo
 
 
 def test_the_page_lists_the_words_that_every_target_takes() -> None:
-    from paceline.launch import kubernetes_settings, ray_settings
+    from paceline.launch import kubernetes_options, ray_settings
     from paceline.launch.target import TARGETS
 
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
     parts = {part.partition("\n")[0].lower(): part for part in page.split("\n## ")}
-    for target, words in (("kubernetes", kubernetes_settings.SETTINGS), ("ray", ray_settings.SETTINGS)):
+    for target, words in (("kubernetes", kubernetes_options.SETTINGS), ("ray", ray_settings.SETTINGS)):
         listed = [
             line.split("`")[1]
             for line in parts[target].splitlines()

@@ -17,7 +17,7 @@ TARGETS = {
     "slurm": "paceline.launch.slurm",
     "ssh": "paceline.launch.ssh",
     "ray": "paceline.launch.ray_target",
-    "kubernetes": "paceline.launch.kubernetes_target",
+    "kubernetes": "paceline.launch.kubectl",
 }
 
 
