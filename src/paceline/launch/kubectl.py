@@ -236,9 +236,8 @@ def submit(job: LaunchJob) -> str:
     options = read_options(job)
     manifests = render_manifests(options, config_of(job))
     Kubectl(options).apply(manifests)
-    job.write()
     (Path(job.folder) / "script").write_text(to_text(manifests), encoding="utf-8")
-    return background.start(job, [sys.executable, "-m", "paceline.launch.kubectl", job.folder])
+    return background.hold(job, "paceline.launch.kubectl")
 
 
 def state(job: LaunchJob) -> JobState:

@@ -90,7 +90,8 @@ def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
 def secret_object(options: KubernetesOptions, secret: str) -> Manifest:
     """Returns the object that has the job's secret, which is in no file."""
     labels = labels_of(options, "secret")
-    return fill("secret", {**_names(options), "secret_labels": labels, "secret": secret})
+    made: Manifest = fill("secret", {**_names(options), "secret_labels": labels, "secret": secret})
+    return made
 
 
 def labels_of(options: KubernetesOptions, component: str) -> dict[str, str]:
