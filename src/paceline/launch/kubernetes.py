@@ -29,6 +29,7 @@ from typing import Any
 
 import yaml
 
+from paceline.bounded_yaml import load_shipped
 from paceline.comm.control.wire import SECRET
 from paceline.config import Config, dump_yaml
 from paceline.health.exit_codes import NO_PROGRESS, PREEMPTED, REFUSED
@@ -126,7 +127,7 @@ def fill(name: str, values: Mapping[str, Any]) -> Any:
 @cache
 def _objects() -> dict[str, Any]:
     text = Path(__file__).with_name("kubernetes_objects.yaml").read_text(encoding="utf-8")
-    found: dict[str, Any] = yaml.safe_load(text)
+    found: dict[str, Any] = load_shipped(text)
     return found
 
 
