@@ -12,7 +12,7 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.operations import Operation
 from paceline.errors import UsageError
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.predict import COMPOSED_P90, FITTED_P90
+from paceline.predict.formulas.step import COMPOSED_P90, FITTED_P90
 from paceline.predict.replay.events import Drop, Event, Hold, Issue, Run, Wait
 from paceline.predict.replay.kernel_costs import fuse_blocks
 from paceline.predict.replay.program import Program

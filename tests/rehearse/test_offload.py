@@ -15,8 +15,8 @@ from paceline.cluster.operations import Operation
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.engines.flat.side_stream import host_empty
 from paceline.errors import UsageError
-from paceline.predict.formulas.predict import COMPOSED_P90
-from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
+from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_per_s
+from paceline.predict.formulas.step import COMPOSED_P90
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait

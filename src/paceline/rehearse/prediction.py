@@ -74,7 +74,7 @@ def memory_bound(config: Config, cluster: Cluster, ranks: int) -> int | None:
         return None
     layout = layout_of(config, ranks, min(ranks, cluster.node.devices))
     found = need.estimate(layout) if is_known(need.facts, layout) else None
-    return None if found is None else found.device_bytes
+    return None if found is None else int(found.device_bytes)
 
 
 def predict_decided(

@@ -117,7 +117,7 @@ def _of_all(stages: Sequence[MemoryEstimate], ranks: int) -> dict[str, int]:
     """Returns what all ranks hold by category, as many of each stage; the framework is there once."""
     names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
     parts = {name: ranks * sum(getattr(each, name) for each in stages) // len(stages) for name in names}
-    return parts | {"framework": stages[0].framework}
+    return parts | {"framework": int(stages[0].framework)}
 
 
 def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[Problem]:

@@ -36,7 +36,7 @@ from paceline.config import (
 )
 from paceline.config.data_sections import known_shape
 from paceline.plan.layout import WITH_MASTERS
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
@@ -304,10 +304,11 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         temporary_bytes=first.temporary_bytes,
         entry=(first,),
         exit=(last,),
-        work=SampleModel(
-            params=float(root.parameters + sum(block.parameters for block in blocks)),
+        work=ModelShape(
+            total_params=float(root.parameters + sum(block.parameters for block in blocks)),
             flops=sum(each.flops for each in convolutions) + 2 * channels * classes,
             activations=sum(each.outputs for each in convolutions) + classes,
+            kind="convolution",
             kernels=3 * len(convolutions) + len(blocks) + 4,  # norms and activations; sums; pooling, head and loss
         ),
     )
@@ -403,8 +404,8 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
         root=root,
         temporary_bytes=2 * widths.compute * model.hidden_dim,
         entry=layers,
-        work=SampleModel(
-            params=float(root.parameters),
+        work=ModelShape(
+            total_params=float(root.parameters),
             flops=sum(2 * rows * columns for rows, columns in pairwise(sizes)),
             activations=sum(sizes[1:]),
             kernels=3 * len(layers) + 1,

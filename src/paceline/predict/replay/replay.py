@@ -28,8 +28,8 @@ from paceline.cluster.wires import WireCost, algorithm_cost, wire_cost
 from paceline.errors import UsageError
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
+from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.formulas.step import slowest_device
-from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again

@@ -2,31 +2,147 @@
 
 First every row is predicted from its inputs; only then is what it measured read. A row that has no prediction, or no
 number that was measured, is listed with its reason. A measured value "OOM" says that the run did not fit.
+
+error        predicted / measured - 1, in the row's own metric; mean of absolute values, median, p90, and bias
+overall      the mean over families, so that a long table does not drown a short one
+Spearman     of predicted and measured ranks within groups of 4 and more alternatives (same model, batch and devices)
+regret       what the alternative predicted best takes over the best one, less 1
+efficiency   throughput per device over that on the fewest devices of a group; its error is in points
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Shown
 from paceline.predict.formulas.constants import ConstantSets
-from paceline.predict.formulas.predict import Prediction, model_flops
+from paceline.predict.formulas.step import Prediction, model_flops
 from paceline.predict.scored.measured_table import Row, RowError, Table
-from paceline.predict.scored.published import PublishedRun, read_case
-from paceline.predict.scored.row_prediction import in_metric, predict_case
-from paceline.predict.scored.scores import ErrorScores, Ranking, ScalingScore, errors_of, ranking_of, scaling_of
+from paceline.predict.scored.published import PublishedRun, in_metric, predict_case, read_case
 
 MEMORY = "mem_gib"
 _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")
 _ALTERNATIVES = (*_SHAPE, "global_batch", "n_gpus")
 _SCALED = (*_SHAPE, "micro_batch", "tp", "pp", "cp", "zero_stage_or_fsdp", "activation_recompute", "compile")
+
+
+LEAST_ALTERNATIVES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorScores:
+    """Relative errors of some rows."""
+
+    rows: int
+    mean: float
+    median: float
+    p90: float
+    bias: float
+
+
+def errors_of(pairs: Sequence[tuple[float, float]]) -> ErrorScores | None:
+    """Scores pairs of (measured, predicted); None where there are none."""
+    if not pairs:
+        return None
+    signed = [predicted / measured - 1 for measured, predicted in pairs]
+    sizes = sorted(abs(each) for each in signed)
+    return ErrorScores(
+        rows=len(pairs),
+        mean=statistics.fmean(sizes),
+        median=statistics.median(sizes),
+        p90=sizes[math.ceil(0.9 * len(sizes)) - 1],
+        bias=statistics.fmean(signed),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """How well groups of alternatives are ordered."""
+
+    groups: int
+    alternatives: int
+    spearman: float
+    mean_regret: float
+    worst_regret: float
+    top_three: float
+
+
+def ranking_of(groups: Sequence[Sequence[tuple[float, float]]]) -> Ranking | None:
+    """Scores groups of (measured, predicted) times, less being better; None where none is large enough."""
+    kept = [group for group in groups if len(group) >= LEAST_ALTERNATIVES]
+    if not kept:
+        return None
+    regrets = [_regret(group) for group in kept]
+    return Ranking(
+        groups=len(kept),
+        alternatives=sum(map(len, kept)),
+        spearman=statistics.fmean(spearman(group) for group in kept),
+        mean_regret=statistics.fmean(regrets),
+        worst_regret=max(regrets),
+        top_three=statistics.fmean(_hit(group) for group in kept),
+    )
+
+
+def spearman(group: Sequence[tuple[float, float]]) -> float:
+    """Returns the rank correlation; equal values share their mean rank. 0 where one side does not vary."""
+    left = _ranks([pair[0] for pair in group])
+    right = _ranks([pair[1] for pair in group])
+    if len(set(left)) == 1 or len(set(right)) == 1:
+        return 0.0
+    return statistics.correlation(left, right)
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    order = sorted(values)
+    first = {value: order.index(value) for value in set(values)}
+    count = {value: values.count(value) for value in first}
+    return [first[value] + (count[value] - 1) / 2 for value in values]
+
+
+def _regret(group: Sequence[tuple[float, float]]) -> float:
+    chosen = min(group, key=lambda pair: pair[1])
+    return chosen[0] / min(pair[0] for pair in group) - 1
+
+
+def _hit(group: Sequence[tuple[float, float]]) -> bool:
+    best = min(pair[0] for pair in group)
+    return any(pair[0] == best for pair in sorted(group, key=lambda pair: pair[1])[:3])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingScore:
+    """Efficiency on more devices: its mean absolute error in points, and errors of throughput given the first row."""
+
+    groups: int
+    rows: int
+    points: float
+    given_first: ErrorScores
+
+
+def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> ScalingScore | None:
+    """Scores groups of (devices, measured, predicted) throughput per device; None where no group has two counts."""
+    points, pairs, used = [], [], 0
+    for group in groups:
+        first = min(devices for devices, _, _ in group)
+        bases = [(measured, predicted) for devices, measured, predicted in group if devices == first]
+        measured_base = statistics.fmean(base[0] for base in bases)
+        predicted_base = statistics.fmean(base[1] for base in bases)
+        more = [each for each in group if each[0] > first]
+        used += bool(more)
+        for _, measured, predicted in more:
+            points.append(100 * abs(predicted / predicted_base - measured / measured_base))
+            pairs.append((measured, predicted / predicted_base * measured_base))
+    found = errors_of(pairs)
+    if found is None:
+        return None
+    return ScalingScore(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +314,7 @@ def _flops_per_unit(case: PublishedRun, prediction: Prediction) -> float:
         case "step_time_s":
             return each * workload.global_batch / workload.layout.ranks
         case "tokens_per_s_per_gpu":
-            return each / (workload.run.seq_len if isinstance(workload.model, ModelShape) else 1)
+            return each / (1 if workload.model.is_sampled else workload.run.seq_len)
         case "img_per_s" | "seq_per_s":
             return each / workload.layout.ranks
         case _:

@@ -261,7 +261,7 @@ class _SimulatedRank:
         trace = trainer.parts.engine.world.trace
         assert trace is not None
         memory = self._memory(trainer.parts.plan)
-        meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else memory.device_bytes)
+        meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
         trainer.parts = replace(trainer.parts, meter=meter)
         return meter
 
