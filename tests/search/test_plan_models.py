@@ -14,7 +14,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory
 from paceline.search.from_config import planned_values, planned_yaml, task_of, workload_as_written
 from paceline.search.hugging_face import HuggingFaceModel, read_hugging_face
 from paceline.search.request import request_for, request_for_hugging_face

@@ -15,7 +15,7 @@ from paceline.config import config_from_dict
 from paceline.learn.exercise import Exercise, Verdict, right, wrong
 from paceline.learn.number_answers import Mistake, judge_number
 from paceline.predict.formulas.saving import best_interval, time_between_failures
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import rank_estimates
 
 _NODE, _CLUSTER = "1x dgx-h100", "10x dgx-h100"
 _PARAMETERS, _TOKENS, _MFU = 6.7e9, 1e12, 0.4

@@ -16,8 +16,7 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.wires import over_backend, wire_cost
 from paceline.config import Config, layout_of, load_config, with_precision
 from paceline.errors import UsageError
-from paceline.predict.memory.memory import is_known
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep

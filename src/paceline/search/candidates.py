@@ -23,7 +23,7 @@ from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import RECOMPUTES, Compute, Framework, Running, Workload
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory
 
 CHECKPOINTS = tuple(RECOMPUTES)
 _MOST_CHUNKS = 4

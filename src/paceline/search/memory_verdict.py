@@ -26,8 +26,7 @@ from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known, rank_estimates
 from paceline.search.expect import present_cluster
 from paceline.search.from_config import planned_values
 from paceline.search.plan_for import plan_for

@@ -24,7 +24,7 @@ from paceline.plan.layout import Layout, Offload
 from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import BUCKETS_MB, engine_footprint, part_params, price_untuned, with_tuning
 from paceline.predict.formulas.step import Prediction, model_flops
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.search.choice import MARGIN
 from paceline.units import format_bytes, format_seconds

@@ -25,8 +25,7 @@ from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.notebook import Shown, curve
 from paceline.plan.plan import MemoryEstimate, Plan
-from paceline.predict.memory.memory import is_known
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Fanout, Sink
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
