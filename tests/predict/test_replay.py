@@ -295,8 +295,3 @@ def test_one_stage_of_several_and_unknown_ranks_are_refused() -> None:
         replay(program([kernel()]), cluster(), slow={9: 2.0})
     with pytest.raises(UsageError, match="which has 8 devices"):
         replay(program([kernel()], ranks=16), cluster())
-
-
-def test_what_is_no_program_is_refused() -> None:
-    with pytest.raises(UsageError, match="not a program"):
-        Program.of_text("{}")

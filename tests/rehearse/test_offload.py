@@ -62,7 +62,6 @@ def test_states_are_not_on_the_device() -> None:
     program = recorded("fsdp", *ALL)
     peak = program.peak_memory()
     assert (peak["parameters"], peak["gradients"], peak["optimizer"]) == (0, 0, 0)
-    assert Program.of_text(program.to_text()) == program
     kept = recorded("fsdp", "optimizer").peak_memory()
     assert (kept["parameters"], kept["optimizer"]) == (shard_bytes(), 0)  # a copy of the slice stays
     whole = recorded("fsdp").peak_memory()
@@ -146,7 +145,7 @@ def test_one_rank_waits_for_its_parameters_when_it_reads_them() -> None:
 
 def test_a_cpu_has_nowhere_to_offload_to() -> None:
     on, off = (make_config("fsdp", offload, device="cpu") for offload in (ALL, ()))
-    assert record(on, ranks=4).to_text() == record(off, ranks=4).to_text()
+    assert record(on, ranks=4) == record(off, ranks=4)
 
 
 def test_data_parallelism_offloads_nothing() -> None:

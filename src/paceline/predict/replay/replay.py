@@ -33,8 +33,7 @@ from paceline.predict.formulas.step import slowest_device
 from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.predict.replay.program import Program
-from paceline.predict.replay.repeat import play
+from paceline.predict.replay.program import Program, play
 from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.schedule.clock import RankClock, Span
 
