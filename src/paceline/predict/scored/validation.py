@@ -23,9 +23,9 @@ from typing import Any
 
 from paceline.plan.workload import Shown
 from paceline.predict.formulas.constants import ConstantSets
-from paceline.predict.formulas.step import Prediction, model_flops
+from paceline.predict.formulas.step import model_flops
 from paceline.predict.scored.measured_table import Row, RowError, Table
-from paceline.predict.scored.published import PublishedRun, in_metric, predict_case, read_case
+from paceline.predict.scored.published import in_metric, predict_case, read_case
 
 MEMORY = "mem_gib"
 _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")
@@ -79,41 +79,26 @@ def ranking_of(groups: Sequence[Sequence[tuple[float, float]]]) -> Ranking | Non
     kept = [group for group in groups if len(group) >= LEAST_ALTERNATIVES]
     if not kept:
         return None
-    regrets = [_regret(group) for group in kept]
+    best = [min(measured for measured, _ in group) for group in kept]
+    by_prediction = [[measured for measured, _ in sorted(group, key=lambda pair: pair[1])] for group in kept]
+    regrets = [order[0] / least - 1 for order, least in zip(by_prediction, best, strict=True)]
     return Ranking(
         groups=len(kept),
         alternatives=sum(map(len, kept)),
         spearman=statistics.fmean(spearman(group) for group in kept),
         mean_regret=statistics.fmean(regrets),
         worst_regret=max(regrets),
-        top_three=statistics.fmean(_hit(group) for group in kept),
+        top_three=statistics.fmean(least in order[:3] for order, least in zip(by_prediction, best, strict=True)),
     )
 
 
 def spearman(group: Sequence[tuple[float, float]]) -> float:
     """Returns the rank correlation; equal values share their mean rank. 0 where one side does not vary."""
-    left = _ranks([pair[0] for pair in group])
-    right = _ranks([pair[1] for pair in group])
-    if len(set(left)) == 1 or len(set(right)) == 1:
-        return 0.0
-    return statistics.correlation(left, right)
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    order = sorted(values)
-    first = {value: order.index(value) for value in set(values)}
-    count = {value: values.count(value) for value in first}
-    return [first[value] + (count[value] - 1) / 2 for value in values]
-
-
-def _regret(group: Sequence[tuple[float, float]]) -> float:
-    chosen = min(group, key=lambda pair: pair[1])
-    return chosen[0] / min(pair[0] for pair in group) - 1
-
-
-def _hit(group: Sequence[tuple[float, float]]) -> bool:
-    best = min(pair[0] for pair in group)
-    return any(pair[0] == best for pair in sorted(group, key=lambda pair: pair[1])[:3])
+    left, right = (
+        [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+        for values, order in ((side, sorted(side)) for side in zip(*group, strict=True))
+    )
+    return 0.0 if len(set(left)) == 1 or len(set(right)) == 1 else statistics.correlation(left, right)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +151,13 @@ class Scored:
         return self.measured, self.predicted
 
     @property
+    def times(self) -> tuple[float, float]:
+        """The same as times, less being better, of a row that has both."""
+        assert self.pair is not None
+        measured, predicted = self.pair
+        return self.pair if self.row.metric == "step_time_s" else (1 / measured, 1 / predicted)
+
+    @property
     def is_memory(self) -> bool:
         return self.row.metric == MEMORY
 
@@ -180,8 +172,7 @@ class _Scores:
     scaling: ScalingScore | None
 
     def scores_json(self) -> dict[str, Any]:
-        scores = {"time": self.time, "memory": self.memory, "ranking": self.ranking, "scaling": self.scaling}
-        return {name: _plain(each) for name, each in scores.items()}
+        return {name: _plain(getattr(self, name)) for name in ("time", "memory", "ranking", "scaling")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,10 +244,11 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
 
 
 def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, Any]:
+    alternatives = _grouped(_timed(rows), lambda each: _key(each, _ALTERNATIVES))
     return {
         "time": errors_of(_pairs(rows, memory=False)),
         "memory": errors_of(_pairs(rows, memory=True)),
-        "ranking": ranking_of(_alternatives(rows)),
+        "ranking": ranking_of([[each.times for each in group] for _, group in alternatives]),
         "scaling": scaling_of(_scaled(rows, references)),
     }
 
@@ -297,28 +289,22 @@ def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
         return Scored(row=row, skipped=f"line {row.line}, {error}")
     case = replace(case, workload=replace(case.workload, run=replace(case.workload.run, shown=shown)))
     prediction = predict_case(case, sets)
+    workload = prediction.workload
+    # Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time.
+    ranks = workload.layout.ranks
+    units: dict[str, tuple[float, float]] = {
+        "step_time_s": (workload.global_batch, ranks),
+        "tokens_per_s_per_gpu": (1, 1 if workload.model.is_sampled else workload.run.seq_len),
+        **dict.fromkeys(("img_per_s", "seq_per_s"), (1, ranks)),
+    }
+    many, devices = units.get(case.metric, (0, 1))
     return Scored(
         row=row,
         predicted=in_metric(case, prediction),
         fits=prediction.fits,
         outside=prediction.outside,
-        flops=_flops_per_unit(case, prediction),
+        flops=model_flops(workload) * many / devices or 1.0,
     )
-
-
-def _flops_per_unit(case: PublishedRun, prediction: Prediction) -> float:
-    """Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time."""
-    workload = prediction.workload
-    each = model_flops(workload)
-    match case.metric:
-        case "step_time_s":
-            return each * workload.global_batch / workload.layout.ranks
-        case "tokens_per_s_per_gpu":
-            return each / (1 if workload.model.is_sampled else workload.run.seq_len)
-        case "img_per_s" | "seq_per_s":
-            return each / workload.layout.ranks
-        case _:
-            return 1.0
 
 
 def _with_result(scored: Scored, text: str) -> Scored:
@@ -362,17 +348,6 @@ def _baseline(rows: Sequence[Scored]) -> float | None:
         rate = statistics.median(rates)
         errors += [abs((own / rate if slower else rate / own) - 1) for own in rates]
     return statistics.fmean(errors) if errors else None
-
-
-def _as_time(each: Scored) -> tuple[float, float]:
-    assert each.pair is not None
-    measured, predicted = each.pair
-    return (measured, predicted) if each.row.metric == "step_time_s" else (1 / measured, 1 / predicted)
-
-
-def _alternatives(rows: Iterable[Scored]) -> list[list[tuple[float, float]]]:
-    groups = _grouped(_timed(rows), lambda each: _key(each, _ALTERNATIVES))
-    return [[_as_time(each) for each in group] for _, group in groups]
 
 
 def _scaled(rows: Iterable[Scored], references: Iterable[Scored]) -> list[list[tuple[int, float, float]]]:
