@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.errors import UsageError
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.formulas.step import COMPOSED_P90, FITTED_P90

@@ -11,7 +11,7 @@ import torch
 from program_counts import count_bytes
 
 from paceline.cluster.devices import load_cluster
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.engines.flat.side_stream import host_empty
 from paceline.errors import UsageError

@@ -15,19 +15,16 @@ from dataclasses import dataclass, field
 import torch
 import torch.nn.functional as F
 
-from paceline.calibrate.loop import measure_loop
-from paceline.calibrate.recorded import recorded
+from paceline.calibrate.loop import measure_loop, recorded
 from paceline.calibrate.sampling import Stopwatch, Timed
-from paceline.cluster.operations import MEMORY_FAMILIES, MemoryFamily
+from paceline.cluster.kernels import MEMORY_FAMILIES, MemoryFamily
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
 from paceline.train.update import update_if_finite
-from paceline.units import KIB, MIB
+from paceline.units import KIB
 
 Call = Callable[[], object]
-ON_CPU_BYTES = (32 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 32 * MIB)
-ON_CUDA_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)  # less takes the host longer to launch than the device to run
 _ROW = 512  # elements of a row, where kernels go row by row
 _TINY_BYTES = 2 * KIB  # one row
 _TENSORS, _FEW_TENSORS = 32, 8

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import resources
 from itertools import cycle
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from paceline.calibrate.families import ON_CPU_BYTES, ON_CUDA_BYTES, FamilyFigures, measure_families
+from paceline.bounded_yaml import load_shipped
+from paceline.calibrate.families import FamilyFigures, measure_families
 from paceline.calibrate.sampling import Stopwatch
 from paceline.cluster.detect import bf16_instructions
 from paceline.cluster.devices import ShapeRate
-from paceline.units import MIB
+from paceline.units import KIB, MIB
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _COLD_BYTES, _MOST_COPIES = 64 * MIB, 64
@@ -44,67 +47,24 @@ class Shapes:
     family_bytes: tuple[int, ...] = ()
 
 
-_SMALL = tuple((size, size, size) for size in (128, 256, 512))
-_LARGE = (
-    *((size, size, size) for size in (1024, 2048, 4096, 8192)),
-    *((8192, 768, 3072), (8192, 2048, 8192), (8192, 4096, 4096), (16384, 4096, 14336)),
-)
-ON_CPU = Shapes(
-    products={
-        "fp32": (*_SMALL, (1024, 1024, 1024)),
-        "bf16": _SMALL[:2],  # of a processor that emulates it, at a hundredth of the rate or less
-    },
-    attention=(
-        *((2, 4, 128, 32), (8, 4, 128, 32), (8, 4, 64, 16), (4, 6, 128, 64), (8, 6, 256, 64)),
-        (2, 12, 1024, 64),
-    ),
-    stream_bytes=64 * MIB,
-    linears=tuple(
-        (rows, inner, outer)
-        for rows in (32, 256, 1024)
-        for inner, outer in (
-            *((32, 32), (128, 128), (128, 512), (384, 384), (512, 128), (384, 1024), (784, 512), (512, 10)),
-            *((128, 98), (1024, 384)),
-        )
-    ),
-    family_bytes=ON_CPU_BYTES,
-)
+def shapes_for(kind: Literal["cpu", "all_cores", "cuda"]) -> Shapes:
+    """Returns what is measured on a device (shapes.yaml); on a processor bf16 like fp32 where it has instructions."""
+    table = load_shipped(resources.files("paceline.calibrate").joinpath("shapes.yaml").read_text())[kind]
+    products = {dtype: _sizes(shapes) for dtype, shapes in table["products"].items()}
+    if kind == "cpu" and bf16_instructions():
+        products = dict.fromkeys(products, products["fp32"])
+    return Shapes(
+        products=products,
+        attention=_sizes(table["attention"]),
+        stream_bytes=table["stream_mib"] * MIB,
+        linears=tuple((rows, *features) for rows in table["rows"] for features in table["features"]),
+        linear_dtype=table["linear_dtype"],
+        family_bytes=tuple(size * KIB for size in table["family_kib"]),
+    )
 
 
-def shapes_on_cpu() -> Shapes:
-    """Returns what is measured on this host's processor: bf16 like fp32 where it has instructions for it."""
-    has_bf16 = bool(bf16_instructions())
-    return replace(ON_CPU, products=dict.fromkeys(ON_CPU.products, ON_CPU.products["fp32"])) if has_bf16 else ON_CPU
-
-
-# Of a rank that has all cores: how threads pay, not every shape again.
-ON_ALL_CORES = Shapes(
-    products={"fp32": (*_SMALL, (1024, 1024, 1024))},
-    attention=((8, 4, 128, 32), (8, 6, 256, 64)),
-    stream_bytes=64 * MIB,
-    linears=tuple(
-        (rows, inner, outer)
-        for rows in (32, 256)
-        for inner, outer in ((32, 32), (128, 128), (128, 512), (512, 128), (784, 512), (512, 10))
-    ),
-    family_bytes=ON_CPU_BYTES[::2],
-)
-ON_CUDA = Shapes(
-    products=dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), _LARGE),
-    attention=(*((each, 12, 1024, 64) for each in (8, 32)), (8, 16, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)),
-    stream_bytes=512 * MIB,
-    # Widths of GPT-2 and Llama, with their vocabularies: tiles fill a device unevenly, so that neighbours differ.
-    linears=tuple(
-        (rows, inner, outer)
-        for rows in (4096, 16384, 32768)
-        for inner, outer in (
-            *((768, 768), (768, 3072), (3072, 768), (768, 50304), (2048, 2048), (2048, 1024), (2048, 5632)),
-            *((5632, 2048), (2048, 32000), (4096, 4096), (4096, 14336), (14336, 4096)),
-        )
-    ),
-    linear_dtype="bf16",
-    family_bytes=ON_CUDA_BYTES,
-)
+def _sizes(rows: list[list[int]]) -> Any:
+    return tuple(map(tuple, rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 
 LOSS = "loss"  # the block of a compiled loss: its kernels are fused, softmax and all
 

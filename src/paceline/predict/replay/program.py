@@ -31,7 +31,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Literal, TypeAlias
 
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.predict.replay.events import END, Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
