@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import resources
 from itertools import cycle
@@ -82,68 +82,51 @@ class KernelFigures:
 
 def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, with_compiled: bool) -> KernelFigures:
     """Measures one device. Where several ranks do so at once, each gets what is left to it, as in a run."""
-    spreads: dict[str, float] = {}
-    timer = _Timer(device, watch, spreads)
-    rates = (*_products(timer, shapes), *_linears(timer, shapes), *_attention(timer, shapes))
+    watch = replace(watch, spreads={})
+    rates = (*_products(device, shapes, watch), *_linears(device, shapes, watch), *_attention(device, shapes, watch))
     first, second, out = (torch.ones(shapes.stream_bytes // 4, device=device) for _ in range(3))
-    stream = watch.time(partial(torch.add, first, second, out=out))
-    launch = watch.time_host(_eager_chain(device))
-    spreads |= {"memory": stream.spread, "launches": launch.spread}
+    stream = watch.time(partial(torch.add, first, second, out=out), "memory")
+    launch = watch.time_host(_eager_chain(device), "launches")
     families = measure_families(device, shapes.family_bytes, watch) if shapes.family_bytes else None
-    spreads |= families.spreads if families else {}
     compiled = _compiled_launch(device, watch) if with_compiled else None
     return KernelFigures(
         rates=rates,
-        memory_bandwidth=3 * shapes.stream_bytes / stream.seconds,
-        launch_s=launch.seconds / (2 * _CHAIN),
+        memory_bandwidth=3 * shapes.stream_bytes / stream,
+        launch_s=launch / (2 * _CHAIN),
         compiled_launch_s=compiled,
         families=families,
-        spreads=spreads,
+        spreads=watch.spreads | (families.spreads if families else {}),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Timer:
-    """Times calls on one device, and keeps how far their samples spread."""
-
-    device: torch.device
-    watch: Stopwatch
-    spreads: dict[str, float]
-
-    def random(self, dtype: str, *sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, device=self.device).to(_DTYPES[dtype])
-
-    def rate(self, name: str, call: Callable[[], object], flops: float) -> float:
-        """Returns FLOPs per second of a call that has so many."""
-        timed = self.watch.time(call)
-        self.spreads[name] = timed.spread
-        return flops / timed.seconds
+def _random(device: torch.device, dtype: str, *sizes: int) -> torch.Tensor:
+    return torch.randn(sizes, device=device).to(_DTYPES[dtype])
 
 
-def _products(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
+def _products(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
     for dtype, products in shapes.products.items():
         for rows, inner, columns in products:
-            left, right = timer.random(dtype, rows, inner), timer.random(dtype, inner, columns)
-            out = torch.empty(rows, columns, device=timer.device, dtype=left.dtype)
-            name, call = f"{dtype} {rows}x{inner}x{columns}", partial(torch.mm, left, right, out=out)
+            left, right = _random(device, dtype, rows, inner), _random(device, dtype, inner, columns)
+            out = torch.empty(rows, columns, device=device, dtype=left.dtype)
             with _tf32(dtype == "tf32"):
-                flops = timer.rate(name, call, 2.0 * rows * inner * columns)
+                seconds = watch.time(partial(torch.mm, left, right, out=out), f"{dtype} {rows}x{inner}x{columns}")
+            flops = 2.0 * rows * inner * columns / seconds
             yield ShapeRate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops)
 
 
-def _linears(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
+def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
     """Measures the three products of each linear layer, with operands as a training step has them."""
     dtype = shapes.linear_dtype
     for rows, inner, outer in shapes.linears:
-        inputs, weight = timer.random(dtype, rows, inner), timer.random(dtype, outer, inner)
-        gradient = timer.random(dtype, rows, outer)
+        inputs, weight = _random(device, dtype, rows, inner), _random(device, dtype, outer, inner)
+        gradient = _random(device, dtype, rows, outer)
         for layout, sizes, left, right in (
             ("nt", (rows, inner, outer), inputs, weight.t()),
             ("nn", (rows, outer, inner), gradient, weight),
             ("tn", (outer, rows, inner), gradient.t(), inputs),
         ):
-            name = f"{dtype} {'x'.join(map(str, sizes))} {layout}"
-            flops = timer.rate(name, _by_turns(left, right), 2.0 * rows * inner * outer)
+            seconds = watch.time(_by_turns(left, right), f"{dtype} {'x'.join(map(str, sizes))} {layout}")
+            flops = 2.0 * rows * inner * outer / seconds
             yield ShapeRate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout)
 
 
@@ -168,23 +151,19 @@ def _tf32(is_allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _attention(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
-    dtype = "bf16" if timer.device.type == "cuda" else "fp32"
+def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
+    dtype = "bf16" if device.type == "cuda" else "fp32"
     for sizes in shapes.attention:
         batch, heads, length, size = sizes
-        query, key, value = parts = [timer.random(dtype, *sizes) for _ in range(3)]
+        query, key, value = parts = [_random(device, dtype, *sizes) for _ in range(3)]
         name, flops = f"attention {'x'.join(map(str, sizes))}", 2.0 * batch * heads * length**2 * size
-        forward = timer.rate(name, partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), flops)
-        yield ShapeRate(kind="attention", dtype=dtype, sizes=sizes, flops=forward)
-        backward = timer.rate(f"{name} backward", _attention_backward(parts), 2.5 * flops)
-        yield ShapeRate(kind="attention_backward", dtype=dtype, sizes=sizes, flops=backward)
-
-
-def _attention_backward(parts: list[torch.Tensor]) -> Callable[[], object]:
-    query, key, value = needed = [each.requires_grad_() for each in parts]
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    gradient = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, needed, gradient, retain_graph=True)
+        attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+        yield ShapeRate(kind="attention", dtype=dtype, sizes=sizes, flops=flops / watch.time(attend, name))
+        needed = [each.requires_grad_() for each in parts]
+        out = attend()
+        backward = partial(torch.autograd.grad, out, needed, torch.randn_like(out), retain_graph=True)
+        rate = 2.5 * flops / watch.time(backward, f"{name} backward")
+        yield ShapeRate(kind="attention_backward", dtype=dtype, sizes=sizes, flops=rate)
 
 
 def _eager_chain(device: torch.device) -> Callable[[], None]:
@@ -214,7 +193,7 @@ def _compiled_launch(device: torch.device, watch: Stopwatch) -> float | None:
         compiled = torch.compile(block)
         with torch.no_grad():
             compiled(start)
-            timed = watch.time_host(lambda: compiled(start))
+            seconds = watch.time_host(lambda: compiled(start))
     except Exception:  # no compiler, no Triton, a Python too new: a device is worth measuring all the same
         return None
-    return timed.seconds / (2 * _COMPILED_PAIRS)
+    return seconds / (2 * _COMPILED_PAIRS)

@@ -63,7 +63,7 @@ def measure_loop(tensor_s: float, *, rounds: int, steps: int = 4) -> LoopFigures
         (few, max(short - lists[0], 0.5 * short)),
         (many, max(long - lists[1], 0.5 * long)),
         loop_s=looped - short,
-        spread=summarize(samples[0]).spread,
+        spread=summarize(samples[0])[1],
     )
 
 
