@@ -69,7 +69,7 @@ def state_bytes(strategy: str, ranks: int) -> int:
         "exercise 9.2",
     )
     found = rank_estimates(config)[0]
-    return found.parameters + found.gradients + found.optimizer
+    return int(found.parameters + found.gradients + found.optimizer)
 
 
 def _check_strategy(answer: str) -> Verdict:

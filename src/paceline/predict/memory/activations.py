@@ -53,36 +53,28 @@ class Widths:
     compute: int
     is_autocast: bool
     device: str
-    is_compiled: bool = False
-    is_one_graph: bool = False
-
-    @classmethod
-    def of(
-        cls, precision: str, dtype: str, device: str, *, is_compiled: bool = False, is_one_graph: bool = False
-    ) -> Widths:
-        """Returns the widths of a precision: autocast computes in 2 bytes, masters keep all of the model in 2."""
-        built = 8 if dtype == "float64" else 4
-        is_autocast = precision in ("bf16", "fp16")
-        stream = 2 if precision in WITH_MASTERS else built
-        compute = 2 if is_autocast else stream
-        return cls(
-            stream=stream,
-            compute=compute,
-            is_autocast=is_autocast,
-            device=device,
-            is_compiled=is_compiled,
-            is_one_graph=is_one_graph,
-        )
+    is_compiled: bool
+    is_one_graph: bool
 
 
 def describe_model(config: Config, device: str) -> ModelFacts | None:
     """Returns what is known of a config's model on ``cpu`` or ``cuda``; None where only its own code can tell."""
-    precision = config.train.precision_on(config.parallel.device)
-    is_compiled = device == "cuda" and config.model.compile not in (False, "none")
-    # As Layout.for_ranks decides ``auto``; where the ranks are not known yet, blocks, which keep more.
-    is_one_graph = is_compiled and (config.model.compile == "whole" or _is_alone(config))
-    widths = Widths.of(precision, config.train.dtype, device, is_compiled=is_compiled, is_one_graph=is_one_graph)
     model, shape = config.model, known_shape(config.data)
+    precision = config.train.precision_on(config.parallel.device)
+    is_compiled = device == "cuda" and model.compile not in (False, "none")
+    # Autocast computes in 2 bytes, masters keep all of the model in 2.
+    is_autocast = precision in ("bf16", "fp16")
+    stream = 2 if precision in WITH_MASTERS else 8 if config.train.dtype == "float64" else 4
+    widths = Widths(
+        stream=stream,
+        compute=2 if is_autocast else stream,
+        is_autocast=is_autocast,
+        device=device,
+        is_compiled=is_compiled,
+        # As Layout.for_ranks decides ``auto``; where the ranks are not known yet, blocks, which keep more.
+        is_one_graph=is_compiled
+        and (model.compile == "whole" or (model.compile != "blocks" and config.parallel.ranks == 1)),
+    )
     if isinstance(model, GPTModelConfig):
         known = known_gpt(config)
         return None if known is None else describe_gpt(*known, widths)
@@ -103,10 +95,6 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
     if shape is None or not (tokens := data.context or shape.context):
         return None
     return replace(shape, vocab_size=shape.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), tokens
-
-
-def _is_alone(config: Config) -> bool:
-    return config.model.compile != "blocks" and config.parallel.ranks == 1
 
 
 # GPT

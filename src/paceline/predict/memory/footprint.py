@@ -38,7 +38,9 @@ def footprint(workload: Workload) -> MemoryEstimate:
     params = dense + experts
     cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
     weights, gradients, optimizer = _bytes_per_parameter(workload)
-    activations, temporary = _activations(workload, layers), _temporary(workload)
+    logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
+    units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
+    activations, temporary = _activations(workload, layers), max(0.0, logits - _recomputed_bytes(workload)) + units
     return MemoryEstimate(
         parameters=(cut if layout.sharing.parameters else params) * weights,
         gradients=(cut if layout.sharing.gradients else params) * gradients,
@@ -109,13 +111,6 @@ def _block_bytes(workload: Workload) -> float:
         inner = (4 * model.query_width + model.kv_width) / tensor
         wide = 2 * model.mlp_width / tensor * (model.active_experts or 1)
     return workload.tokens * width * (norms + inner + wide + scores)
-
-
-def _temporary(workload: Workload) -> float:
-    model, layout = workload.model, workload.layout
-    logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
-    units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
-    return max(0.0, logits - _recomputed_bytes(workload)) + units
 
 
 def _logit_bytes(workload: Workload) -> float:
