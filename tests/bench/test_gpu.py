@@ -15,7 +15,7 @@ from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, sel
 from paceline.bench.gpu.loops import GpuArm
 from paceline.bench.gpu.process import ArmTurn, Order, run_order
 from paceline.bench.gpu.workloads import TINY_WORKLOADS, WORKLOADS, GpuWorkload
-from paceline.cluster.peaks import Peaks
+from paceline.cluster.devices import Peaks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions
 TINY, IMAGES = TINY_WORKLOADS["gpt-tiny"], TINY_WORKLOADS["resnet-tiny"]

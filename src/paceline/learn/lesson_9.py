@@ -15,7 +15,7 @@ from paceline.config import config_from_dict
 from paceline.learn.exercise import Exercise, Verdict, right, wrong
 from paceline.learn.number_answers import Mistake, judge_number
 from paceline.predict.formulas.saving import best_interval, time_between_failures
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import rank_estimates
 
 _NODE, _CLUSTER = "1x dgx-h100", "10x dgx-h100"
 _PARAMETERS, _TOKENS, _MFU = 6.7e9, 1e12, 0.4
@@ -69,7 +69,7 @@ def state_bytes(strategy: str, ranks: int) -> int:
         "exercise 9.2",
     )
     found = rank_estimates(config)[0]
-    return found.parameters + found.gradients + found.optimizer
+    return int(found.parameters + found.gradients + found.optimizer)
 
 
 def _check_strategy(answer: str) -> Verdict:
