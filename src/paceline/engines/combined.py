@@ -17,7 +17,6 @@ each tied gradient between the ranks that use it.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -28,10 +27,10 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
 from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.norms import reduce_norm
+from paceline.engines.flat.norms import add_powers, reduce_norm, scale_to
 from paceline.engines.flat.optimizer_state import gather_optimizer_state
-from paceline.engines.flat.sharded import name_problems
 from paceline.engines.groups import Groups
+from paceline.engines.module_engine import name_problems
 from paceline.engines.named_states import global_groups, load_by_name, merge_over, named_states, numbered_states
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.tensor.layout import SplitParts, TensorLayout
@@ -192,27 +191,19 @@ class CombinedParallel(Engine):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        device = self.device
-        gradients = [gradient for gradient in self._counted_gradients() if gradient.numel()]
-        norms = [norm.to(device) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
-        total = torch.zeros((), dtype=norms[0].dtype if norms else next(self.parameters()).dtype, device=device)
-        if norms:
-            stacked = torch.stack(norms)
-            total += stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+        counted = [  # the gradients of which this rank holds the copy that counts
+            parameter.grad
+            for stage, engine in self.stages.items()
+            for name, parameter in engine.named_parameters()
+            if (stage, name) in self._counted and parameter.grad is not None and parameter.grad.numel()
+        ]
+        total = torch.zeros((), dtype=next(self.parameters()).dtype, device=self.device)
+        if counted:
+            norms = [norm.to(self.device) for norm in torch._foreach_norm(counted, norm_type)]
+            total = add_powers(torch.stack(norms), norm_type)
         norm = reduce_norm(total, self.world, norm_type)
-        if not math.isinf(max_norm):
-            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(coefficient.to(parameter.grad))
+        scale_to(max_norm, norm, self.gradients())
         return norm
-
-    def _counted_gradients(self) -> Iterator[torch.Tensor]:
-        """Iterates over the gradients of which this rank holds the copy that counts."""
-        for stage, engine in self.stages.items():
-            for name, parameter in engine.named_parameters():
-                if parameter.grad is not None and (stage, name) in self._counted:
-                    yield parameter.grad
 
     def _counts(self, stage: int, name: str, same: Communicator) -> bool:
         """Whether this rank's copy of a parameter is the first: among ``same`` ranks, tensor ranks and tied stages."""

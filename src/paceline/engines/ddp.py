@@ -43,10 +43,9 @@ from paceline.engines.flat.optimizer_state import on_cpu
 from paceline.engines.groups import Groups, reduction
 from paceline.engines.masters import Masters, hand_over, norm_of
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.module_guard import load_own
 from paceline.engines.precision import Precision
 from paceline.plan.layout import Layout
-from paceline.shards import own_optimizer_state
+from paceline.shards import load_own_state, own_optimizer_state
 
 
 class DataParallel(ModuleEngine):
@@ -199,7 +198,7 @@ class DataParallel(ModuleEngine):
 
     def _load_state(self, state: dict[str, torch.Tensor]) -> None:
         if self._masters is None:
-            load_own(self.module, state)
+            load_own_state(self.module, state)
         else:
             self._masters.load_state_dict(state)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paceline.engines.module_guard import load_own
 from paceline.engines.precision import kept_parameters
+from paceline.shards import load_own_state
 
 
 class Masters:
@@ -84,7 +84,7 @@ class Masters:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Loads a state into the module, and into the masters."""
-        load_own(self.module, state)
+        load_own_state(self.module, state)
         for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
             if master is not parameter:
                 master.copy_(state[name])

@@ -42,9 +42,8 @@ from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.norms import clip_pieces, measured_norms
-from paceline.engines.flat.sharded import ShardedEngine
 from paceline.engines.groups import Groups, expert_dim
-from paceline.engines.module_engine import own_region
+from paceline.engines.module_engine import ShardedEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from paceline.config.sections import GPT_DIMENSIONS, GPT_SIZES, GPTModelConfig, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.head_loss import OutputLayer, head_loss
-from paceline.models.key_values import KeyValues
 from paceline.models.layers import PipelineLayer
 from paceline.plan.model_shape import ModelShape
 
@@ -277,6 +276,25 @@ class Rotary(nn.Module):
         cos, sin = self.cos[start : start + x.shape[2]], self.sin[start : start + x.shape[2]]
         first, second = x.chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class KeyValues:
+    """Keys and values of the tokens that a model has read, so that the next token costs one token and not all before.
+
+    A layer of L tokens, batch b and k heads of width d for keys and values keeps 2 b L k d numbers.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0  # the tokens that it has read
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def add(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds those of new tokens, (batch, heads, length, head_dim), to a layer's; returns all of them."""
+        if layer in self._kept:
+            before = self._kept[layer]
+            key, value = torch.cat((before[0], key), dim=2), torch.cat((before[1], value), dim=2)
+        self._kept[layer] = key, value
+        return key, value
 
 
 class SwiGLU(nn.Module):

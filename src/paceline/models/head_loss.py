@@ -32,7 +32,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.models.head_chunk import Chunk, go_over_by_torch
 from paceline.plan.layout import loss_rows
 
 _SCHEMA = (
@@ -147,8 +146,9 @@ def _walk(
     """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
     results = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
     if targets.device.type == "cpu":
-        _check_values(targets, weight.shape[0], ignored)
-    with _without_autocast(hidden.device.type):
+        check_targets(targets, weight.shape[0], ignored)
+    kind = hidden.device.type
+    with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         _fill(results, hidden, weight.to(hidden.dtype), targets, ignored, smoothing, rows)
     losses, hits, d_hidden, d_weight = results
     return losses.sum(), hits.sum(), d_hidden, d_weight.to(weight.dtype)
@@ -167,16 +167,8 @@ def _fill(
         part = slice(begin, min(begin + rows, num_rows))
         logits, inputs = buffer[: part.stop - begin], hidden[part]
         torch.mm(inputs, matrix.t(), out=logits)
-        chunk = Chunk(
-            logits=logits,
-            targets=targets[part],
-            losses=losses[part],
-            hits=hits[part] if hits.numel() else None,
-            ignored=ignored,
-            smoothing=smoothing,
-            is_trained=is_trained,
-        )
-        _go_over(chunk)
+        rows_hits = hits[part] if hits.numel() else None
+        _go_over(logits, targets[part], losses[part], rows_hits, ignored, smoothing, is_trained)
         if d_hidden.numel() and not hidden.is_meta:
             torch.mm(logits, matrix, out=d_hidden[part])
         if d_weight.numel() and not hidden.is_meta:
@@ -254,11 +246,8 @@ class _OnMeta(torch.autograd.Function):
         return _scale(ctx, gradient)
 
 
-def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-
-
-def _check_values(targets: Tensor, vocabulary: int, ignored: int) -> None:
+def check_targets(targets: Tensor, vocabulary: int, ignored: int) -> None:
+    """Raises UsageError for a target that is no token. Reads values: on a GPU the host would wait for them."""
     wrong = targets[((targets < 0) | (targets >= vocabulary)) & (targets != ignored)]
     if wrong.numel():
         raise UsageError(
@@ -268,20 +257,42 @@ def _check_values(targets: Tensor, vocabulary: int, ignored: int) -> None:
         )
 
 
-# A chunk.
-
-
-def _go_over(chunk: Chunk) -> None:
-    """Writes the losses and right answers of some rows, and the gradients of their logits over these."""
-    logits = chunk.logits
+def _go_over(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    hits: Tensor | None,
+    ignored: int,
+    smoothing: float,
+    is_trained: bool,
+) -> None:
+    """Writes the losses and right answers (None: nobody asks) of some rows; if trained, gradients over their logits."""
     if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
         from paceline.models.head_kernel import go_over_on_gpu  # where there is no GPU, there is no triton
 
-        go_over_on_gpu(chunk)
-    elif logits.is_meta:  # in place of the kernel above: one pass
+        go_over_on_gpu(logits, targets, losses, hits, ignored, smoothing, is_trained)
+        return
+    if logits.is_meta:  # in place of the kernel above: one pass
         torch.ops.aten._softmax.out(logits, -1, False, out=logits)
-    else:
-        go_over_by_torch(chunk)
+        return
+    is_counted = targets != ignored
+    index = torch.where(is_counted, targets, 0)[:, None]
+    if hits is not None:
+        hits.copy_((logits.argmax(-1) == targets) & is_counted)
+    wide = logits.to(losses.dtype)
+    normaliser = wide.logsumexp(-1)
+    row = normaliser - (1 - smoothing) * wide.gather(1, index)[:, 0]
+    if smoothing:
+        row -= smoothing * wide.mean(-1)
+    losses.copy_(torch.where(is_counted, row, 0.0))
+    if is_trained:
+        wide.sub_(normaliser[:, None]).exp_()
+        if smoothing:
+            wide.sub_(smoothing / wide.shape[1])
+        wide.scatter_add_(1, index, wide.new_full(index.shape, smoothing - 1))
+        wide.mul_(is_counted[:, None])
+        if wide is not logits:
+            logits.copy_(wide)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from paceline.engines.agree import broadcast_tensors
-from paceline.engines.flat.parameter_table import held_elsewhere, keeps_second_list
+from paceline.engines.flat.gathering import held_elsewhere, keeps_second_list
 from paceline.engines.flat.unit import Attribute, Unit
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision, keeps_dtype
@@ -136,11 +136,9 @@ def build_units(
     kept = frozenset(name for name, found in places.items() if any(keeps_dtype(place.module) for place in found))
 
     def make(index: int) -> Unit:
-        """Makes a unit with memory for its whole parameters."""
         return Unit(index, names[index], owned[index], groups, precision, offload, kept)
 
-    def cut(unit: Unit) -> None:
-        """Ends a unit: rank 0's values for all, of which each rank keeps its slice."""
+    def cut(unit: Unit) -> None:  # rank 0's values for all, of which each rank keeps its slice
         for group in unit.groups:
             holders = group.shared.gradients
             if holders.size > 1 and not group.is_unfilled:

@@ -66,7 +66,8 @@ def _what_counts(optimizer: torch.optim.Optimizer) -> tuple[object, ...] | None:
 
 
 def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
-    if _needs_closure(optimizer):
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         return "its step() needs a closure, and looks at all parameters together"
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "it takes sparse gradients, and that of a slice is dense"
@@ -82,11 +83,6 @@ def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
                 return None  # it draws random numbers: what it does cannot be compared
             return _compare(optimizer, values, gradients, whole)
     return None
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _compare(

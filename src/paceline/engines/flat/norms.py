@@ -24,37 +24,34 @@ def clip_pieces(
 ) -> torch.Tensor:
     """Clips gradients of which every rank of ``comm`` has pieces; returns their global norm.
 
-    One all-reduce. The coefficient stays on the device: nothing waits for it. An infinite ``max_norm`` only measures.
-    ``norms`` are those of the pieces, and ``squares`` the sum of all ranks', where these are known already.
+    One all-reduce. The coefficient stays on the device: nothing waits for it. ``norms`` are those of the pieces, and
+    ``squares`` the sum of all ranks', where these are known already.
     """
     gradients = [piece.grad for piece in pieces if piece.grad is not None and piece.grad.numel()]
-    device = gradients[0].device if gradients else comm.device
-    norm = squares.sqrt() if squares is not None else _global_norm(gradients, pieces, comm, norm_type, norms)
-    if not math.isinf(max_norm) and gradients:
-        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(device)
-        torch._foreach_mul_(gradients, coefficient.to(gradients[0].dtype))
+    if squares is not None:
+        norm = squares.sqrt()
+    else:
+        if norms is None:
+            norms = torch._foreach_norm(gradients, norm_type) if gradients else []
+        local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
+        if norms:
+            stacked = torch.stack(list(norms)).to(comm.device)
+            local = torch.dot(stacked, stacked) if norm_type == 2.0 else add_powers(stacked, norm_type)
+        norm = reduce_norm(local, comm, norm_type)
+    scale_to(max_norm, norm, gradients)
     return norm
 
 
-def _global_norm(
-    gradients: list[torch.Tensor],
-    pieces: Sequence[nn.Parameter],
-    comm: Communicator,
-    norm_type: float,
-    norms: Sequence[torch.Tensor] | None,
-) -> torch.Tensor:
-    is_max = math.isinf(norm_type)
-    if norms is None:
-        norms = torch._foreach_norm(gradients, norm_type) if gradients else []
-    if norms:
-        stacked = torch.stack(list(norms)).to(comm.device)
-        if norm_type == 2.0:
-            local = torch.dot(stacked, stacked)
-        else:
-            local = stacked.max() if is_max else (stacked**norm_type).sum()
-    else:
-        local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
-    return reduce_norm(local, comm, norm_type)
+def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """Scales gradients of this global norm so that it is at most ``max_norm``, which may be infinite."""
+    if not math.isinf(max_norm) and gradients:
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
+
+
+def add_powers(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Returns the sum of powers of norms, or the largest of them for the infinite norm."""
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
 
 
 def reduce_norm(local: torch.Tensor, comm: Communicator, norm_type: float) -> torch.Tensor:

@@ -39,15 +39,9 @@ class _StateRow:
     refused: str | None  # a state of which it cannot be told what it is
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StateKind:
-    """What all ranks together hold as one state of one parameter: pieces of ``dtype``, or a whole value (None)."""
-
-    dtype: torch.dtype | None
-    holders: list[int]
-
-
-_Kinds = dict[int, dict[str, _StateKind]]  # by the parameter's number, then by the state's name
+# What all ranks together hold, by the parameter's number, then by the state's name: the dtype of pieces, None for whole
+# values, and the ranks that hold it.
+_Kinds = dict[int, dict[str, tuple[torch.dtype | None, list[int]]]]
 
 
 def gather_optimizer_state(
@@ -68,11 +62,11 @@ def gather_optimizer_state(
     keeps = comm.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {index: dict.fromkeys(kinds[index]) for index in kinds}
     for index, by_key in kinds.items():
-        for key, kind in by_key.items():
-            if kind.dtype is None:  # a rank's own where all have one, else that of the first that does
-                value = on_cpu(states[index][key]) if comm.rank in kind.holders else None
-                is_everywhere = len(kind.holders) == comm.size
-                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, kind.holders[0])
+        for key, (dtype, holders) in by_key.items():
+            if dtype is None:  # a rank's own where all have one, else that of the first that does
+                value = on_cpu(states[index][key]) if comm.rank in holders else None
+                is_everywhere = len(holders) == comm.size
+                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, holders[0])
     numbers = {id(parameter): index for index, parameter in parameters.items()}
     for group in groups:
         for index, key, tensor in _gather_group(group, [numbers.get(id(p), -1) for p in group.pieces], states, kinds):
@@ -157,7 +151,7 @@ def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> _Kinds:
         for key in dict.fromkeys(key for dtypes in held for key in dtypes):
             holders = [rank for rank, dtypes in enumerate(held) if key in dtypes]
             found = [held[rank][key] for rank in holders]
-            kinds[index][key] = _StateKind(dtype=None if None in found else found[0], holders=holders)
+            kinds[index][key] = (None if None in found else found[0], holders)
             missing = [r for r, theirs in enumerate(everyone) if r not in holders and not theirs[index].is_empty]
             if missing and None not in found:
                 raise UsageError(
@@ -177,9 +171,9 @@ def _gather_group(
     ``members`` are the numbers of the group's parameters, -1 for one that the optimizer does not update.
     """
     by_place = [kinds.get(index, {}) for index in members]
-    found = {(key, kind.dtype): None for by_key in by_place for key, kind in by_key.items() if kind.dtype is not None}
+    found = {(key, dtype): None for by_key in by_place for key, (dtype, _) in by_key.items() if dtype is not None}
     for key, dtype in found:
-        held = [key in by_key and by_key[key].dtype == dtype for by_key in by_place]
+        held = [key in by_key and by_key[key][0] == dtype for by_key in by_place]
         nothing = group.master.new_zeros(())
         pieces = [
             states.get(index, {}).get(key, nothing) if is_held else nothing

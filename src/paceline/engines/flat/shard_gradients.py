@@ -123,7 +123,10 @@ class ShardGradients:
         self._has_arrived = True
         if self._stashes:
             if not is_last:
-                self._stash(mine)
+                if self.stashed is None:
+                    self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
+                else:
+                    self.stashed += mine.to(self.stashed.device)
                 return
             if self.stashed is not None:
                 mine = mine + self.stashed.to(mine.device, non_blocking=True)
@@ -156,10 +159,10 @@ class ShardGradients:
         if self._host_copies is None:
             self._keep(mine.to(self.dtype))
             return
-        slice_ = (
-            self._keep(host_empty(mine.numel(), self.dtype, self.comm.device)) if self.slice is None else self.slice
-        )
-        self._host_copies.copy(slice_, mine.to(self.dtype))
+        if self.slice is None:
+            self._keep(host_empty(mine.numel(), self.dtype, self.comm.device))
+        assert self.slice is not None
+        self._host_copies.copy(self.slice, mine.to(self.dtype))
 
     def _add(self, mine: torch.Tensor) -> None:
         if self.slice is None:  # the loss has a term of the pieces themselves, whose gradients came first
@@ -179,15 +182,8 @@ class ShardGradients:
                 view.copy_(piece.grad)
         self.slice += mine.to(self.slice.device, self.slice.dtype)
 
-    def _stash(self, mine: torch.Tensor) -> None:
-        if self.stashed is None:
-            self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
-        else:
-            self.stashed += mine.to(self.stashed.device)
-
-    def _keep(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _keep(self, gradient: torch.Tensor) -> None:
         self.slice, self._views = gradient, self.layout.pieces(gradient)
-        return gradient
 
     # Norms.
 
@@ -202,8 +198,13 @@ class ShardGradients:
             return
         norms: list[torch.Tensor] = []
         if self.comm.device_kind == "cpu":
-            solid = self._without_gaps(mine) if mine.dtype in _DOTTED else None
-            norms = list(torch._foreach_norm(views)) if solid is None else [torch.dot(solid, solid).sqrt_()]
+            spans = self.layout.spans
+            begin, end = min(first for first, _ in spans), max(last for _, last in spans)
+            has_gaps = sum(last - first for first, last in spans) != end - begin  # whose numbers are no one's
+            if has_gaps or mine.dtype not in _DOTTED:
+                norms = list(torch._foreach_norm(views))
+            else:
+                norms = [torch.dot(mine[begin:end], mine[begin:end]).sqrt_()]
             self._norms = (mine._version, norms, DONE)
             return
 
@@ -234,9 +235,3 @@ class ShardGradients:
         if self.slice is None or self.slice._version != version:
             return False
         return all(p.grad is None or p.grad is view for p, view in zip(self.pieces, self._views, strict=True))
-
-    def _without_gaps(self, mine: torch.Tensor) -> torch.Tensor | None:
-        """Returns the part of the slice that the pieces fill; None where what lies between two of them is no one's."""
-        spans = self.layout.spans
-        begin, end = min(first for first, _ in spans), max(last for _, last in spans)
-        return mine[begin:end] if sum(last - first for first, last in spans) == end - begin else None

@@ -86,19 +86,17 @@ class SplitLayer(nn.Module):
         return self.matrix if is_late else None
 
     def _product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = self._plain_product(x, bias)
+        if self.float8_by_row is not None:
+            y = float8_linear(x, self.matrix, bias, by_row=self.float8_by_row)
+        else:
+            late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
+            y = F.linear(x, self.matrix, bias) if late is None else late(x, bias)
         if not isinstance(self, Adapted):
             return y
         # One matrix of the adapter is split as the weight is; the other is whole, and its gradients are of parts.
         is_first_split = A in self.splits
         (shared,) = self.region.share(self.lora_b if is_first_split else self.lora_a)
         return y + (self.added(x, self.lora_a, shared) if is_first_split else self.added(x, shared, self.lora_b))
-
-    def _plain_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.float8_by_row is not None:
-            return float8_linear(x, self.matrix, bias, by_row=self.float8_by_row)
-        late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
-        return F.linear(x, self.matrix, bias) if late is None else late(x, bias)
 
 
 class ColumnLinear(SplitLayer):
@@ -123,10 +121,22 @@ class RowLinear(SplitLayer):
         return y + bias.to(y.dtype)
 
 
-class VocabularyEmbedding(SplitLayer):
-    """An embedding with some of the rows."""
+class _Vocabulary(SplitLayer):
+    """A layer with some rows of the vocabulary."""
 
     gathers_logits: bool
+
+    def project(self, x: Tensor) -> SplitLogits | Tensor:
+        """Returns split logits, or gathered ones where this was asked for."""
+        bias = cast("Tensor | None", self._parameters.get("bias"))
+        local = self._product(self.region.enter(x, [self]), bias)
+        logits = SplitLogits(local, self.region.comm, self.own_range[0], self.splits["weight"].shape[0])
+        return logits.gather() if self.gathers_logits else logits
+
+
+class VocabularyEmbedding(_Vocabulary):
+    """An embedding with some of the rows; ``project`` is that of an output layer that is tied to it."""
+
     padding_idx: int | None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -135,10 +145,6 @@ class VocabularyEmbedding(SplitLayer):
         is_own = (tokens >= first) & (tokens < last)
         rows = super().forward(torch.where(is_own, tokens - first, 0))
         return self.region.leave(rows * is_own[..., None])
-
-    def project(self, x: Tensor) -> SplitLogits | Tensor:
-        """Returns the logits of an output layer that is tied to the embedding."""
-        return _logits(self, x)
 
     def reset_parameters(self) -> None:
         """As for every layer; the row of padding is found by its place in the whole."""
@@ -150,14 +156,10 @@ class VocabularyEmbedding(SplitLayer):
             self.padding_idx = local
 
 
-class VocabularyHead(SplitLayer):
+class VocabularyHead(_Vocabulary):
     """An output layer with the logits of some tokens."""
 
-    gathers_logits: bool
-
-    def forward(self, x: Tensor) -> SplitLogits | Tensor:
-        """Returns split logits, or gathered ones where this was asked for."""
-        return _logits(self, x)
+    forward = _Vocabulary.project
 
 
 class SharedLayer(nn.Module):
@@ -185,10 +187,3 @@ class SequencePositions(SharedLayer):
         """Returns the embeddings of this rank's positions."""
         comm = self.region.comm
         return super().forward(positions.chunk(comm.size, -1)[comm.rank])
-
-
-def _logits(layer: VocabularyEmbedding | VocabularyHead, x: Tensor) -> SplitLogits | Tensor:
-    bias = cast("Tensor | None", layer._parameters.get("bias"))
-    local = layer._product(layer.region.enter(x, [layer]), bias)
-    logits = SplitLogits(local, layer.region.comm, layer.own_range[0], layer.splits["weight"].shape[0])
-    return logits.gather() if layer.gathers_logits else logits

@@ -17,7 +17,6 @@ looks at the sequence's length has them around its blocks, and pays one all-redu
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, cast
@@ -25,6 +24,7 @@ from typing import Literal, cast
 from torch import nn
 
 from paceline.errors import UsageError
+from paceline.models.lora import matches
 
 Role = Literal["input", "column", "row", "shared", "embedding", "head", "between", "positions", "begin", "end"]
 
@@ -41,13 +41,6 @@ class SplitRule:
     resized: tuple[str, ...] = ()  # attributes that count what is split: a rank's are its share
     is_optional: bool = False
 
-    def fits(self, name: str) -> bool:
-        """Whether a module of this name is meant."""
-        parts, wanted = name.split("."), self.pattern.split(".")
-        if len(parts) < len(wanted):
-            return False
-        return all(map(fnmatch.fnmatchcase, reversed(parts), reversed(wanted)))  # names differ most at their ends
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
@@ -60,7 +53,7 @@ class TensorPlan:
         """Iterates over the modules of these roles, with their names and rules."""
         rules = [rule for rule in self.rules if rule.role in roles]
         for name, module in model.named_modules():
-            found = next((rule for rule in rules if rule.fits(name)), None)
+            found = next((rule for rule in rules if matches(name, rule.pattern)), None)
             if found is not None:
                 yield name, module, found
 
@@ -68,7 +61,9 @@ class TensorPlan:
         """Returns the patterns that fit no module, and are not optional."""
         names = [name for name, _ in model.named_modules()]
         return [
-            rule.pattern for rule in self.rules if not rule.is_optional and not any(rule.fits(name) for name in names)
+            rule.pattern
+            for rule in self.rules
+            if not rule.is_optional and not any(matches(name, rule.pattern) for name in names)
         ]
 
 
