@@ -32,7 +32,7 @@ from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
-from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
+from paceline.engines.float8 import check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
@@ -265,7 +265,15 @@ def choose_for_module(
         room = replace(room, device_bytes=round(room.device_bytes * (1 - _FOR_ACTIVATIONS)))
         itemsize = max((p.element_size() for p in model.parameters()), default=4)
         states = StateFacts(itemsize=itemsize, device=comm.device.type)
-        facts, keep = _facts(model, blocks), frozenset({"checkpoint_activations"})
+        sizes = [num_parameters(block) for block in blocks]
+        facts = ModelFacts(
+            name=type(model).__name__,
+            blocks=tuple(BlockFacts(parameters=size) for size in sizes),
+            root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+            source="measured",
+        )
+        keep = frozenset({"checkpoint_activations"})
         try:
             decided = take_first(whole_ladder(facts, Layout(precision=precision), room, states, keep), facts, room)
         except ConfigError as error:
@@ -275,17 +283,6 @@ def choose_for_module(
         raise decided
     assert decided is not None
     return decided
-
-
-def _facts(model: nn.Module, blocks: Sequence[nn.Module]) -> ModelFacts:
-    sizes = [num_parameters(block) for block in blocks]
-    return ModelFacts(
-        name=type(model).__name__,
-        blocks=tuple(BlockFacts(parameters=size) for size in sizes),
-        root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        source="measured",
-    )
 
 
 def _share(
@@ -298,9 +295,22 @@ def _share(
     _check_host(layout.offload, comm.device, num_parameters(model) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
-    float8 = _prepare_blocks(model, comm, layout, precision)
-    units = _choose_units(model, layout) if layout.is_fully_sharded else []
+    asks_for_blocks = precision.float8 or layout.checkpoint_activations != "none" or layout.is_fully_sharded
+    blocks = model_blocks(model) if asks_for_blocks else []
+    if layout.sync_batchnorm and comm.size > 1:
+        synchronise_batchnorm(model, comm)
+    float8 = None
+    if precision.float8 is not None:
+        float8 = swap_linears(model, blocks, by_row=precision.float8 == "row")
+    if layout.checkpoint_activations != "none":
+        checkpoint_blocks(blocks, layout.checkpoint_activations)
+    units: Sequence[tuple[str, nn.Module]] = ()  # that full sharding gathers one by one
+    if layout.is_fully_sharded:
+        unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
+        ends, apart = model_ends(model), model_apart(model)
+        units = choose_units(model, blocks, ends, names=layout.units, unit_mb=unit_mb, apart=apart)
     if layout.is_compiled:
+        swap_pools(model, comm.device)
         hooked = [module for _, module in units] if comm.size > 1 else []
         compile_model(model, whole=layout.compile == "whole", units=hooked)
     engine = _engine(model, groups, layout, precision, compressor, units)
@@ -345,27 +355,6 @@ def _engine(
     return engine
 
 
-def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> Float8Layers | None:
-    """Synchronises batch norm, swaps linear layers, checkpoints blocks and swaps pools, in this order."""
-    if layout.sync_batchnorm and comm.size > 1:
-        synchronise_batchnorm(model, comm)
-    float8 = None
-    if precision.float8 is not None:
-        float8 = swap_linears(model, model_blocks(model), by_row=precision.float8 == "row")
-    if layout.checkpoint_activations != "none":
-        checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
-    if layout.is_compiled:
-        swap_pools(model, comm.device)
-    return float8
-
-
-def _choose_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that full sharding gathers one by one."""
-    blocks = model_blocks(model)
-    unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
-    return choose_units(model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model))
-
-
 def _check_parameters(model: nn.Module, expert: int, precision: Precision) -> None:
     """Raises UsageError where ranks are to hold different experts or to compute in 8 bits, and the model cannot."""
     if precision.float8:
@@ -401,7 +390,8 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
             "  build the model inside the function that each rank runs"
         )
     for name, module in model.named_modules():
-        wrapper = next((each.__name__ for each in type(module).__mro__ if _is_wrapper(each)), None)
+        kinds = [each for each in type(module).__mro__ if each.__module__.startswith("torch.")]
+        wrapper = next((each.__name__ for each in kinds if each.__name__ in _WRAPPERS), None)
         if wrapper is not None:
             inside = "fully_shard(...) is called on it" if wrapper == "FSDPModule" else "it is wrapped: model.module"
             raise UsageError(
@@ -425,7 +415,3 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
             )
     if not any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model requires a gradient\n  there is nothing to train")
-
-
-def _is_wrapper(kind: type) -> bool:
-    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")

@@ -47,7 +47,8 @@ def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
     The layers stay the same objects, with their parameters, buffers and names. A layer whose class has a forward of its
     own is left as it is. Does nothing on one rank.
     """
-    layers = [layer for layer in module.modules() if _can_synchronise(layer)]
+    plain = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    layers = [each for each in plain if isinstance(each, nn.SyncBatchNorm) or type(each).forward is _BatchNorm.forward]
     if comm.size == 1 or not layers:
         return module
     exchange = Exchange(module, comm.split(range(comm.size)))
@@ -226,7 +227,16 @@ class Exchange:
         row[_HEAD + self._width : _HEAD + self._width + channels] = squares
         rows, work = self._send_row(row)
         work.wait()
-        self._check_same_layer(number, rows)
+        if rows.device.type == "cpu":  # elsewhere, looking would make the host wait for the device
+            for rank, other in enumerate(rows[:, 1].tolist()):
+                if other not in (0, number):
+                    raise UsageError(
+                        f"rank {self.comm.rank} is at batch-norm layer {number}, rank {rank} at layer {int(other)} "
+                        f"of {len(self.layers)}\n"
+                        "  synchronised layers are called in the same order on all ranks\n"
+                        "  do not let the order depend on the rank or its samples, or set parallel.sync_batchnorm = "
+                        "false"
+                    )
         return self._read(rows, channels)
 
     def add_up(self, *sums: torch.Tensor) -> torch.Tensor:
@@ -300,24 +310,6 @@ class Exchange:
     def _read(self, rows: torch.Tensor, channels: int) -> Moments:
         first, second = rows[:, _HEAD : _HEAD + self._width], rows[:, _HEAD + self._width :]
         return combine(rows[:, :1], first[:, :channels], second[:, :channels])
-
-    def _check_same_layer(self, number: int, rows: torch.Tensor) -> None:
-        if rows.device.type != "cpu":  # looking would make the host wait for the device
-            return
-        for rank, other in enumerate(rows[:, 1].tolist()):
-            if other not in (0, number):
-                raise UsageError(
-                    f"rank {self.comm.rank} is at batch-norm layer {number}, rank {rank} at layer {int(other)} "
-                    f"of {len(self.layers)}\n"
-                    "  synchronised layers are called in the same order on all ranks\n"
-                    "  do not let the order depend on the rank or its samples, or set parallel.sync_batchnorm = false"
-                )
-
-
-def _can_synchronise(module: nn.Module) -> bool:
-    return isinstance(module, nn.SyncBatchNorm) or (
-        isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
-    )
 
 
 def _statistics_dtype(x: torch.Tensor) -> torch.dtype:

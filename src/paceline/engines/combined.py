@@ -68,7 +68,7 @@ class CombinedParallel(Engine):
         self._names = tuple(names)
         self._tied = dict(tied)
         self._parts = SplitParts({} if layout is None else layout.splits, groups.tensor)
-        self._experts = {name: engine.experts for engine in engines for name in engine.experts.splits}
+        self._split = (*(engine.experts for engine in engines), self._parts)  # of a parameter: cut by each in turn
         self._counted = {
             (stage, name)
             for stage, engine in self.stages.items()
@@ -159,10 +159,7 @@ class CombinedParallel(Engine):
             yield
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
-        if self.pipeline is None:
-            return compute(self, batch)
-        result: T | None = self.pipeline.evaluate(compute, batch)
-        return result
+        return compute(self, batch) if self.pipeline is None else self.pipeline.evaluate(compute, batch)
 
     def add_up(self, sums: torch.Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
@@ -285,22 +282,20 @@ class CombinedParallel(Engine):
         packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
         groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
         mine = named_states(optimizer, packed, self._names_by_id()) if packed else {}
-        whole = {name: self._whole_values(name, values) for name, values in mine.items()}
-        found = self._merged(whole, rank0_only=rank0_only)
+        for name, values in mine.items():
+            for split in self._split:
+                mine[name] = values = {key: split.whole(name, value) for key, value in values.items()}
+        found = self._merged(mine, rank0_only=rank0_only)
         return {} if rank0_only and self.world.rank else numbered_states(groups, found)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
         load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), self._part_values)
 
-    def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Puts together the states of one parameter that have its shape."""
-        values = {key: self._experts[name].whole(name, v) if name in self._experts else v for key, v in values.items()}
-        return {key: self._parts.whole(name, v) for key, v in values.items()}
-
     def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        values = {key: self._experts[name].part(name, v) if name in self._experts else v for key, v in values.items()}
-        return {key: self._parts.part(name, v) for key, v in values.items()}
+        for split in self._split:
+            values = {key: split.part(name, value) for key, value in values.items()}
+        return dict(values)
 
     def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
         """Collects over the pipeline what its ranks have, in the model's order; by request on world rank 0 alone."""

@@ -25,7 +25,7 @@ At the end of backward what is missing is sent as zeros, and the step waits for 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from torch import nn
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import ReplicaBucket
@@ -67,13 +66,13 @@ class DataParallel(ModuleEngine):
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
         self._parameters = self._held if self._masters is None else self._masters.parameters
+        names = [name for name, _ in module.named_parameters()]
+        self._updated = dict(zip(names, self._parameters, strict=True))
         self.precision.cast_buffers(module)
         self._sharing = [groups.of(parameter) for parameter in self._held]
         self._compression = compression
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
-            [name for name, _ in module.named_parameters()],
-            overlap=self.layout.overlap,
-            graph_fix="run that backward inside engine.no_sync()",
+            names, overlap=self.layout.overlap, graph_fix="run that backward inside engine.no_sync()"
         )
         self._trainable: list[int] = []
         self._order: list[int] = []  # in which gradients arrive, once it is known
@@ -108,9 +107,6 @@ class DataParallel(ModuleEngine):
             if tensor.requires_grad:
                 tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(zip(self._arrivals.names, self._parameters, strict=True))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
@@ -150,25 +146,19 @@ class DataParallel(ModuleEngine):
     def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {} if self._masters is None else self._masters.fuse_cast()
 
-    def join_pass(self) -> None:
-        """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
-        with standing_in(self.module):
-            if torch.is_grad_enabled() and self._is_syncing:
-                self._join_reduction()
-
     def join_forward(self) -> None:
         if self.gradient_comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
             self._share_buffers()  # as the others do in their forward
 
-    def _join_reduction(self) -> None:
+    def join_backward(self) -> None:
         """Sends what the others wait for, without a backward of its own, and waits for what is under way."""
-        if self._masters is not None:
-            self._masters.expect_update()
-        if self.gradient_comm.size == 1:
+        if not self._is_syncing:
             return
-        if self.module.training and not self._buffers.are_shared:
-            self._share_buffers()
-        self._finish()
+        self.mark_updated()
+        if self.gradient_comm.size > 1:
+            if self.module.training and not self._buffers.are_shared:
+                self._share_buffers()
+            self._finish()
 
     def abandon_accumulation(self) -> None:
         """Forgets the passes since the last one that reduced: they have left nothing but gradients."""
@@ -207,7 +197,7 @@ class DataParallel(ModuleEngine):
 
     def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
         self._collect_gradients()
-        return {name: None if p.grad is None else on_cpu(p.grad) for name, p in self.named_parameters()}
+        return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module under its precision, with parameters that follow their masters."""
@@ -340,13 +330,15 @@ class DataParallel(ModuleEngine):
         tuner, arrivals = self._tuner, self._arrivals
         if tuner is not None and tuner.is_watching:
             self._build()  # once more, with other buckets
-        elif arrivals.expected is None:
+            return
+        is_first = arrivals.expected is None
+        if is_first:
             self._learn_order()
-            arrivals.learn()
-        else:
-            arrivals.learn()
-            if tuner is not None and tuner.end_overlapped():
-                self._resize(tuner)
+        arrivals.learn()
+        if not is_first and tuner is not None and tuner.end_overlapped():
+            self._tuner = None
+            self.bucket_choice = tuner.choose(self._sizes(), self._order)  # the size that the ranks find best
+            self._build()
 
     def _learn_order(self) -> None:
         """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
@@ -355,12 +347,6 @@ class DataParallel(ModuleEngine):
         agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.gradient_comm))
         self.gradient_comm.broadcast(agreed).wait()
         self._order = [self._trainable[i] for i in agreed.tolist()]
-        self._build()
-
-    def _resize(self, tuner: BucketTuner) -> None:
-        """Rebuilds the buckets in the size that the ranks find best."""
-        self._tuner = None
-        self.bucket_choice = tuner.choose(self._sizes(), self._order)
         self._build()
 
     # Buckets.

@@ -43,13 +43,13 @@ from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.side_stream import SideStream
 from paceline.engines.flat.unit import Call, Crossing, Pass, Routes, Unit, read_note
 from paceline.engines.groups import Groups
-from paceline.engines.module_engine import ShardedEngine
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
 
 
-class FullySharded(ShardedEngine):
+class FullySharded(ModuleEngine):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group."""
 
     def __init__(
@@ -70,7 +70,6 @@ class FullySharded(ShardedEngine):
         gathers, reductions = SideStream(self.device), SideStream(self.device)
         for group in self.flat_groups:
             group.gathers, group.gradients.side_stream = gathers, reductions
-        self._is_plain = groups.replicate.size == 1 and not any(group.has_copy for group in self.flat_groups)
         for unit in self._units if self._is_plain else ():
             unit.use()
         self._updated = dict(module.named_parameters())  # the pieces, unless units are in use
@@ -111,6 +110,10 @@ class FullySharded(ShardedEngine):
         Then nothing stays gathered from a forward to its backward: others come in between.
         """
         self._interleaves = True
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.groups.replicate.size == 1 and not any(group.has_copy for group in self.flat_groups)
 
     @property
     def _spread(self) -> str:

@@ -31,6 +31,7 @@ class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
     replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
+    _updated: dict[str, nn.Parameter]  # by name: parameters, or this rank's flat pieces of them, some of them empty
 
     def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
         self.module = module
@@ -40,6 +41,23 @@ class ModuleEngine(Engine):
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
         self._buffers = SharedBuffers(module, groups.gradients if buffers == "broadcast" else None)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether parameters are updated as they are: under data parallelism, and on one rank that keeps no copies."""
+        return not self.flat_groups
+
+    @property
+    def holds_parts(self) -> bool:
+        return not self._is_plain and self.gradient_comm.size > 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._updated.items())
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        super().check_optimizer(optimizer)
+        if not self._is_plain:
+            check_elementwise(optimizer)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         before, self._is_syncing = self._is_syncing, False
@@ -47,6 +65,12 @@ class ModuleEngine(Engine):
             yield
         finally:
             self._is_syncing = before
+
+    def join_pass(self) -> None:
+        with standing_in(self.module):
+            self.join_forward()
+            if torch.is_grad_enabled():
+                self.join_backward()
 
     def forget_pass(self) -> None:
         """Takes back what the last pass taught the engine: nothing."""
@@ -84,15 +108,16 @@ class ModuleEngine(Engine):
 
     @property
     def num_parameters(self) -> int:
-        return sum(self._whole_size(name, each) for name, each in self.named_parameters())
+        return sum(self._whole_sizes().values())
 
     @property
     def num_trained(self) -> int:
-        return sum(self._whole_size(name, each) for name, each in self.named_parameters() if each.requires_grad)
+        return sum(size for parameter, size in self._whole_sizes().items() if parameter.requires_grad)
 
-    def _whole_size(self, name: str, parameter: nn.Parameter) -> int:
-        """Returns how many elements a parameter has in the whole model."""
-        return math.prod(self.experts.splits[name].shape) if name in self.experts else math.prod(full_shape(parameter))
+    def _whole_sizes(self) -> dict[nn.Parameter, int]:
+        """Returns how many elements each parameter has in the whole model."""
+        splits = self.experts.splits
+        return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self.named_parameters()}
 
     def holders(self) -> dict[str, Communicator]:
         """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
@@ -113,9 +138,9 @@ class ModuleEngine(Engine):
     def join_forward(self) -> None:
         """Joins a forward for which this rank has no samples; ``join_backward`` follows, later."""
 
+    @abstractmethod
     def join_backward(self) -> None:
         """Joins the backward of a forward that was joined."""
-        self.join_pass()
 
     # States: each engine's own, and around them what ranks with other experts hold.
 
@@ -138,100 +163,6 @@ class ModuleEngine(Engine):
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         mine = self.experts.change_states(optimizer, state, self._names_by_id(), self.experts.part)
         load_optimizer_state(optimizer, self.flat_groups, mine)  # a copy: torch's own would keep the tensors
-
-    @abstractmethod
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
-        """Returns ``full_state_dict``, of experts this rank's part."""
-
-    @abstractmethod
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``_gather_state`` gave."""
-
-    @abstractmethod
-    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns ``full_gradients``, of experts this rank's part."""
-
-    @abstractmethod
-    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
-        """Returns ``full_optimizer_state``, of experts this rank's part."""
-
-    def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
-        return {} if rank0_only and self.gradient_comm.rank else state
-
-    def share_buffers(self) -> None:
-        """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
-        self._buffers.share()
-
-    def _share_buffers(self) -> None:
-        """Shares the buffers as a part of a pass, and notes that it did."""
-        self._buffers.are_shared = True
-        self.share_buffers()
-
-    def shards(self) -> Iterator[Shard]:
-        named, holders = dict(self.named_parameters()), self.holders()
-        places = piece_places(self.flat_groups)
-        for name, parameter in named.items():
-            found = places.get(id(parameter))
-            region = self.experts.region(
-                name, own_region(parameter) if found is None else found[0].layout.region(found[1])
-            )
-            same = holders[name]
-            yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
-            if is_buffer and name not in named:
-                yield Shard(
-                    name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
-                )
-
-
-class SharedBuffers:
-    """The buffers of a module's state that all ranks take from rank 0."""
-
-    def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
-        """Without ``comm`` every rank keeps its own."""
-        self._comm = comm
-        self.are_shared = False  # in this pass
-        persistent = module.state_dict(keep_vars=True)
-        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
-        # By owner and name: a module may put another tensor in a buffer's place.
-        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
-
-    def share(self) -> None:
-        """Overwrites the buffers with those of rank 0. All ranks call it."""
-        if self._comm is not None and self._comm.size > 1 and self._places:
-            found = [owner._buffers[name] for owner, name in self._places]
-            broadcast_tensors(self._comm, [buffer for buffer in found if buffer is not None])
-
-
-def own_region(tensor: torch.Tensor) -> Region:
-    """Returns the region of a tensor that is whole, in the order of its memory."""
-    return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
-
-
-class ShardedEngine(ModuleEngine):
-    """An engine whose optimizer updates this rank's pieces of the parameters."""
-
-    _updated: dict[str, nn.Parameter]  # this rank's flat pieces, some of them empty, and what is not cut
-    _is_plain = False  # whether pieces and parameters are the same, as on one rank that keeps no copies
-
-    @property
-    def holds_parts(self) -> bool:
-        return not self._is_plain and self.gradient_comm.size > 1
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(self._updated.items())
-
-    def join_pass(self) -> None:
-        with standing_in(self.module):
-            self.join_forward()
-            if torch.is_grad_enabled():
-                self.join_backward()
-
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        super().check_optimizer(optimizer)
-        if not self._is_plain:
-            check_elementwise(optimizer)
 
     def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
         named = dict(self.named_parameters())
@@ -287,6 +218,59 @@ class ShardedEngine(ModuleEngine):
 
     def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
+
+    def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
+        return {} if rank0_only and self.gradient_comm.rank else state
+
+    def share_buffers(self) -> None:
+        """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
+        self._buffers.share()
+
+    def _share_buffers(self) -> None:
+        """Shares the buffers as a part of a pass, and notes that it did."""
+        self._buffers.are_shared = True
+        self.share_buffers()
+
+    def shards(self) -> Iterator[Shard]:
+        named, holders = dict(self.named_parameters()), self.holders()
+        places = piece_places(self.flat_groups)
+        for name, parameter in named.items():
+            found = places.get(id(parameter))
+            region = self.experts.region(
+                name, own_region(parameter) if found is None else found[0].layout.region(found[1])
+            )
+            same = holders[name]
+            yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            if is_buffer and name not in named:
+                yield Shard(
+                    name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
+                )
+
+
+class SharedBuffers:
+    """The buffers of a module's state that all ranks take from rank 0."""
+
+    def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
+        """Without ``comm`` every rank keeps its own."""
+        self._comm = comm
+        self.are_shared = False  # in this pass
+        persistent = module.state_dict(keep_vars=True)
+        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
+        # By owner and name: a module may put another tensor in a buffer's place.
+        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
+
+    def share(self) -> None:
+        """Overwrites the buffers with those of rank 0. All ranks call it."""
+        if self._comm is not None and self._comm.size > 1 and self._places:
+            found = [owner._buffers[name] for owner, name in self._places]
+            broadcast_tensors(self._comm, [buffer for buffer in found if buffer is not None])
+
+
+def own_region(tensor: torch.Tensor) -> Region:
+    """Returns the region of a tensor that is whole, in the order of its memory."""
+    return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
 
 
 def name_problems(mine: Collection[str], state: Collection[str]) -> list[str]:

@@ -208,25 +208,35 @@ class _Step:
             if action.kind in ("B", "W"):
                 self._last |= dict.fromkeys(self._receivers(action), action)
         self._sends: dict[Action, list[Work]] = {}
-        self._do = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._input_part,
-            "W": self._weight_part,
-            "SF": self._send_forward,
-            "RF": self._receive_forward,
-            "SB": self._send_backward,
-            "RB": self._receive_backward,
-        }
 
     def do(self, action: Action) -> None:
         """Does one action; those of a microbatch without samples are nothing, or a pass to join."""
-        if action.kind == "R":
+        kind, stage, number = action.kind, action.stage, action.microbatch
+        if kind == "R":
             return  # the engine reduced with the backward before it
-        if self._microbatches[action.microbatch] is None:
+        if self._microbatches[number] is None:
             self._join(action)
-            return
-        self._do[action.kind](action)
+        elif kind == "F":
+            self._forward(action)
+        elif kind == "B":
+            self._backward(action)
+        elif kind == "I":
+            self._input_part(action)
+        elif kind == "W":
+            self._weight_part(action)
+        elif kind == "SF":
+            output = self._outputs.pop((stage, number))
+            self._sends[action] = self._links.send_outputs(stage + 1, self._keys[number], output)
+        elif kind == "SB":
+            self._sends[action] = self._links.send_gradients(stage, self._gradients.pop((stage, number)))
+        elif kind == "RB":
+            self._arrivals[action] = self._links.post_gradients(stage, self._flights[stage, number].roots)
+        elif self._late.get(stage) or not self._links.knows(stage, self._keys[number]):
+            # The first of its shape is not described yet; to wait for that here might be to wait for oneself. What
+            # comes behind it waits too: messages are taken in the order in which they are sent.
+            self._late.setdefault(stage, deque()).append(action)
+        else:
+            self._post_inputs(action)
 
     def finish(self) -> None:
         """Waits for what is still under way."""
@@ -376,29 +386,8 @@ class _Step:
         else:
             self._gradients[action.stage, action.microbatch] = gradients
 
-    def _send_forward(self, action: Action) -> None:
-        output = self._outputs.pop((action.stage, action.microbatch))
-        self._sends[action] = self._links.send_outputs(action.stage + 1, self._keys[action.microbatch], output)
-
-    def _receive_forward(self, action: Action) -> None:
-        # The first of its shape is not described yet; to wait for that here might be to wait for oneself. What comes
-        # behind it waits too: messages are taken in the order in which they are sent.
-        late = self._late.setdefault(action.stage, deque())
-        if late or not self._links.knows(action.stage, self._keys[action.microbatch]):
-            late.append(action)
-        else:
-            self._post_inputs(action)
-
     def _post_inputs(self, action: Action) -> None:
         self._arrivals[action] = self._links.post_inputs(action.stage, self._keys[action.microbatch])
-
-    def _send_backward(self, action: Action) -> None:
-        gradients = self._gradients.pop((action.stage, action.microbatch))
-        self._sends[action] = self._links.send_gradients(action.stage, gradients)
-
-    def _receive_backward(self, action: Action) -> None:
-        roots = self._flights[action.stage, action.microbatch].roots
-        self._arrivals[action] = self._links.post_gradients(action.stage, roots)
 
     def _release(self, receive: Action) -> None:
         """Lets go of sends that have arrived, as what was just received tells."""

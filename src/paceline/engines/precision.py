@@ -111,8 +111,12 @@ def precision_problem(precision: Precision, device: torch.device) -> Problem | N
         return None
     name = "fp8" if precision.float8 else str(dtype).removeprefix("torch.")
     other = "fp16" if dtype is torch.bfloat16 and device.type == "cuda" else "bf16"
-    problem = _lacks_float8(device) if precision.float8 else ""
-    if problem:
+    problem, is_nvidia = "", device.type == "cuda" and not torch.version.hip
+    if precision.float8 and is_nvidia and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
+        found, needed = (
+            ".".join(map(str, each)) for each in (torch.cuda.get_device_capability(device), _FLOAT8_CAPABILITY)
+        )
+        problem = f"the GPU has compute capability {found}, and tensor cores have such numbers from {needed} on"
         other = "bf16_master"
     elif dtype is torch.bfloat16 and not has_bf16(device):
         problem = "its tensor cores have no such format, and torch would emulate it slowly"
@@ -147,15 +151,6 @@ def kept_parameters(module: nn.Module) -> set[nn.Parameter]:
 def has_bf16(device: torch.device) -> bool:
     """Says whether a device computes in bf16: not whether that is fast on a CPU, nor what a GPU emulates."""
     return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def _lacks_float8(device: torch.device) -> str:
-    """Says why a GPU cannot multiply numbers of 8 bits; nothing where it can, and where that is emulated."""
-    if device.type != "cuda" or torch.version.hip or torch.cuda.get_device_capability(device) >= _FLOAT8_CAPABILITY:
-        return ""
-    major, minor = torch.cuda.get_device_capability(device)
-    needed = ".".join(map(str, _FLOAT8_CAPABILITY))
-    return f"the GPU has compute capability {major}.{minor}, and tensor cores have such numbers from {needed} on"
 
 
 def _try_product(precision: Precision, dtype: torch.dtype, device: torch.device) -> None:

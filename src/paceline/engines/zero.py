@@ -43,14 +43,14 @@ from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.norms import clip_pieces, measured_norms
 from paceline.engines.groups import Groups, expert_dim
-from paceline.engines.module_engine import ShardedEngine, own_region
+from paceline.engines.module_engine import ModuleEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
 from paceline.shards import Shard
 
 
-class ZeroParallel(ShardedEngine):
+class ZeroParallel(ModuleEngine):
     """Trains a module on the ranks of ``groups.gradients``, each of which updates a slice of the parameters."""
 
     can_leave_pass = True
@@ -61,10 +61,9 @@ class ZeroParallel(ShardedEngine):
         comm = groups.gradients
         offload = layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
-        self._is_plain = comm.size == 1 and self.precision.param_dtype is None and not is_offloaded
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
-        if not self._is_plain:
+        if comm.size > 1 or self.precision.param_dtype is not None or is_offloaded:
             self.flat_groups = _make_groups(module, groups, BucketPolicy.of(layout), self.precision, offload)
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {
@@ -183,7 +182,7 @@ class ZeroParallel(ShardedEngine):
         pieces = [self._updated[name].requires_grad for name in self._named]
         is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         if is_trainable != self._is_trainable or pieces != self._is_trainable:
-            self._follow(self._agree_on_frozen(is_trainable, pieces))
+            self._follow_frozen(is_trainable, pieces)
         if self._arrivals.is_open:
             self._drop_failed()
         if self._is_syncing and self.module.training:
@@ -195,27 +194,20 @@ class ZeroParallel(ShardedEngine):
             bucket.abandon()
         self._reset()
 
-    def _agree_on_frozen(self, parameters: list[bool], pieces: list[bool]) -> list[bool]:
+    def _follow_frozen(self, parameters: list[bool], pieces: list[bool]) -> None:
         """Freezes or unfreezes a parameter whose piece was, or the other way round: users may have either in hand."""
-        found: list[bool] = []
-        for name, before, own, piece in zip(self._named, self._is_trainable, parameters, pieces, strict=True):
-            now = own if piece == before else piece
-            found.append(now)
-            self._named[name].requires_grad_(now)
-            self._updated[name].requires_grad_(now)
-        return found
-
-    def _follow(self, is_trainable: list[bool]) -> None:
-        ours = set(self._arrivals.names)
-        for name, now in zip(self._named, is_trainable, strict=True):
-            if now and name not in ours:
+        self._arrivals.expected = None
+        for place, (name, own, piece) in enumerate(zip(self._named, parameters, pieces, strict=True)):
+            now = own if piece == self._is_trainable[place] else piece
+            if now and name not in self._arrivals.names:
                 raise UsageError(
                     f"{name} was frozen when the engine was built, and requires a gradient now\n"
                     "  an optimizer holds pieces of the parameters that were trainable then\n"
                     "  build the engine with it trainable, and freeze it afterwards"
                 )
-        self._is_trainable = is_trainable
-        self._arrivals.expected = None
+            self._named[name].requires_grad_(now)
+            self._updated[name].requires_grad_(now)
+            self._is_trainable[place] = now
 
     # Backward: gradients arrive, buckets leave.
 

@@ -134,7 +134,7 @@ class ReplicaBucket(GradientBucket):
     def use(self, buffer: torch.Tensor) -> None:
         """Takes a flat tensor of zeros as the buffer."""
         self.buffer = buffer
-        self.views = [slot.view(buffer) for slot in self.layout.slots]
+        self.views = self.layout.views(buffer)
         self.flags = buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
 
     def cast(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -337,18 +337,13 @@ class SlicedBucket(GradientBucket):
         else:
             self._has_gradient, self._is_filled = [False] * len(is_set), [False] * len(is_set)
             self._had_gradient = is_set
-            if self._keeps_buffer and any(is_set):
-                self._put_earlier_aside()
+            if self._keeps_buffer and any(is_set):  # put aside: they lie where the new ones will
+                self._earlier = torch.zeros_like(self.group.master)
+                for piece, (begin, end) in zip(self.group.pieces, self.group.layout.spans, strict=True):
+                    if piece.grad is not None:
+                        self._earlier[begin:end] = piece.grad
+                        piece.grad = None
         self._is_accumulating = self._is_in_backward = True
-
-    def _put_earlier_aside(self) -> None:
-        """Puts the pieces' gradients aside: they lie where the new ones will."""
-        self._earlier = torch.zeros_like(self.group.master)
-        for place, (begin, end) in enumerate(self.group.layout.spans):
-            piece = self.group.pieces[place]
-            if piece.grad is not None:
-                self._earlier[begin:end] = piece.grad
-                piece.grad = None
 
     def _check_placeholder(self, is_any_set: bool) -> None:
         """Notices what became of a placeholder: taken away, as ``zero_grad()`` does, or changed."""
