@@ -256,8 +256,7 @@ def choose_for_module(
     """Chooses a strategy for a module on the ranks of ``comm``, all on one host: rank 0 decides for all of them.
 
     It judges by the parameters alone, since nobody has seen a batch: half of a rank's memory is left to activations,
-    which are not checkpointed. What is offloaded is part of the choice. A config says more, and gets a better choice:
-    see ``paceline.search.automatic``. Raises UsageError on every rank where nothing fits.
+    which are not checkpointed. Raises UsageError on every rank where nothing fits.
     """
     decided: Choice | UsageError | None = None
     if comm.rank == 0:

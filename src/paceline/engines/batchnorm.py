@@ -8,17 +8,11 @@ all-gather brings the ranks' numbers together, and (Chan et al. 1979)
 which loses no digits where a plain sum of squares would. Backward needs the sums of dy and dy * xhat over the whole
 batch: one all-reduce. Per layer and pass, for C channels: 16 C bytes gathered from each rank, and 16 C reduced.
 
-A rank may have fewer samples than another, or none. One that runs no forward at all (``engine.join_pass()``) stands in
-with messages of count zero, and still moves its running statistics as the others do. Its messages are on their way
-before the pass begins, on a communicator that the layers have to themselves, so that it neither waits for the other
-ranks' computation nor disturbs the order of the engine's collectives.
-
-What must hold: all ranks that run forward call the same layers in the same order. A rank that stands in must know how
-often they will be called, which is as often as in its own last pass of the same kind; before its first one it assumes
-once for each layer.
-
-With gradient accumulation the statistics are those of a microbatch over all ranks, as they would be on one process that
-accumulates in the same way: what is computed depends on the number of microbatches, but not on that of ranks.
+A rank that runs no forward at all (``engine.join_pass()``) stands in with messages of count zero, and still moves its
+running statistics as the others do. Its messages are on their way before the pass begins, on a communicator that the
+layers have to themselves, so that it neither waits for the other ranks' computation nor disturbs the engine's
+collectives. It must know how often layers will be called: as often as in its own last pass of the same kind; before its
+first one, once each.
 """
 
 from __future__ import annotations
@@ -251,10 +245,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Sends messages of count zero for all of a pass's calls, and waits for them at the end.
-
-        There the running statistics move as the other ranks have moved theirs.
-        """
+        """Sends messages of count zero for a pass's calls; at the end, statistics move as the other ranks' have."""
         self._remember()
         kind = self._kind_now()
         guess = (sum(kind.looks_at_batch), kind.num_trained if kind.has_gradients else 0)

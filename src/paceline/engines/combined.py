@@ -2,16 +2,13 @@
 
     world = pipeline x data x tensor        data: the ranks that hold the same part of the model and share the batch
 
-Tensor-parallel layers exchange activations inside of a stage, the pipeline sends them between stages, and the stage's
-own engine reduces gradients over the data axis. What is left to do here is what concerns the whole model: the global
-norm, tied weights, losses that one rank knows, and states under the whole model's names. Per step that is one
-all-reduce of one number over the world for the norm, one broadcast of two along the pipeline, and an all-reduce of
-each tied gradient between the ranks that use it.
+What is left to do here is what concerns the whole model: the global norm, tied weights, losses that one rank knows, and
+states under the whole model's names. Per step that is one all-reduce of one number over the world for the norm, one
+broadcast of two along the pipeline, and an all-reduce of each tied gradient between the ranks that use it.
 
 - Of a gradient that several ranks hold (replicas; layers that tensor parallelism does not split; a tied weight) the
   norm counts one copy.
 - A tied weight is a flat group by itself in sharded engines, so that its stages hold the same slices of it.
-- A state is gathered along the data axis, then the tensor axis, then the pipeline, one tensor at a time.
 """
 
 from __future__ import annotations
@@ -111,10 +108,7 @@ class CombinedParallel(Engine):
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module. Through a pipeline only without gradients: every rank gives the inputs, and gets the output.
-
-        Raises UsageError for a forward with gradients through a pipeline, whose microbatches run by a schedule.
-        """
+        """Runs the module. Through a pipeline without gradients alone: every rank gives the inputs, and gets the output."""
         if self.pipeline is None:
             return self.stages[0](*args, **kwargs)
         if torch.is_grad_enabled():
@@ -133,10 +127,7 @@ class CombinedParallel(Engine):
         scale: float | torch.Tensor | None = None,
         on_phase: OnPhase = ignore_phase,
     ) -> Sequence[LossSum]:
-        """Runs the passes of a step, through a pipeline by its schedule.
-
-        There the result is one sum and count over this rank's microbatches, the same on every rank of the pipeline.
-        """
+        """Runs the passes of a step; through a pipeline the result is one sum and count, the same on all its ranks."""
         if self.pipeline is None:
             return super().run_microbatches(microbatches, loss, scale, on_phase)
         values = self.pipeline.run(microbatches, loss, scale, on_phase)

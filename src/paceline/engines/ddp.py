@@ -9,17 +9,11 @@ The life of a gradient. Autograd hands a parameter its gradient; a hook counts i
 there, the bucket is all-reduced while backward goes on with earlier layers. Buckets leave in one order on all ranks.
 At the end of backward what is missing is sent as zeros, and the step waits for what is still under way.
 
-- Gradients are views into the bucket's flat buffer: nothing is copied out. A gradient that autograd made elsewhere
-  is moved in once, all of a bucket together; one that is alone in its bucket becomes the buffer itself.
-- The first synchronised backward only watches: it learns the order in which gradients arrive and how often (twice
-  under re-entrant checkpointing), sends everything at its end, and the buckets are rebuilt to fit. Where their size is
-  to be found too, a few more passes watch (see buckets/tuner.py).
+- The first synchronised backward only watches: it learns the order in which gradients arrive and how often, sends
+  everything at its end, and the buckets are rebuilt to fit.
 - The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
   others, one used on no rank keeps no gradient, and no extra collective is needed to know.
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
-- A compression (see comm/compress) takes the place of a bucket's all-reduce: it makes the bucket small when it is
-  complete, so that its bytes leave during backward, and makes gradients of what came when the step waits for it.
-- With masters the buckets hold the masters' gradients: a gradient is cast as it is brought in.
 """
 
 from __future__ import annotations
@@ -109,11 +103,7 @@ class DataParallel(ModuleEngine):
         return output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
-
-        After reduction every rank holds the same gradients, so the local norm is the global one; of experts, those of
-        other ranks are added. An infinite ``max_norm`` only measures.
-        """
+        """Scales the gradients, of which every rank holds the same: the local norm is the global one, but for experts."""
         if self.experts:
             self._collect_gradients()
             return self._clip_with_experts(max_norm, norm_type)

@@ -7,23 +7,18 @@
 Before a tensor is cast it is multiplied by a scale, so that its largest number nearly fills the range; the product is
 multiplied by the inverse scales. Two recipes: one scale for a *tensor*, or one for each *row* of an operand along the
 contraction, which costs two casts of each tensor with scales of their own and forgives outliers. Scales are taken from
-the numbers themselves, anew each time.
+the numbers themselves, anew each time. What is not finite makes the scale nan, and so the result.
 
 Cost for x of M rows and K numbers, w of N rows: three products of 2 M N K operations at the rate of fp8; read and
-written besides, in bytes, with one scale: 4 M K + 2 M K for x (its maximum, the cast, a transposed copy), 6 M N for the
-gradient, 8 N K for the weight, which is cast again in backward, so that nobody keeps a copy of it. Of x a layer keeps
-one byte a number for backward, where bf16 keeps two.
+written besides, in bytes, with one scale: 6 M K for x (its maximum, the cast, a transposed copy), 6 M N for the
+gradient, 8 N K for the weight, which is cast again in backward. Of x a layer keeps one byte a number for backward.
 
 [Note: powers of two] Scales are powers of two, taken from the bits of the maximum. To multiply by one is exact, so the
 cast rounds a number as if it were alone, whatever the maximum beside it, down to numbers 2^-14 of it (e4m3). So ranks
 that have other parts of a batch or of a weight round the same numbers alike, and compiled code rounds as eager code.
 
 [Note: layouts] The tensor cores of Hopper read both operands along the contraction. So backward needs transposed copies
-of g8, of w8 and of x8. Each is written from the number that is cast: a compiler writes the cast and its transposed
-copy in one pass.
-
-A tensor of zeros has the largest scale there is, and stays zero. A maximum that is not finite makes the scale nan, and
-so the result: a run finds out as it would in bf16.
+of g8, w8 and x8. A compiler writes the cast and its transposed copy in one pass.
 """
 
 from __future__ import annotations

@@ -10,19 +10,14 @@ Per step and rank, for P bytes of parameters on N ranks in units of U bytes:
 The life of a unit. Before its forward the ranks gather it, while the unit before it still computes; after it, it is
 freed again. Backward gathers it once more, ahead of use. When the gradient has come out at the unit's inputs, all
 its parameters' gradients are there: they are brought into one flat buffer, which is reduce-scattered while backward
-goes on. Each rank adds its slice to the gradient of its pieces. What autograd saved are views into the flat buffer,
-whose memory came back with the same values.
+goes on. What autograd saved are views into the flat buffer, whose memory came back with the same values.
 
 - The order of collectives is a route (``route.py``): learnt in the first pass, the same on all ranks, so a rank may
-  skip a unit, or sit a pass out, and none waits for ever.
+  skip a unit, or join a pass without samples, and none waits for ever.
 - The root unit (what no other unit has) stays gathered from forward to the end of backward; so does the last unit
-  called, which backward needs first, and a unit that is called several times.
-- So does a unit whose parameters are read beside its calls (``F.linear(x, block.weight)``, a list of layers that
-  nobody calls as one): the read gathers it, nobody knows who needs it until backward ends, and a note says so.
+  called, which backward needs first, a unit that is called several times, and one that is read beside its calls.
 - Every backward reduces, also inside ``no_sync``: accumulated gradients are sharded. Only the exchange between the
-  replicas of a hybrid mesh, and the flags, wait for the last microbatch.
-- A compression (see comm/compress) takes the place of that exchange; inside the shard group gradients stay whole.
-- One rank whose masters are the parameters themselves has nothing to gather or reduce, and no hooks.
+  replicas of a hybrid mesh, which a compression may replace, and the flags wait for the last microbatch.
 """
 
 from __future__ import annotations
@@ -105,10 +100,7 @@ class FullySharded(ModuleEngine):
         self._root.put_into(tables)
 
     def interleave(self) -> None:
-        """Prepares for a pipeline: forwards and backwards of several microbatches alternate, each with its own.
-
-        Then nothing stays gathered from a forward to its backward: others come in between.
-        """
+        """Prepares for a pipeline: nothing stays gathered from a forward to its backward, as others come in between."""
         self._interleaves = True
 
     @property
@@ -263,10 +255,7 @@ class FullySharded(ModuleEngine):
             unit.free()
 
     def _stays(self, unit: Unit) -> bool:
-        """Whether a unit stays gathered until its backward: because it comes first there, or is called repeatedly.
-
-        The same on every rank; known after the first pass.
-        """
+        """Whether a unit stays gathered until its backward. The same on every rank; known after the first pass."""
         if self._interleaves:
             return False
         leg, legs = Leg(unit.index, "gather"), self._routes.training.legs

@@ -16,10 +16,9 @@ class Masters:
         masters' gradients  <--cast as each one arrives-----   module's gradients (bf16)
 
     An update is often smaller than the distance of two bf16 numbers and would be lost; gradients of many microbatches
-    add up in the masters' dtype for the same reason. A parameter that is kept as it was built is its own master.
-
-    An optimizer that gets the module's parameters too writes both: the cast is fused into its update. On one rank a
-    gradient then stays at the module's parameter, unless there are others of the same step to add it to.
+    add up in the masters' dtype for the same reason. An optimizer that gets the module's parameters too writes both:
+    the cast is fused into its update, and on one rank a gradient stays at the module's parameter unless it is added to
+    others.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:

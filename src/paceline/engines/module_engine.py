@@ -191,8 +191,7 @@ class ModuleEngine(Engine):
     def _load_state(self, state: dict[str, torch.Tensor]) -> None:
         """Loads what ``_gather_state`` gave: each rank takes its pieces, and the buffers.
 
-        Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed: names missing or not
-        expected, other shapes.
+        Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed.
         """
         mine = self.module.state_dict(keep_vars=True)
         places = piece_places(self.flat_groups)

@@ -25,10 +25,7 @@ ParamGroups = list[tuple[dict[str, Any], list[str]]]  # settings, and the names 
 
 
 def merge_over(comm: Communicator, mine: Mapping[str, T], *, rank0_only: bool = False) -> dict[str, T]:
-    """Returns the values of all ranks by name, that of the first rank where several have one.
-
-    Values travel in parcels of up to ``PARCEL_BYTES``. With ``rank0_only`` the others get an empty dict.
-    """
+    """Returns the values of all ranks by name, that of the first rank where several have one, in parcels."""
     if comm.size == 1:
         return dict(mine)
     everyone = gather_objects(comm, [(name, _num_bytes(value)) for name, value in mine.items()])

@@ -10,12 +10,9 @@ One executor runs any schedule: it walks this rank's row of actions (see schedul
 
 - A receive is posted when the schedule says so, ahead of its use; a send is forgotten until something that comes back
   tells that it has arrived. Nothing but the use of what is missing waits.
-- A stage is an engine of its own (replicated, or sharded in any way, over the ranks that share the batch), which
-  reduces with the last backward of the step and accumulates in those before it.
+- A stage is an engine of its own, which reduces with the last backward of the step and accumulates before it.
 - The loss is called on every rank that needs it: on the first stage as far as its call of the model, which tells what
   the inputs are; on the last stage with a model that returns what came through the pipeline.
-- Schedules with I and W run backward in two parts, see split_backward.py.
-- A microbatch without samples, on this rank and so on all its stages, is joined without them.
 """
 
 from __future__ import annotations
@@ -103,10 +100,7 @@ class Pipeline:
     def run(
         self, microbatches: Sequence[Any], loss: LossFunction, scale: float | torch.Tensor | None, on_phase: OnPhase
     ) -> list[LossSum]:
-        """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage.
-
-        ``on_phase`` is called at the end of each "forward" and "backward".
-        """
+        """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage."""
         while self._sent:
             _wait(self._sent.popleft())
         program = self.program(max(len(microbatches), 1))
@@ -164,9 +158,9 @@ class Pipeline:
         return self._programs[microbatches]
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keeps a stage's output for the input part of backward; the engine gets, and watches, another view of it.
+        """Keeps a stage's output for the input part of backward; the engine watches another view of it.
 
-        So an engine sees one backward a microbatch, that over its parameters, and not the two parts.
+        So it sees one backward a microbatch, that over its parameters.
         """
         del module, args
         if not torch.is_grad_enabled():

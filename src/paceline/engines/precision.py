@@ -137,8 +137,8 @@ def precision_problem(precision: Precision, device: torch.device) -> Problem | N
 def keeps_dtype(module: nn.Module) -> bool:
     """Says whether a module's own parameters stay as they were built, whatever ``param_dtype`` is.
 
-    Norms with running statistics compute with weights in the dtype of those, and they need full precision: a tenth of a
-    small difference would be lost in bf16. What goes in and out may well be bf16.
+    Norms with running statistics compute with weights in the dtype of those, and a tenth of a small difference would be
+    lost in bf16.
     """
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 

@@ -1,11 +1,9 @@
 """What ranks of a loop of the user's own compare: that their batches differ, and that what they train does not.
 
-Two mistakes train on without a word. All ranks read the same batches, and do the same work. Or replicas drift apart:
-a schedule that looks at a rank's own loss changes the learning rate of one, an update follows a backward pass inside
-``no_sync()`` alone. Ranks compare at the end of backward passes, where they meet anyway: in step 2, 4, 8, ... 64, then
-in every hundredth. Each sends three numbers: a fingerprint of its first inputs, one of its learning rates, and, where
-it holds the whole model, a sum over the bits of its parameters. More is sent only where these differ. A step is counted
-as a backward pass that completes the gradients.
+Two mistakes train on without a word. All ranks read the same batches, and do the same work. Or replicas drift apart.
+Ranks compare at the end of backward passes, where they meet anyway: in step 2, 4, 8, ... 64, then in every hundredth.
+Each sends three numbers: a fingerprint of its first inputs, one of its learning rates, and, where it holds the whole
+model, a sum over the bits of its parameters. More is sent only where these differ.
 """
 
 from __future__ import annotations

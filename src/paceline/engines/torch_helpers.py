@@ -12,9 +12,8 @@ is right as it is (``clip_grad_value_``). One that looks at all of them is not, 
     Module.state_dict, load_state_dict         refused
 
 Optimizers have global hooks. For the other helpers, the function inside torch's wrapper is replaced when the first such
-engine is made, so that it does not matter when a script imported them. A subclass of tensors would need no
-replacement, but would turn off foreach and fused optimizers, and slow every step down. Without an engine that holds
-parts, a call costs a look into a dict.
+engine is made, so that it does not matter when a script imported them. A subclass of tensors would turn off foreach and
+fused optimizers, and slow every step down.
 """
 
 from __future__ import annotations
@@ -207,9 +206,8 @@ def _loading_whole(function: Callable[..., None]) -> Callable[..., None]:
 def _guard_states(module: nn.Module) -> None:
     """Lets ``state_dict`` and ``load_state_dict`` of a module, and of all modules inside, refuse.
 
-    Under sharding a module has parts of its parameters, or values from before the last update; with masters it has
-    rounded ones. Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which stays open, and write
-    them with ``load_own_state``.
+    Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which stays open, and write them with
+    ``load_own_state``.
     """
     each: Any  # torch does not annotate these
     for each in module.modules():

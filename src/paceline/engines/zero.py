@@ -7,20 +7,15 @@ Per step and rank, for P fp32 parameters on N ranks with Adam:
                     stage 2   4 P + 12 P / N bytes   and two buckets of gradients on their way
     communication   reduce-scatter of the gradients and all-gather of the parameters: 4 P (N-1)/N bytes each way
 
-The life of a gradient. Autograd hands a parameter its gradient; a hook counts it in. When the last one of a bucket is
-there, the bucket is reduce-scattered while backward goes on. Buckets leave in one order on all ranks. At the end of
-backward what is missing is sent as zeros. The slice that arrives is the gradient of this rank's *pieces*, which a plain
-optimizer updates; before the next forward reads them, the pieces are gathered into the whole again (gathering.py).
+The life of a gradient is that of data parallelism, but that a bucket is reduce-scattered. The slice that arrives is the
+gradient of this rank's *pieces*, which a plain optimizer updates; before the next forward reads them, the pieces are
+gathered into the whole again (gathering.py).
 
-- A bucket is a flat group, fixed from the start, since optimizers hold its pieces. A rank's master is its own slice of
-  the parameters, and in stage 1 its gradient a slice of the bucket's buffer: nothing is copied out.
-- The first backward learns how often each gradient arrives (twice under re-entrant checkpointing), and in which order
-  buckets are complete. What arrives inside such an inner backward is sent at the end of this first one.
+- A bucket is a flat group, fixed from the start, since optimizers hold its pieces. The first backward learns in which
+  order buckets are complete.
 - Inside ``no_sync``, stage 1 adds up whole gradients and sends nothing. Stage 2 sends all the same, and adds up slices.
-- A parameter used on some ranks counts as zero on the others; one used on no rank has no gradient. One flag for each
-  parameter is summed up behind the buckets; only a rank that misses a gradient waits for the answer. The squares of the
-  slices travel with the flags: clipping by the global norm finds their sum there, and asks nobody.
-- One rank alone has nothing to shard and watches no gradients, unless it keeps masters or offloads them.
+- One flag for each parameter (was it used?) is summed up behind the buckets; only a rank that misses a gradient waits
+  for the answer. The squares of the slices travel along: clipping by the global norm finds their sum there.
 """
 
 from __future__ import annotations
@@ -123,10 +118,7 @@ class ZeroParallel(ModuleEngine):
         return clip_pieces(list(self._updated.values()), self.gradient_comm, max_norm, norm_type, squares=squares)
 
     def join_pass(self) -> None:
-        """Takes part in a pass of the other ranks for which this rank has no samples.
-
-        Called after a pass that failed on this rank, it completes that one for the others.
-        """
+        """Takes part in a pass of the others; after one that failed on this rank, completes that one for them."""
         if self._arrivals.is_open and not self._arrivals.reduces:
             self._drop_failed()  # the others wait for nothing of it
         super().join_pass()

@@ -8,17 +8,13 @@ are made for some rows at a time, in one buffer that the gradient of these rows 
     for each chunk of R rows     logits = hidden @ weight^T        a product of 2 R V W operations
                                  loss; logits become p - target    one pass over R V numbers (a Triton kernel on CUDA)
                                  d_hidden = logits @ weight        the products of backward, made on the way
-                                 d_weight += logits^T @ hidden     in float32
+                                 d_weight += logits^T @ hidden     in float32, or float64 where the model is
 
     memory      R V numbers, + d_hidden and d_weight, which are kept for backward; in place of 2 N V numbers or more
     time        that of the plain loss, less its passes over the logits; backward multiplies by a number and no more
 
-Sums, exponentials and the gradient of the weight are in float32, in float64 where the model is.
-
-[Note: torch's own] ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works in chunks too. It is not used: in
-bf16 it returns the *sum* in bf16, which has three digits, and adds up the gradient of the weight in bf16; with label
-smoothing it makes all logits; it does not count right answers; on a GPU its chunks are passed over five times. Where
-both apply they give the same numbers (tests/models/test_head_loss.py), and torch below 2.13 has none.
+``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works in chunks too, but returns the sum in bf16 and adds up
+the gradient of the weight in it, makes all logits with label smoothing, and counts no right answers.
 """
 
 from __future__ import annotations
@@ -216,10 +212,7 @@ _operator.register_autograd(_scale, setup_context=_keep)
 
 
 class _OnMeta(torch.autograd.Function):
-    """The same for tensors without values, product by product.
-
-    The products of the gradients run in backward: who counts a model's operations takes forward three times.
-    """
+    """The same for tensors without values, product by product: those of the gradients run, and count, in backward."""
 
     forward = staticmethod(_walk)
 

@@ -88,8 +88,8 @@ class Arrivals(Generic[B]):
     def count(self, index: int, *, may_leave: bool) -> tuple[B, int] | None:
         """Counts a gradient in; returns its bucket and place when it is complete, and buckets may leave.
 
-        ``may_leave``: in a first backward, what arrives in the outer one is complete at once. Autograd hands over a
-        gradient once, with all uses added up; only a backward within the backward brings another one.
+        ``may_leave``: in a first backward, what arrives in the outer one is complete at once: autograd adds up all
+        uses, and only a backward within the backward brings another one.
         """
         self.counts[index] += 1
         if self.expected is None:

@@ -2,8 +2,6 @@
 
     parameter.grad  --copy in, times the scale-->  buffer  --reduce-->  gradients that the optimizer sees
 
-The gradients of a bucket travel together, in one flat buffer. What becomes of them differs:
-
 - ``ReplicaBucket`` (data parallelism): gradients are views into the buffer, which lives as long as they do. Nothing is
   copied out. A gradient that is alone in its bucket is the buffer itself.
 - ``SlicedBucket`` (ZeRO): a rank gets its slice, the gradients of its pieces. Stage 1 keeps the buffer and reduces in
@@ -267,10 +265,7 @@ class SlicedBucket(GradientBucket):
 
     @torch.no_grad()
     def wait(self, *, is_last: bool) -> None:
-        """Waits for the slice, and makes it the gradient of the pieces, or adds it to what they had.
-
-        Safe to call twice. On the host it may still be on its way: ``group.gradients.finish`` waits for it.
-        """
+        """Waits for the slice, and makes it the gradient of the pieces, or adds it to theirs. Safe to call twice."""
         if self._work is None:
             return
         self._work.wait()

@@ -59,10 +59,7 @@ class FlatGroup:
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], shared: ParameterGroups, precision: Precision, offload: Offload
     ) -> None:
-        """Moves the parameters into a flat buffer on the device; ``keep_slice`` ends with a rank owning its slice.
-
-        Parameters on the meta device get memory here, and values from whoever initialises them before ``keep_slice``.
-        """
+        """Moves the parameters into a flat buffer on the device; meta ones get memory, and values before ``keep_slice``."""
         self.shared = shared
         self.comm = comm = shared.shard
         self.layout = ShardLayout.of(named, comm.rank, comm.size)
@@ -171,10 +168,7 @@ class FlatGroup:
         return small.all_gather(full, full[begin:end]) if small.size > 1 else DONE
 
     def gather_whole(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns whole tensors from every rank's pieces of them, as views into one new buffer on the device.
-
-        For state dicts: one group at a time.
-        """
+        """Returns whole tensors from every rank's pieces of them, as views into one new buffer: for state dicts."""
         whole = torch.zeros(self.layout.length, dtype=pieces[0].dtype, device=self.comm.device)
         mine = whole[self.layout.start : self.layout.stop]
         for target, piece in zip(self.layout.pieces(mine), pieces, strict=True):

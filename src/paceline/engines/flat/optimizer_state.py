@@ -1,7 +1,5 @@
 """An optimizer's state over flat pieces, seen from outside as the state of one process with whole parameters.
 
-Under sharding an optimizer holds, for each parameter, the state of the *piece* that lies in this rank's slice:
-
     rank 0, a piece of 70 elements    exp_avg [70]    step []
     rank 1, a piece of 30 elements    exp_avg [30]    step []        whole:    exp_avg [10, 10]    step []
 
@@ -49,11 +47,9 @@ def gather_optimizer_state(
 ) -> dict[str, Any]:
     """Returns what ``optimizer.state_dict()`` of one process would be: whole tensors, copied to the CPU.
 
-    The optimizer updates pieces of ``groups``, some or all, and perhaps plain parameters of the same values on every
-    rank. All ranks of ``comm`` call it; with ``rank0_only`` the others take part and get an empty dict. Costs one
-    exchange of what there is, then one all-gather for each group and kind of state.
-
-    Raises UsageError on all ranks for state that is neither a piece nor whole, or that is missing on some rank.
+    The optimizer updates pieces of ``groups``, some or all, and perhaps plain parameters. All ranks call it. Costs one
+    exchange of what there is, then one all-gather for each group and kind of state. Raises UsageError on all ranks for
+    state that is neither a piece nor whole, or that is missing on some rank.
     """
     packed = own_optimizer_state(optimizer)
     states: _States = packed["state"]
@@ -85,8 +81,8 @@ def load_optimizer_state(
 ) -> None:
     """Loads a state of whole tensors, each rank its pieces: from any number of ranks, sharded or not.
 
-    As strict as ``optimizer.load_state_dict``, and about shapes too: raises ValueError before anything is changed. The
-    optimizer keeps nothing of ``state`` itself, so ranks that share a process may load the same one.
+    Raises ValueError before anything is changed. The optimizer keeps nothing of ``state`` itself, so ranks that share a
+    process may load the same one.
     """
     places = piece_places(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -166,10 +162,7 @@ def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> _Kinds:
 def _gather_group(
     group: FlatGroup, members: Sequence[int], states: _States, kinds: _Kinds
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Gathers one group's states, one kind at a time; yields each with its parameter's number and its name.
-
-    ``members`` are the numbers of the group's parameters, -1 for one that the optimizer does not update.
-    """
+    """Gathers one group's states, one kind at a time; ``members`` are its numbers, -1 for what is not updated."""
     by_place = [kinds.get(index, {}) for index in members]
     found = {(key, dtype): None for by_key in by_place for key, (dtype, _) in by_key.items() if dtype is not None}
     for key, dtype in found:

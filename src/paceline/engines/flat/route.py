@@ -180,10 +180,7 @@ class Route:
             self._release(leg)
 
     def _agree(self, want: Leg | None, *, is_read: bool = False) -> Leg | None:
-        """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it.
-
-        Syncs; in a first pass only.
-        """
+        """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it. Syncs."""
         device = control_device(self._comm)
         number = _END if want is None else 2 * self._number_of[want] + is_read
         mine = torch.tensor([number], dtype=torch.int64, device=device)

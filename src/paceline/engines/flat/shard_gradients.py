@@ -117,8 +117,8 @@ class ShardGradients:
     def add(self, mine: torch.Tensor, *, is_last: bool = True) -> None:
         """Makes a reduced slice the pieces' gradient, or adds it to the one they have.
 
-        On the host it may still be on its way: ``finish`` waits for it. Where gradients alone are offloaded, those of
-        all microbatches but the last are summed on the host.
+        On the host it may still be on its way. Where gradients alone are offloaded, those of all microbatches but the
+        last are summed on the host.
         """
         self._has_arrived = True
         if self._stashes:
@@ -189,10 +189,7 @@ class ShardGradients:
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later.
-
-        On a CPU it is one norm of all of them, taken while they are in the cache or others are under way.
-        """
+        """Takes the norms of the pieces' gradients, beside what the device computes; on a CPU one norm of all."""
         mine, views = self.slice, self._views
         if mine is None or self._host_copies is not None:
             return

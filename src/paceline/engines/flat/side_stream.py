@@ -37,10 +37,7 @@ class SideStream:
         self._device = device
 
     def issue(self, work: Callable[[], Work]) -> Work:
-        """Runs ``work`` on the stream, from the point on that the device has come to; returns what to wait for.
-
-        What it reads and writes must stay alive until it was waited for.
-        """
+        """Runs ``work`` from the point on that the device has come to; what it uses lives until it was waited for."""
         if self._stream is None:
             return work()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))

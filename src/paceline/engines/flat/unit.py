@@ -182,8 +182,7 @@ class Unit:
     def free(self) -> None:
         """Takes the parameters out of the module and frees them. Safe to call twice.
 
-        On CUDA the memory is used again by kernels behind those that read it: one stream allocates and computes, and a
-        collective waits for that stream before it writes.
+        On CUDA one stream allocates and computes, and a collective waits for it before it writes.
         """
         self.wait()
         self.in_use = False
@@ -216,10 +215,7 @@ class Unit:
         return any(parameter.grad is not None for group in self.groups for parameter in group.parameters)
 
     def start_reduce(self, *, averages_replicas: bool) -> list[str]:
-        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were.
-
-        Where a compression averages over the replicas, it divides by their number itself.
-        """
+        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
         used: list[str] = []
         for group in self.groups:
             if not any(parameter.requires_grad for parameter in group.parameters):
@@ -240,8 +236,7 @@ class Unit:
     def finish_reduce(self, *, is_last: bool, is_final: bool) -> None:
         """Waits for the reduce-scatters and adds the slices to the pieces' gradients.
 
-        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these gradients any more, so they are
-        measured.
+        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these any more, so they are measured.
         """
         for group, _, mine, work in self._reductions:
             work.wait()
@@ -336,8 +331,7 @@ def _reduce(
 def read_note(model: nn.Module, units: Sequence[Unit], read: Sequence[Unit]) -> str:
     """Returns a note on units that were read while they were not gathered: in which modules, at what cost.
 
-    ``units`` are all of the model, without the root. It proposes to cut a unit that nobody calls into its parts, and to
-    leave one to the root that is called and read besides.
+    It proposes to cut a unit that nobody calls into its parts, and to leave one to the root that is called and read.
     """
     modules = ", ".join(sorted({name for unit in read for name in unit.readers or [unit.name]}))
     names = ", ".join(unit.name for unit in read)

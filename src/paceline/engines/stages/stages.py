@@ -188,8 +188,7 @@ def tied_names(
 def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
     """Gives stages of a model on the meta device, on the CPU, the values that one process would draw for them.
 
-    Every rank draws the whole model's numbers in order, and keeps those of its stages: at no moment is more than one
-    module beside them in memory. Raises UsageError for a module with tensors but without ``reset_parameters()``.
+    Every rank draws the whole model's numbers in order, module by module, and keeps those of its stages.
     """
     kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     real: dict[int, nn.Parameter] = {}  # by what stood in its place

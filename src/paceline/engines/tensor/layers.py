@@ -4,19 +4,11 @@
     row      y   = sum_r x_r W_r^T    a rank has the inputs that its columns gave: the sum goes over the ranks
 
 A column layer followed by a row layer needs one sum in forward, of the row layer's output, and one in backward, of the
-gradient of the column layers' input, which several of them may share (queries, keys and values). For a stream of B
-bytes (batch x length x width), a transformer block sends per rank
-
-    forward     2 all-reduces of B         4 B (T-1)/T      after attention, after the MLP
-    backward    2 all-reduces of B         4 B (T-1)/T      of the gradients of their inputs
-
-and has 1/T of its parameters and of the memory of what is inside. *Sequence parallelism* splits the parts between along
-the sequence: where a split part begins there is an all-gather, where it ends a reduce-scatter, which is the same number
-of bytes, and norms and the stream itself take 1/T of their memory too. It pays while a block's products take longer
-than its four sums: within a host.
-
-The embedding has some rows of the vocabulary: a token's row comes from the rank that has it, zeros from the others. The
-output layer has the same rows, and its logits stay split (``loss.py``).
+gradient of the column layers' input. For a stream of B bytes (batch x length x width), a transformer block sends per
+rank 2 all-reduces of B in forward and 2 in backward, 4 B (T-1)/T bytes each, and has 1/T of its parameters and of the
+memory of what is inside. *Sequence parallelism* splits the parts between along the sequence: an all-gather where a
+split part begins and a reduce-scatter where it ends are the same bytes, and norms and the stream itself take 1/T of
+their memory too. It pays while a block's products take longer than its four sums: within a host.
 
 [Note: complete gradients] Every parameter's gradient is complete when autograd delivers it, and for one that is not
 split the same on all ranks, to the bit. Where a whole parameter works on a part of the stream (norms between, under
@@ -50,10 +42,7 @@ class SplitLayer(nn.Module):
     float8_by_row: bool | None = None  # products read operands of 8 bits, with one scale or one for each row
 
     def reset_parameters(self) -> None:
-        """Gives the parameters this rank's part of what the plain layer would draw.
-
-        For a moment the layer is whole. So a model that was built on the meta device gets the plain model's values.
-        """
+        """Gives the parameters this rank's part of what the plain layer would draw; for a moment the layer is whole."""
         local = dict(self._parameters)
         comm = self.region.comm
         for name, split in self.splits.items():

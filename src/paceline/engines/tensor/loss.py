@@ -102,10 +102,7 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **_others: Any,
 ) -> Tensor:
-    """Returns the loss that causal models of Hugging Face compute from ``labels=``, of split logits.
-
-    Each token predicts the next one. The mean over labels that are not ignored, or the sum over ``num_items_in_batch``.
-    """
+    """Returns the loss of Hugging Face's causal models from ``labels=``: each token predicts the next one."""
     del vocab_size
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(cast("Tensor", labels), (0, 1), value=ignore_index)[..., 1:]

@@ -26,10 +26,7 @@ Product = Callable[[Tensor, Tensor | None], Tensor]  # of an input, with a bias:
 
 
 def record_late(matrix: Tensor) -> Product:
-    """Records the node of a weight's gradient; returns the product with that weight, which is called once.
-
-    Under autocast the product reads a copy of lower precision, as torch's own would.
-    """
+    """Records the node of a weight's gradient; returns the product with that weight, which is called once."""
     kind = matrix.device.type
     is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     is_cast = is_autocast and matrix.dtype != torch.float64
