@@ -90,14 +90,11 @@ def parallelize(
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another, and
     what is given twice.
     """
-    _check_arguments(comm, strategy, layout)
+    _check_arguments(comm, layout, {"strategy": strategy, "precision": precision, **options})
     if isinstance(model, nn.Module):
         check_initialised(model)
     is_auto = strategy == "auto"
-    if layout is not None:
-        _refuse_twice(strategy, precision, options)
-    else:
-        layout = layout_from(options, None if is_auto else strategy)
+    layout = layout or layout_from(options, None if is_auto else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
     layout = replace(layout, precision=policy.name)
     if compressor is not None:  # the rules of a layout's own compression hold for it too
@@ -196,25 +193,20 @@ def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layo
     return Layout(**given)
 
 
-def _check_arguments(comm: Any, strategy: Any, layout: Any) -> None:
-    """Raises UsageError for arguments of another type than they should be."""
+def _check_arguments(comm: Any, layout: Any, given: Mapping[str, Any]) -> None:
+    """Raises UsageError for arguments of another type than they should be, and for what is beside a whole layout."""
     if not isinstance(comm, Communicator):
         raise UsageError(
             f"the second argument is a {type(comm).__name__}\n  it is the communicator of the ranks\n"
             "  give what paceline.connect() returns, and the strategy after it"
         )
-    if isinstance(strategy, Layout) or not isinstance(layout, Layout | None):
+    if isinstance(given["strategy"], Layout) or not isinstance(layout, Layout | None):
         raise UsageError(
             "a layout is given as layout=paceline.Layout(...)\n  the third argument is the name of a strategy\n"
             "  give layout=..., or the fields one by one: pipeline=2, tensor=2"
         )
-
-
-def _refuse_twice(strategy: str | None, precision: object, options: Mapping[str, Any]) -> None:
-    """Raises UsageError where something is given beside a whole layout."""
-    given = {"strategy": strategy, "precision": precision, **options}
     twice = [f"{name} = {value!r}" for name, value in given.items() if value is not None]
-    if twice:
+    if layout is not None and twice:
         raise UsageError(
             f"{', '.join(twice)} beside layout=...\n  a layout says all of it, and one of the two would be ignored\n"
             f"  put it into the layout: dataclasses.replace(layout, {twice[0].partition(' ')[0]}=...)"

@@ -108,7 +108,7 @@ class CombinedParallel(Engine):
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module. Through a pipeline without gradients alone: every rank gives the inputs, and gets the output."""
+        """Runs the module; through a pipeline without gradients, where each rank gives inputs and gets the output."""
         if self.pipeline is None:
             return self.stages[0](*args, **kwargs)
         if torch.is_grad_enabled():

@@ -103,7 +103,7 @@ class DataParallel(ModuleEngine):
         return output
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients, of which every rank holds the same: the local norm is the global one, but for experts."""
+        """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
         if self.experts:
             self._collect_gradients()
             return self._clip_with_experts(max_norm, norm_type)

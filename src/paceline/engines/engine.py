@@ -64,28 +64,28 @@ class DetachedLoss:
     count: torch.Tensor | float
 
 
-def as_loss_sum(value: Any) -> LossSum:
-    """Returns what a loss gave as a sum and its count; a plain pair is taken too."""
-    if hasattr(value, "total"):
-        return cast("LossSum", value)
-    if not isinstance(value, tuple) or len(value) != 2:
+def differentiable_sum(value: Any) -> LossSum:
+    """Returns what a loss gave as a sum and its count; a plain pair is taken too.
+
+    Raises UsageError for anything else, and for a sum that has no graph behind it, so that nothing would be trained.
+    """
+    if not hasattr(value, "total"):
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise UsageError(
+                f"a loss returned a {type(value).__name__}\n"
+                "  loss(model, microbatch) gives a sum over elements, and how many there are\n"
+                "  return (loss_sum, count)"
+            )
+        value = DetachedLoss(value[0], value[1])
+    total = value.total
+    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+        what = "a tensor that requires no gradient" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
         raise UsageError(
-            f"a loss returned a {type(value).__name__}\n"
-            "  loss(model, microbatch) gives a sum over elements, and how many there are\n  return (loss_sum, count)"
+            f"the loss is {what}\n"
+            "  a step differentiates it: it must be computed from the model's output by torch's operations alone\n"
+            "  leave out .detach(), .item(), argmax, numpy and torch.no_grad() on the way from the model to the loss"
         )
-    return DetachedLoss(value[0], value[1])
-
-
-def check_differentiable(total: Any) -> None:
-    """Raises UsageError for a summed loss that has no graph behind it, so that nothing would be trained."""
-    if isinstance(total, torch.Tensor) and total.requires_grad:
-        return
-    what = "a tensor that requires no gradient" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
-    raise UsageError(
-        f"the loss is {what}\n"
-        "  a step differentiates it: it must be computed from the model's output by torch's operations alone\n"
-        "  leave out .detach(), .item(), argmax, numpy and torch.no_grad() on the way from the model to the loss"
-    )
+    return cast("LossSum", value)
 
 
 def ignore_phase(phase: str) -> None:
@@ -217,8 +217,7 @@ class Engine(ABC):
                     self.join_pass()
                 else:
                     with context:
-                        value = as_loss_sum(loss(self, microbatch))
-                    check_differentiable(value.total)
+                        value = differentiable_sum(loss(self, microbatch))
                     on_phase("forward")
                     (value.total if scale is None else value.total * scale).backward()  # type: ignore[no-untyped-call]
                     values.append(value)

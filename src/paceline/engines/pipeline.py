@@ -30,7 +30,7 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, as_loss_sum, check_differentiable
+from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, differentiable_sum
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
@@ -272,8 +272,7 @@ class _Step:
             leaves.append(hand_over(output))
             return leaves[0]
 
-        value = as_loss_sum(self._loss(_once(engine, handed, cut), batch))
-        check_differentiable(value.total)
+        value = differentiable_sum(self._loss(_once(engine, handed, cut), batch))
         # Not the sum itself: its graph would hold the stage's inputs, and their gradients, until the step is over.
         self.values.append(DetachedLoss(value.total.detach(), value.count))
         total = value.total if self._scale is None else value.total * self._scale

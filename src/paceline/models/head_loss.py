@@ -71,7 +71,17 @@ def head_loss(
     Backward may run once. Raises UsageError for shapes that do not fit, and for targets out of range on a CPU; on a
     GPU, where looking would take time, such a target makes the sum NaN.
     """
-    _check_shapes(hidden, weight, targets)
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
+        raise UsageError(
+            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
+            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
+            "  give the weight of the layer that makes the logits, and what goes into it"
+        )
+    if hidden.shape[:-1] != targets.shape:
+        raise UsageError(
+            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
+            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
+        )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
     if rows is None:
         rows = loss_rows(weight.shape[0], flat.element_size())
@@ -98,20 +108,6 @@ class OutputLayer(nn.Linear):
                 "  make the layer with bias=False, or compute the loss of its logits"
             )
         return head_loss(x, self.weight, targets, counts=counts)
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise UsageError(
-            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
-            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
-            "  give the weight of the layer that makes the logits, and what goes into it"
-        )
-    if hidden.shape[:-1] != targets.shape:
-        raise UsageError(
-            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
-            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
-        )
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:

@@ -59,7 +59,7 @@ class FlatGroup:
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], shared: ParameterGroups, precision: Precision, offload: Offload
     ) -> None:
-        """Moves the parameters into a flat buffer on the device; meta ones get memory, and values before ``keep_slice``."""
+        """Moves the parameters into a flat buffer on the device; meta ones get memory, and values by ``keep_slice``."""
         self.shared = shared
         self.comm = comm = shared.shard
         self.layout = ShardLayout.of(named, comm.rank, comm.size)

@@ -148,7 +148,7 @@ def _estimate_from_shapes(
 ) -> tuple[LayerCost, ...]:
     found: list[LayerCost] = []
     counted: dict[Any, tuple[Any, float, int]] = {}  # by likeness: the blocks of a deep model are one
-    args = tree_map(_without_values, tuple(inputs))
+    args = tree_map(lambda v: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v, tuple(inputs))
     with _on_meta(model), torch.enable_grad():
         for layer in layers:
             args = tree_map(_leaf, args)
@@ -217,10 +217,6 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         for module, parameters, buffers in before:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def _without_values(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def _example_inputs(model: nn.Module) -> tuple[Any, ...] | None:
