@@ -119,7 +119,6 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def move_statistics(self, moments: Moments) -> None:
-        """Moves the running statistics towards those of a batch."""
         if not (self.training and self.track_running_stats) or self.running_mean is None or self.running_var is None:
             return
         factor: torch.Tensor | float = 0.0 if self.momentum is None else self.momentum
@@ -204,7 +203,6 @@ class Exchange:
         return self
 
     def add(self, layer: SyncBatchNorm) -> None:
-        """Takes a layer in."""
         self.layers.append(layer)
         layer.exchange, layer.number = self, len(self.layers)
         self._width = max(self._width, layer.num_features)

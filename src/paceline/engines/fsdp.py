@@ -130,7 +130,6 @@ class FullySharded(ModuleEngine):
         return clip_pieces(list(self._updated.values()), self.groups.shard, max_norm, norm_type, norms=norms)
 
     def join_forward(self) -> None:
-        """Takes part in the gathers of a forward."""
         if self.gradient_comm.size > 1:
             if torch.is_grad_enabled() and self._is_syncing and self.module.training:
                 self.share_buffers()
@@ -138,7 +137,6 @@ class FullySharded(ModuleEngine):
             self._end_forward()
 
     def join_backward(self) -> None:
-        """Takes part in the gathers and reductions of a backward."""
         if self.gradient_comm.size > 1:
             self._begin_backward()
             self._finish()

@@ -60,7 +60,6 @@ class Groups:
         )
 
     def of(self, parameter: nn.Parameter) -> ParameterGroups:
-        """Returns the groups of a parameter."""
         if expert_dim(parameter) is None or self.expert.size == 1:
             return self.dense
         return ParameterGroups(

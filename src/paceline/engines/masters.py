@@ -82,7 +82,6 @@ class Masters:
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads a state into the module, and into the masters."""
         load_own_state(self.module, state)
         for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
             if master is not parameter:

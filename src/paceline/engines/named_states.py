@@ -62,7 +62,6 @@ def _parcels(everyone: Sequence[Sequence[tuple[str, int]]]) -> Iterator[tuple[in
 
 
 def _num_bytes(value: object) -> int:
-    """Returns the bytes of the tensors in a state."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     return sum(map(_num_bytes, value.values())) if isinstance(value, Mapping) else 0

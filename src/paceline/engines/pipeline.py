@@ -151,7 +151,6 @@ class Pipeline:
         return stage == self.num_stages - 1
 
     def program(self, microbatches: int) -> RankProgram:
-        """Returns what this rank does with so many microbatches."""
         if microbatches not in self._programs:
             programs = lower(self._make_schedule(microbatches))
             self._programs[microbatches] = _prepare(programs, self.pipe.rank, self.placement)
@@ -233,7 +232,6 @@ class _Step:
             self._post_inputs(action)
 
     def finish(self) -> None:
-        """Waits for what is still under way."""
         for works in self._sends.values():
             _wait(works)
 

@@ -187,7 +187,6 @@ def _whole_state(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 
 
 def _loading_whole(function: Callable[..., None]) -> Callable[..., None]:
-    """Lets each rank take its part of a whole state."""
 
     @functools.wraps(function)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

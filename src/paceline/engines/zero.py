@@ -181,7 +181,6 @@ class ZeroParallel(ModuleEngine):
             self._share_buffers()
 
     def _drop_failed(self) -> None:
-        """Forgets a backward that did not come to its end."""
         for bucket in self._fixed:
             bucket.abandon()
         self._reset()

@@ -307,7 +307,6 @@ class SwiGLU(nn.Module):
         self.down = Linear(config.mlp_width, config.width, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns features of the shape of x."""
         return cast("Tensor", self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
@@ -320,7 +319,6 @@ class GELU(nn.Module):
         self.down = Linear(config.mlp_width, config.width, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns features of the shape of x."""
         return cast("Tensor", self.down(F.gelu(self.up(x), approximate="tanh")))
 
 
@@ -332,7 +330,6 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws the weight."""
         nn.init.normal_(self.weight, std=self.std)
 
 
@@ -344,7 +341,6 @@ class Embedding(nn.Embedding):
     """An embedding drawn from a normal distribution, as narrow as that of the linear layers."""
 
     def reset_parameters(self) -> None:
-        """Draws the weight."""
         nn.init.normal_(self.weight, std=_INIT_STD)
 
     def project(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:

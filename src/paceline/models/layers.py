@@ -44,7 +44,6 @@ class Chain:
     modules: tuple[nn.Module, ...]
 
     def __call__(self, *args: Any) -> Any:
-        """Returns what the last module gives."""
         first, *others = self.modules
         x = first(*args)
         for module in others:

@@ -36,7 +36,6 @@ class Adapted(nn.Module):
     lora_dropout: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the layer does, and what its adapter adds."""
         found: Tensor = super().forward(x)
         return found + self.added(x, self.lora_a, self.lora_b)
 

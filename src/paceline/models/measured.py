@@ -159,7 +159,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tensor
 
     def result(self) -> ActivationBytes:
-        """Returns what was counted."""
         largest = max((tensor.untyped_storage().nbytes() for tensor in self._kept), default=0)
         work = SampleModel(
             params=self._params,

@@ -82,7 +82,6 @@ class BucketTuner:
         return self._passes[-1].policy
 
     def begin(self) -> None:
-        """Notes that backward begins."""
         self._passes[-1].begin = self._take()
         self._passes[-1].arrived = {}
 
@@ -91,7 +90,6 @@ class BucketTuner:
         self._passes[-1].arrived[index] = self._take()
 
     def end_backward(self) -> None:
-        """Notes that all gradients of a watching pass are in their buckets, and that reduction begins."""
         self._passes[-1].end = self._take()
 
     def end_watched(self, num_buckets: int) -> None:

@@ -42,7 +42,6 @@ def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_alone(parameter: nn.Parameter) -> bool:
-    """Says whether a parameter has a flat group of its own."""
     return getattr(parameter, "_paceline_alone", False)
 
 
@@ -82,7 +81,6 @@ class FlatGroup:
 
     @property
     def size_bytes(self) -> int:
-        """How large the full parameters are."""
         return self.layout.length * self.param_dtype.itemsize
 
     def keep_slice(self, *, in_place: bool = False) -> None:
@@ -244,7 +242,6 @@ class Float8Group(FlatGroup):
 
     @torch.no_grad()
     def unpack(self, wire: torch.Tensor) -> None:
-        """Fills ``full`` from what all ranks have sent."""
         full = self.full.data  # see ``FlatGroup.gather``
         length = self.layout.shard_length
         for rank, row in enumerate(wire):

@@ -111,7 +111,6 @@ def numbered_parameters(optimizer: torch.optim.Optimizer, packed: Mapping[str, A
 
 
 def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], states: _States) -> dict[int, _StateRow]:
-    """Describes this rank's state."""
     names = {id(piece): name for group in groups for name, piece in zip(group.layout.names, group.pieces, strict=True)}
     rows = {}
     for index, parameter in parameters.items():
@@ -200,7 +199,6 @@ def _scalar_names(states: _States, sharded: Mapping[int, tuple[FlatGroup, int]])
 
 
 def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[str]) -> dict[str, Any]:
-    """Returns this rank's part of one parameter's state."""
     group, place = where
     shape = group.layout.slots[place].shape
     mine = {}

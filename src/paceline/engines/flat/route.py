@@ -108,7 +108,6 @@ class Route:
         return self.legs is None
 
     def begin(self) -> None:
-        """Starts the pass."""
         self._position = 0
         self._learned = []
         self._is_ahead = False
@@ -171,7 +170,6 @@ class Route:
             self._go_on(is_used=False)
 
     def _go_on(self, *, is_used: bool) -> None:
-        """Issues what belongs to the next leg."""
         leg = (self.legs or ())[self._position]
         self._position += 1
         for each in self._plan[self._position - 1]:

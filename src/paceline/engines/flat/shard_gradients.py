@@ -64,7 +64,6 @@ class ShardGradients:
         return torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
 
     def take(self) -> list[torch.Tensor | None]:
-        """Takes the parameters' gradients away from them."""
         taken = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -224,7 +223,6 @@ class ShardGradients:
 
     @property
     def version(self) -> int:
-        """A number that rises with every change of the slice."""
         return -1 if self.slice is None else self.slice._version
 
     def is_of_version(self, version: int) -> bool:

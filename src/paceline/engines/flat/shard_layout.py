@@ -46,7 +46,6 @@ class ShardLayout(FlatLayout):
 
     @property
     def shard_length(self) -> int:
-        """How many elements a rank's slice has."""
         return self.stop - self.start
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:

@@ -40,7 +40,6 @@ class Attribute:
     tables: tuple[Table, ...] = ()  # the module's, where it has several by turns
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Makes ``parameter`` the module's attribute."""
         if keeps_second_list(self.module):
             setattr(self.module, self.name, parameter)
         for table in self.tables or (self.module._parameters,):
@@ -149,12 +148,10 @@ class Unit:
     # Parameters.
 
     def start_gather(self) -> None:
-        """Issues the all-gathers."""
         small = self._small
         self._works += [group.gather() if small is None else group.gather_within(small) for group in self.groups]
 
     def wait(self) -> None:
-        """Waits for what is being gathered."""
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -262,7 +259,6 @@ class Unit:
             self._replications.append((mine, on_device, work))
 
     def finish_replicate(self) -> None:
-        """Waits for these all-reduces."""
         for gradient, on_device, work in self._replications:
             work.wait()
             if on_device is not gradient:

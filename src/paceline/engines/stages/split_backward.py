@@ -32,7 +32,6 @@ class WeightPart:
 
     @torch.no_grad()
     def multiply(self) -> None:
-        """Computes the gradients of the weights from their factors."""
         for weight, x, gradient in self.factors:
             self._add(weight, weight_gradient(x, gradient).to(weight.dtype))
         self.factors.clear()

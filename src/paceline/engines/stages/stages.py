@@ -59,7 +59,6 @@ class Stage(nn.Module):
                 self._container(path)._parameters[last] = each
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers in order."""
         first, *others = self.layers
         x = first.run(*args, **kwargs)
         for layer in others:
@@ -117,7 +116,6 @@ class Stage(nn.Module):
         return module
 
     def extra_repr(self) -> str:
-        """Says which stage it is and what it runs."""
         return f"stage {self.index} of {self.num_stages}: {', '.join(layer.name for layer in self.layers)}"
 
 

@@ -92,7 +92,6 @@ class ColumnLinear(SplitLayer):
     """A linear layer with some of the outputs. What it reads has entered the split part."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns this rank's outputs."""
         return self._product(x, cast("Tensor | None", self.bias))
 
 

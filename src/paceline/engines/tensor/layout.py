@@ -42,7 +42,6 @@ class Split:
     groups: int = 1
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Returns the shape of a rank's piece."""
         if self.dim is None:
             return self.shape
         first, last = split_range(self.shape[self.dim] // self.groups, size, rank)
@@ -108,7 +107,6 @@ class SplitParts:
         return split.gather(value.to(self._comm.device), self._comm).to(value.device)
 
     def part(self, name: str, value: Any) -> Any:
-        """Returns this rank's part of a whole tensor."""
         split = self.splits.get(name)
         if split is None or not _has_shape(value, split.shape):
             return value

@@ -160,7 +160,6 @@ class _TensorSum:
         return part
 
     def wait(self, gradient: Tensor) -> Tensor:
-        """Waits for the sum in ``gradient``."""
         self._work.wait()
         self._work = DONE
         return gradient
