@@ -46,9 +46,8 @@ from paceline.engines.apply import parallelize
 from paceline.engines.checkpointing import Replay
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.norms import clip_pieces
 from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.shard_gradients import ShardGradients
+from paceline.engines.flat.shard_gradients import ShardGradients, clip_pieces
 from paceline.engines.flat.unit import Unit
 from paceline.engines.fsdp import FullySharded, UsedFlags
 from paceline.engines.groups import ParameterGroups

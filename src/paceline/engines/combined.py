@@ -24,11 +24,17 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
 from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.norms import add_powers, reduce_norm, scale_to
-from paceline.engines.flat.optimizer_state import gather_optimizer_state
+from paceline.engines.flat.optimizer_state import (
+    gather_optimizer_state,
+    global_groups,
+    load_by_name,
+    merge_over,
+    named_states,
+    numbered_states,
+)
+from paceline.engines.flat.shard_gradients import add_powers, reduce_norm, scale_to
 from paceline.engines.groups import Groups
 from paceline.engines.module_engine import name_problems
-from paceline.engines.named_states import global_groups, load_by_name, merge_over, named_states, numbered_states
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.tensor.layout import SplitParts, TensorLayout
 from paceline.errors import UsageError

@@ -31,12 +31,11 @@ from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
-from paceline.engines.flat.norms import reduce_norm
 from paceline.engines.flat.optimizer_state import on_cpu
+from paceline.engines.flat.shard_gradients import reduce_norm
 from paceline.engines.groups import Groups, reduction
-from paceline.engines.masters import Masters, hand_over, norm_of
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.precision import Precision
+from paceline.engines.precision import Masters, Precision, hand_over, norm_of
 from paceline.plan.layout import Layout
 from paceline.shards import load_own_state, own_optimizer_state
 

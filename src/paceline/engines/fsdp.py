@@ -33,8 +33,8 @@ from torch import nn
 from paceline.comm.base import BucketShape, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.flat.gathering import Table
-from paceline.engines.flat.norms import clip_pieces, measured_norms
 from paceline.engines.flat.route import Leg, Route
+from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
 from paceline.engines.flat.side_stream import SideStream
 from paceline.engines.flat.unit import Call, Crossing, Pass, Routes, Unit, read_note
 from paceline.engines.groups import Groups
@@ -126,7 +126,7 @@ class FullySharded(ModuleEngine):
             raise
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
+        norms = measured_norms(group.gradients for group in self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.groups.shard, max_norm, norm_type, norms=norms)
 
     def join_forward(self) -> None:

@@ -36,7 +36,7 @@ from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket
 from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.norms import clip_pieces, measured_norms
+from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
 from paceline.engines.groups import Groups, expert_dim
 from paceline.engines.module_engine import ModuleEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters
@@ -332,7 +332,7 @@ class _BackwardSummary:
             self._sums[1:].fill_(1)
         else:
             self._sums[1:].copy_(torch.tensor(used, dtype=self._sums.dtype), non_blocking=True)
-        norms = measured_norms(self._groups)
+        norms = measured_norms(group.gradients for group in self._groups)
         self._has_squares = norms is not None
         if norms is not None:
             stacked = torch.stack(norms).to(self._sums.dtype)
