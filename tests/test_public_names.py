@@ -25,7 +25,7 @@ HOMES = {
     "Engine": "paceline.engines.engine",
     "loader": "paceline.data.own_loader",
     "shard": "paceline.data.own_loader",
-    "mean": "paceline.comm.mean",
+    "mean": "paceline.comm.objects",
     "WeightAverage": "paceline.train.ema",
     "Muon": "paceline.train.muon.muon",
     "save": "paceline.checkpoint.loops",

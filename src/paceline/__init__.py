@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
     from paceline.classic.trainer import EnhancedDistributedTrainer as EnhancedDistributedTrainer
     from paceline.comm.base import Communicator as Communicator
-    from paceline.comm.mean import mean as mean
+    from paceline.comm.objects import mean as mean
     from paceline.comm.torch_dist import disconnect as disconnect
     from paceline.comm.virtual.communicator import run_virtual as run_virtual
     from paceline.config.load import load_config as load_config
@@ -61,7 +61,7 @@ _NAMES = {
     "paceline.plan.layout": ("Layout", "Offload", "Compression"),
     "paceline.engines.engine": ("Engine",),
     "paceline.data.own_loader": ("loader", "shard"),
-    "paceline.comm.mean": ("mean",),
+    "paceline.comm.objects": ("mean",),
     "paceline.train.ema": ("WeightAverage",),
     "paceline.train.muon.muon": ("Muon",),
     "paceline.checkpoint.loops": ("save", "load"),

@@ -60,7 +60,6 @@ from paceline.engines.ddp import DataParallel
 from paceline.errors import CollectiveMismatchError
 from paceline.shards import flat_layout
 from paceline.train import step as steps
-from paceline.train import update
 from paceline.verify.case import FunctionCase
 from paceline.verify.certificate import certify
 
@@ -447,8 +446,8 @@ BUGS: dict[str, Bug] = {
         shows="norm",
         settings=dataclasses.replace(SETTINGS, clip=1e9),
     ),
-    "measured and not clipped": Bug(plant=replacing(update, "_scale", leave_unclipped), case=KNOWN, shows="gradient"),
-    "clipped one by one": Bug(plant=replacing(update, "_scale", clip_one_by_one), case=KNOWN, shows="gradient"),
+    "measured and not clipped": Bug(plant=replacing(steps, "_scale", leave_unclipped), case=KNOWN, shows="gradient"),
+    "clipped one by one": Bug(plant=replacing(steps, "_scale", clip_one_by_one), case=KNOWN, shows="gradient"),
     "clipped before weighing": Bug(plant=clip_before_weighing(), case=PLAIN, shows="norm"),
     "sum instead of average": Bug(
         plant=replacing(DataParallel, "_launch", scaled(lambda size: size)), case=KNOWN, shows="gradient"

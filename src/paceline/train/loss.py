@@ -8,23 +8,84 @@ tokens) and how many there were; the step divides by the count over all ranks an
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import DataShape
 from paceline.engines.compiled import Compiled
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
-from paceline.train.normalise import Normalise, normalise_inside
+
+_IMAGE_DIMS = 4  # samples, channels, height, width
+
+
+class Normalise:
+    """Makes (x - mean) / std of a batch's images of bytes: uint8 tensors of samples, channels, height and width."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        # As x * scale + shift, which one operator computes in a pass that reads bytes.
+        self._scale = [1.0 / each for each in std]
+        self._shift = [-middle / each for middle, each in zip(mean, std, strict=True)]
+        self._known: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, batch: Any, dtype: torch.dtype) -> Any:
+        """Returns the batch with its images in ``dtype``, in the memory format that they had."""
+
+        def change(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != _IMAGE_DIMS:
+                return value
+            self.check(value)
+            scale, shift = self.factors(value.device, dtype)
+            return torch.addcmul(shift, value, scale)
+
+        return tree_map(change, batch)
+
+    def check(self, images: torch.Tensor) -> None:
+        """Raises DataError for images of other channels than there are numbers."""
+        if len(self._scale) not in (1, images.shape[1]):
+            raise DataError(
+                f"images of {images.shape[1]} channels, and {len(self._scale)} numbers in shape.mean of the data\n"
+                "  there is one for each channel, or one for all\n"
+                "  images are (channels, height, width): check their order, and shape.mean and shape.std"
+            )
+
+    def factors(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns scale and shift by channel on a device; made there once, as a copy would wait for it."""
+        key = device, dtype
+        if key not in self._known:
+            made = [torch.tensor(each, dtype=dtype, device=device) for each in (self._scale, self._shift)]
+            self._known[key] = made[0].view(1, -1, 1, 1), made[1].view(1, -1, 1, 1)
+        return self._known[key]
+
+
+def normalise_inside(
+    model: nn.Module, normalise: Normalise, device: torch.device, dtype: torch.dtype, param_dtype: torch.dtype | None
+) -> None:
+    """Has a model normalise images of bytes in its ``forward``, which is to be compiled with it.
+
+    ``param_dtype`` is what engines cast other inputs to, None where they do not.
+    """
+    forward = model.forward
+    scale, shift = normalise.factors(device, dtype)
+
+    def normalised_forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == _IMAGE_DIMS:
+            normalise.check(inputs)
+            inputs = torch.addcmul(shift, inputs, scale).to(param_dtype or dtype)
+        return forward(inputs, *args, **kwargs)
+
+    model.forward = normalised_forward
+
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
@@ -232,3 +293,75 @@ def _normalised(loss: Loss, shape: DataShape, dtype: torch.dtype) -> Loss:
     if shape.mean is None or shape.std is None:
         return loss
     return OnNormalised(loss, Normalise(shape.mean, shape.std), dtype)
+
+
+Criterion: TypeAlias = Callable[[Any, Any], Any]
+
+
+def count_samples(batch: Any) -> int:
+    """Returns how many samples a batch has. Raises UsageError unless it is (inputs, targets), or None for none."""
+    if batch is None:
+        return 0
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise UsageError(f"batch is a {what}\n  a batch is (inputs, targets)\n  pass (batch[...], batch[...])")
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if not tensors or tensors[0].ndim == 0:
+        what = "no tensor" if not tensors else "a first tensor without dims"
+        raise UsageError(f"batch has {what}\n  its first dim counts the samples\n  pass (inputs, targets) as tensors")
+    return tensors[0].shape[0]
+
+
+class OutputLoss:
+    """``function(outputs, targets)`` as a loss of ``train/loss.py``: a mean over samples, or their sum.
+
+    ``mean`` is the mean of the last batch, detached. With ``in_full`` the function gets fp32 in the place of halves.
+    With ``may_count`` it may return (sum, count), where elements weigh otherwise.
+    """
+
+    elements_per_sample = None
+
+    def __init__(
+        self, function: Criterion, name: str = "criterion", *, in_full: bool = False, may_count: bool = False
+    ) -> None:
+        self.mean: torch.Tensor | None = None
+        self._function = function
+        self._name = name
+        self._in_full = in_full
+        self._may_count = may_count
+        self._is_sum = _reduction_of(function) == "sum"
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Runs model and function. Raises UsageError for a loss that is not one number."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        value = self._function(tree_map(_full, outputs) if self._in_full else outputs, targets)
+        is_pair = self._may_count and isinstance(value, tuple) and len(value) == 2
+        loss, count = value if is_pair else (value, float(count_samples(batch)))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            fix = "return loss.mean()" + (", or (sum, count)" if self._may_count else "")
+            raise UsageError(f"{self._name} returned {what}\n  a loss is one number\n  {fix}")
+        loss = _full(loss.reshape(()))  # it will be added up with others
+        is_total = is_pair or self._is_sum
+        self.mean = loss.detach() / count if is_total else loss.detach()
+        return LossValue(loss if is_total else loss * count, count)
+
+    score = __call__
+
+
+def _reduction_of(criterion: Any) -> str:
+    """Says how a criterion reduces: by its attribute, by a functools.partial's argument, or as a mean."""
+    keywords = getattr(criterion, "keywords", None) or {}
+    reduction = getattr(criterion, "reduction", None) or keywords.get("reduction") or "mean"
+    if reduction == "none":
+        raise UsageError(
+            "criterion has reduction = 'none'\n  a loss is one number, of which the trainer knows the weight\n"
+            "  use reduction='mean' or 'sum'"
+        )
+    return str(reduction)
+
+
+def _full(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value

@@ -27,12 +27,11 @@ from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, MisfitError
 from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
-from paceline.shards import Region
 from paceline.train.ema import WeightAverage
+from paceline.train.evaluate import EarlyStop, Metric
 from paceline.train.flops import SampleCost
 from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
-from paceline.train.metrics import EarlyStop, Metric
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.scaler import make_scaler
@@ -141,7 +140,7 @@ class RunState:
         if self.scaler is not None and "scaler" in values:
             self.scaler.load_state_dict(values["scaler"])
         if parts.compressor is not None and "compression" in values:
-            parts.compressor.load(_Below(checkpoint, COMPRESSION), values["compression"]["step"], comm)
+            parts.compressor.load(checkpoint, values["compression"]["step"], comm, COMPRESSION)
         if parts.average is not None:
             parts.average.load(checkpoint)
         recovery = values.get("recovery", {})
@@ -173,18 +172,3 @@ def _load_model_and_optimizer(parts: TrainerParts, checkpoint: Checkpoint) -> No
     for group, settings in zip(parts.optimizer.param_groups, asked, strict=True):
         peak = settings.get("initial_lr", settings["lr"])
         group.update(settings, lr=peak, initial_lr=peak)
-
-
-class _Below:
-    """The tensors of a checkpoint under one prefix."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self._checkpoint = checkpoint
-        self._prefix = prefix
-
-    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        return self._checkpoint.shapes(self._prefix + prefix)
-
-    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
-        """Returns a region of a tensor, flat, or a whole one."""
-        return self._checkpoint.read(self._prefix + name, region)

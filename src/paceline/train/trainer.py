@@ -33,8 +33,7 @@ from paceline.train.histograms import measure_histograms
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import OnGradients, Passes, StepCallbacks, StepOutcome, StepResult, train_step
-from paceline.train.survive.bad_steps import BadStep
-from paceline.train.survive.overflow import explain_bad_steps, find_overflow
+from paceline.train.survive.bad_steps import BadStep, explain_bad_steps, find_overflow
 from paceline.train.survive.recovery import GoBack, GoOn, on_bad_steps
 
 _LARGEST_EXPONENT = 700.0  # of a float

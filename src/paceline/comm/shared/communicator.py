@@ -26,8 +26,7 @@ from paceline.comm.base import Communicator, ReduceOp, Splits, Work
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_reduction, check_split
 from paceline.comm.objects import gather_objects, receive_object, send_object
 from paceline.comm.shared import board, messages
-from paceline.comm.shared.native import build
-from paceline.comm.shared.native.collectives import MOST_RANKS, CompiledCollectives
+from paceline.comm.shared.native import collectives as native
 from paceline.comm.shared.progress import OperationLane, OperationQueue, PendingOperation, ProgressLoop, Steps
 from paceline.comm.shared.segment import (
     FOLDER,
@@ -229,7 +228,7 @@ class SharedMemoryCommunicator(GroupMember):
         Called by every rank, with the same arguments. The memory is freed with the last tensor in it, on each rank.
         """
         calls = self._calls
-        if not isinstance(calls, CompiledCollectives) or not calls.takes_buffers or numel == 0:
+        if not isinstance(calls, native.CompiledCollectives) or not calls.takes_buffers or numel == 0:
             return None
         area = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         everyone = range(self.size)
@@ -317,16 +316,16 @@ class SharedMemoryCommunicator(GroupMember):
 
 def _agree_on_code(inner: Communicator) -> ctypes.CDLL | None:
     """Returns the compiled code if every rank has it; the first rank builds it before the others look for it."""
-    first = build.load().code if inner.rank == 0 else None
+    first = native.load().code if inner.rank == 0 else None
     gather_objects(inner, first is not None)
-    code = build.load().code
+    code = native.load().code
     return code if all(gather_objects(inner, code is not None)) else None
 
 
 def _collectives(resources: _GroupResources, made: board.Board) -> board.Collectives:
-    if resources.code is None or made.size > MOST_RANKS:
+    if resources.code is None or made.size > native.MOST_RANKS:
         return board.Collectives(made)
-    return CompiledCollectives(resources.code, made, resources.progress)
+    return native.CompiledCollectives(resources.code, made, resources.progress)
 
 
 def _establish(

@@ -31,8 +31,7 @@ from paceline.comm.group import (
 )
 from paceline.comm.virtual.baton import Baton, call_site
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
-from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualWorld
-from paceline.comm.virtual.pairing import VirtualPairing
+from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualPairing, VirtualWorld
 from paceline.errors import CollectiveMismatchError, UsageError
 
 T = TypeVar("T")

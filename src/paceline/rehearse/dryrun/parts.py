@@ -15,8 +15,7 @@ from paceline.cluster.measured import read_table
 from paceline.comm.algorithms.topology import from_names
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
-from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
-from paceline.comm.dry.communicator import META, DryCommunicator
+from paceline.comm.dry.communicator import META, DryAlgorithmCommunicator, DryCommunicator
 from paceline.config import Config
 from paceline.config.data_sections import may_ignore
 from paceline.data.loader import StepBatch

@@ -48,7 +48,7 @@ from paceline.schedule.lowering import RankProgram
 from paceline.search.choice import MARGIN
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
-from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
+from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import StepCallbacks, train_step
 
 # What memory of a dry run is for: what the engine, its optimizer and all else of a step hold.

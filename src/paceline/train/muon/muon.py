@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,7 +30,6 @@ from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.engines.flat.shard_layout import full_shape
 from paceline.errors import UsageError
-from paceline.train.muon.hidden import hidden_matrices
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 
 
@@ -218,3 +219,36 @@ def _apply(current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str,
 def _shape_scale(shape: tuple[int, ...], rule: str) -> float:
     rows, columns = shape
     return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+
+
+_END = re.compile(r"(^|\.)([^.]*emb[^.]*|wte|wpe|[^.]*heads?|score|classifier|shared)(\.|$)")
+
+
+def hidden_matrices(
+    shapes: Mapping[str, tuple[int, ...]], patterns: Sequence[str] | None = None, others: Collection[str] = ()
+) -> set[str]:
+    """Returns the names of the matrices of hidden layers among parameters, given in the model's order.
+
+    ``patterns`` (as of file names) are the names that AdamW updates, in place of the rule. ``others`` are names of the
+    same model's parameters on other ranks. Raises UsageError if there are none, or if the rule cannot tell.
+    """
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    if patterns is not None:
+        found = {name for name in matrices if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+    elif any(_END.search(name) for name in (*shapes, *others)):
+        found = {name for name in matrices if not _END.search(name)}
+    elif set(others) - set(shapes):
+        raise UsageError(
+            "optim.kind = muon cannot tell the input and the output layer of a model whose layers lie on other ranks\n"
+            "  AdamW updates them, and none has the name of an embedding or a head\n"
+            "  name them in optim.muon.adamw_for, as patterns such as ['layers.0.*', 'layers.7.*']"
+        )
+    else:
+        found = set(matrices[1:-1])
+    if not found and not others:
+        raise UsageError(
+            f"optim.kind = muon has nothing to do: none of {len(shapes)} parameters is a matrix of a hidden layer\n"
+            "  Muon updates 2-d weights other than embeddings and the layers at both ends of a model\n"
+            "  set optim.kind = adamw, or say with optim.muon.adamw_for which names AdamW updates"
+        )
+    return found
