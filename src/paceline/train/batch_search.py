@@ -1,4 +1,8 @@
-"""The largest microbatch that fits, from a few trials: pure functions, what they need to know comes as values.
+"""``train.microbatch: auto``: the largest microbatch that fits into memory, found by a few passes on real samples.
+
+A trial is one forward and backward beside gradients that are there already, as in accumulation. It leaves nothing:
+the gradients are dropped, buffers and random states put back, no parameter moves. What the optimizer will come to
+hold is counted, since its state is made in the first update.
 
 What a pass holds grows with its samples along a line that starts no lower than what is there without it. So one trial
 bounds all larger ones: extra(n) <= extra(tried) x n / tried. Two trials give the line itself, and the search goes up to
@@ -12,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -51,11 +54,6 @@ class Found:
     trials: tuple[Trial, ...]
 
 
-class _Point(NamedTuple):
-    samples: int
-    peak_bytes: int
-
-
 def search_microbatch(
     sizes: Sequence[int],
     measure: Callable[[int], int | None],
@@ -72,7 +70,7 @@ def search_microbatch(
     all of them go the same way, each by numbers of its own.
     """
     best, ceiling = 0, max(sizes) + 1
-    points = [_Point(0, base_bytes)]
+    points = [(0, base_bytes)]  # samples, and their peak
     trials: list[Trial] = []
     size = agree(_at_most(sizes, first) or sizes[0])
     while size:
@@ -88,7 +86,7 @@ def search_microbatch(
             size = _at_most(between, size // 2) or (between[0] if between else 0)
             continue
         assert peak is not None
-        points.append(_Point(size, peak))
+        points.append((size, peak))
         reach = _reach(points, limit_bytes)
         if outcome == _OVER:
             return Found(samples=agree(_at_most(between, reach)) or best or None, trials=tuple(trials))
@@ -97,15 +95,14 @@ def search_microbatch(
     return Found(samples=best or None, trials=tuple(trials))
 
 
-def _reach(points: Sequence[_Point], limit_bytes: int) -> int:
+def _reach(points: Sequence[tuple[int, int]], limit_bytes: int) -> int:
     """Returns how many samples fit, by the line through the last two points, or that from the base if it goes further.
 
     The second may do so where the last step was short and its memory came in one large piece.
     """
-    last = points[-1]
-    starts = points[0], points[-2]
-    slopes = [max(last.peak_bytes - start.peak_bytes, 1) / (last.samples - start.samples) for start in starts]
-    return max(last.samples + int((limit_bytes - last.peak_bytes) // slope) for slope in slopes)
+    last, last_peak = points[-1]
+    slopes = [max(last_peak - peak, 1) / (last - start) for start, peak in (points[0], points[-2])]
+    return max(last + int((limit_bytes - last_peak) // slope) for slope in slopes)
 
 
 def _at_most(sizes: Sequence[int], bound: int) -> int:
@@ -154,7 +151,9 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
             first=limits.first,
             agree=agree,
         )
-    trials.clean_up()  # not after an error: the other ranks may be elsewhere
+    engine.abandon_accumulation()  # not after an error: the other ranks may be elsewhere
+    drop_gradients(engine)
+    release_memory(engine.device)
     state.restore()
     if found.samples is None:
         peak = found.trials[-1].peak_bytes if found.trials else None
@@ -206,19 +205,11 @@ class _Trials:
             if not is_out_of_memory(error):
                 raise
             if not can_fail_alone(self.engine):
-                raise TrainingError(self._explain()) from error
+                fits = f"set train.microbatch = {self.largest}, which fits" if self.largest else "use more ranks"
+                raise TrainingError(
+                    f"rank {self.engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
+                    "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
+                    f"  {fits}, or memory.checkpoint_activations = full"
+                ) from error
             return False
         return True
-
-    def clean_up(self) -> None:
-        self.engine.abandon_accumulation()
-        drop_gradients(self.engine)
-        release_memory(self.engine.device)
-
-    def _explain(self) -> str:
-        fits = f"set train.microbatch = {self.largest}, which fits" if self.largest else "use more ranks"
-        return (
-            f"rank {self.engine.world.rank} ran out of memory while train.microbatch = auto was searched for\n"
-            "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
-            f"  {fits}, or memory.checkpoint_activations = full"
-        )

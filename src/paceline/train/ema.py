@@ -27,7 +27,10 @@ class WeightAverage:
     def __init__(self, engine: Engine, decay: float) -> None:
         self._engine = engine
         self._decay = decay
-        self._held = [shard for shard in engine.shards() if _is_trained(shard)]
+        held = engine.shards()
+        self._held = [
+            each for each in held if (each.tensor if each.parameter is None else each.parameter).requires_grad
+        ]
         self._parameters = [shard.tensor.detach() for shard in self._held]
         self._averages = [each.clone() for each in self._parameters]
 
@@ -70,8 +73,3 @@ class WeightAverage:
             parameter.copy_(average)
             average.copy_(kept)
         self._engine.mark_loaded()
-
-
-def _is_trained(shard: Shard) -> bool:
-    known = shard.tensor if shard.parameter is None else shard.parameter
-    return known.requires_grad

@@ -2,6 +2,9 @@
 
 One model is evaluated: where rank 0's buffers are everyone's, the others take them over first, because each rank has
 moved its own (batch-norm statistics, say) since the last step began.
+
+A metric is a function ``metric(model, batch) -> (sum, count)``, as a loss is. The loss and all metrics of a batch share
+one forward pass, where they call the model with the same arguments.
 """
 
 from __future__ import annotations
@@ -41,26 +44,21 @@ def score_all(loss: Loss, metrics: Mapping[str, Metric]) -> Callable[..., tuple[
     """Returns what scores a batch: the loss, and sum and count of each metric, in one forward pass."""
 
     def score(model: Callable[..., Any], batch: Any) -> tuple[LossValue, list[Any]]:
-        once = _OneForward(model)
+        last: tuple[Any, Any] | None = None
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            """Gives the same output again when it is called with the same arguments as before."""
+            nonlocal last
+            called = (*args, *sorted(kwargs.items()))
+            if last is None or not _are_same(last[0], called):
+                last = called, model(*args, **kwargs)
+            return last[1]
+
         value = loss.score(once, batch)
         seen = loss.prepare(batch) if isinstance(loss, OnNormalised) else batch
         return value, [number for name, metric in metrics.items() for number in _checked(name, metric(once, seen))]
 
     return score
-
-
-class _OneForward:
-    """A model that gives the same output again when it is called with the same arguments as before."""
-
-    def __init__(self, model: Callable[..., Any]) -> None:
-        self._model = model
-        self._last: tuple[Any, Any] | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        called = (*args, *sorted(kwargs.items()))
-        if self._last is None or not _are_same(self._last[0], called):
-            self._last = called, self._model(*args, **kwargs)
-        return self._last[1]
 
 
 def _are_same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -131,7 +131,7 @@ class CrossEntropy:
         inputs, targets = batch
         if self.is_fused:
             return LossValue(model(inputs, targets=targets), self._count(targets))
-        return self._sum_and_count(logits_of(model(inputs)), targets)
+        return LossValue(self._total(logits_of(model(inputs)), targets), self._count(targets))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """Returns the summed cross entropy and the number of right answers."""
@@ -140,10 +140,8 @@ class CrossEntropy:
             total, correct = model(inputs, targets=targets, counts=True)
             return LossValue(total, self._count(targets), correct)
         logits = logits_of(model(inputs))
-        return replace(self._sum_and_count(logits, targets), correct=(logits.argmax(-1) == targets).sum())
-
-    def _sum_and_count(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> LossValue:
-        return LossValue(self._total(logits, targets), self._count(targets))
+        correct = (logits.argmax(-1) == targets).sum()
+        return LossValue(self._total(logits, targets), self._count(targets), correct)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
         is_known = self.elements_per_sample is not None
@@ -152,8 +150,7 @@ class CrossEntropy:
     def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, SplitLogits):
             return logits.cross_entropy(targets, IGNORED)
-        rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        return self.sum(rows, flat)
+        return self.sum(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
 def logits_of(output: Any) -> Any:
@@ -279,17 +276,14 @@ def build_loss(
     ``dtype`` is what images of bytes are made into, where the shape asks for it.
     """
     if kind != "auto":
-        return _normalised(CustomLoss(import_from_path(kind, "train.loss"), kind), shape, dtype)
-    elements = None
-    if not may_ignore and shape.kind == "classes":
-        elements = 1.0
-    elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
-        elements = float(shape.context)
-    return _normalised(CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused), shape, dtype)
-
-
-def _normalised(loss: Loss, shape: DataShape, dtype: torch.dtype) -> Loss:
-    """Returns a loss that normalises images of bytes as the data ask for; the loss itself where they do not."""
+        loss: Loss = CustomLoss(import_from_path(kind, "train.loss"), kind)
+    else:
+        elements = None
+        if not may_ignore and shape.kind == "classes":
+            elements = 1.0
+        elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
+            elements = float(shape.context)
+        loss = CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused)
     if shape.mean is None or shape.std is None:
         return loss
     return OnNormalised(loss, Normalise(shape.mean, shape.std), dtype)

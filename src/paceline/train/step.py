@@ -7,6 +7,17 @@
 
 So the gradient is that of the mean over the global batch, however it was cut. Every rank goes through the same number
 of microbatches, and sits out those for which it has no samples. In fp16 the loss is scaled besides, see scaler.py.
+
+The update is left out where the global gradient norm is not finite: the same number on all ranks, and not finite as
+soon as any gradient of any rank is not. So all ranks update, or none does.
+
+[Note: skipping] On a CPU the norm is there, and the host decides. On CUDA the host would have to wait for the device in
+every step; instead the fused optimizers are handed a flag on the device and leave parameters and state as they are if
+it is set. Where that cannot be (an optimizer that is not fused, parameters offloaded to the host) the host waits.
+
+[Note: clipping] Gradients that are read and written again only to be scaled cost as much as a fifth of the update. So a
+CPU scales them in the steps that need it, and fused optimizers on CUDA are handed the factor: they read them anyway.
+The optimizer of masters (master_adamw.py) is handed the norm itself.
 """
 
 from __future__ import annotations
@@ -136,7 +147,12 @@ def train_step(
     """
     on_phase, on_gradients = callbacks
     loss_scale = None if scaler is None else scaler.scale
-    factor, undo = loss_factors(engine, batch, loss, scaler)
+    per_sample, ranks, undo = loss.elements_per_sample, engine.gradient_comm.size, None
+    # Where every sample counts alike the count needs no communication: all ranks know the global batch.
+    known = None if per_sample is None else batch.global_samples * per_sample
+    factor: float | torch.Tensor | None = None if known is None else ranks / known
+    if scaler is not None:
+        factor, undo = scaler.factors(ranks, known, guess=batch.global_samples)
     values = (passes or accumulate)(Passes(engine, batch.microbatches, loss, factor, policy.dtype, on_phase))
     totals = [value.total.detach() for value in values]
     loss_sum = torch.stack(totals).sum() if totals else torch.zeros((), device=engine.device)
@@ -144,13 +160,13 @@ def train_step(
     if undo is not None:
         scale_gradients(engine, undo)
     weight: torch.Tensor | None = None  # of the gradients, where to weigh them is part of the update
-    if loss.elements_per_sample is None:
+    if per_sample is None:
         if isinstance(optimizer, MasterAdamW):
             weight = finite_or_zero(engine.loss_scale(count))
         else:
             given = weigh_gradients(engine, count)
             if scaler is not None:
-                scaler.note_elements(engine.gradient_comm.size / given)
+                scaler.note_elements(ranks / given)
         on_phase("backward")
     norm = engine.clip_grad_norm_(math.inf)  # measures; to clip is part of the update
     norm = norm if weight is None else norm * weight
@@ -164,20 +180,6 @@ def train_step(
     return StepOutcome(
         loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor, is_updated=is_updated
     )
-
-
-def loss_factors(
-    engine: Engine, batch: StepBatch, loss: Loss, scaler: LossScaler | None
-) -> tuple[float | torch.Tensor | None, torch.Tensor | None]:
-    """Returns what summed losses are multiplied by before backward, and gradients after it; None: nothing.
-
-    Where every sample counts alike the count needs no communication: all ranks know the global batch.
-    """
-    per_sample, ranks = loss.elements_per_sample, engine.gradient_comm.size
-    count = None if per_sample is None else batch.global_samples * per_sample
-    if scaler is not None:
-        return scaler.factors(ranks, count, guess=batch.global_samples)
-    return (None if count is None else ranks / count), None
 
 
 def accumulate(passes: Passes) -> Sequence[LossSum]:
@@ -245,11 +247,18 @@ def update_if_finite(
         return None
     if norm.device.type != "cpu" and _takes_flag(optimizer, norm.device):
         extras = {"found_inf": torch.isfinite(norm).logical_not_().to(torch.float32)}
-        if max_norm is not None and _takes_scale(optimizer):
+        # The kernels' factor is a float32: not exact enough for doubles.
+        is_single = all(p.dtype != torch.float64 for group in optimizer.param_groups for p in group["params"])
+        if max_norm is not None and is_single:
             extras["grad_scale"] = ((norm + _EPS) / max_norm).clamp_(min=1.0).to(torch.float32)  # a divisor
         elif max_norm is not None:
             _scale(optimizer, (max_norm / (norm + _EPS)).clamp_(max=1.0))
-        _step_with(optimizer, extras)
+        vars(optimizer).update(extras)  # which the fused kernels read
+        try:
+            optimizer.step()
+        finally:
+            for name in extras:
+                delattr(optimizer, name)
         return None
     if not math.isfinite(norm.item()):  # sync point, except on a CPU
         return False
@@ -257,16 +266,6 @@ def update_if_finite(
         _scale(optimizer, max_norm / (norm + _EPS))
     optimizer.step()
     return True
-
-
-def _step_with(optimizer: torch.optim.Optimizer, extras: dict[str, torch.Tensor]) -> None:
-    """Steps with tensors that the fused kernels read from the optimizer's attributes."""
-    vars(optimizer).update(extras)
-    try:
-        optimizer.step()
-    finally:
-        for name in extras:
-            delattr(optimizer, name)
 
 
 @torch.no_grad()
@@ -277,11 +276,6 @@ def _scale(optimizer: torch.optim.Optimizer, coefficient: torch.Tensor) -> None:
         kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     for (device, dtype), gradients in kinds.items():
         torch._foreach_mul_(gradients, coefficient.to(device, dtype))
-
-
-def _takes_scale(optimizer: torch.optim.Optimizer) -> bool:
-    """Says whether the kernels' factor, which is a float32, is exact enough for what is updated."""
-    return all(p.dtype != torch.float64 for group in optimizer.param_groups for p in group["params"])
 
 
 def _takes_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:

@@ -58,7 +58,12 @@ class Muon(torch.optim.Optimizer):
         self._engine = engine
         self._alone = functools.cache(SoloCommunicator)
         self._rounds: list[UpdateRound] | None = None  # made in the first step, when the device is known
-        _check_engine(engine)
+        if engine is not None and engine.splits_matrices:
+            raise UsageError(
+                "Muon cannot update a model whose matrices are cut over tensor ranks\n"
+                "  a matrix is orthogonalised whole, and a tensor rank computes with a part of it that it never "
+                "gathers\n  set parallel.tensor = 1 and shard with zero or fsdp, or optim.kind = adamw"
+            )
         groups, others = _make_groups(dict(named), engine, lr, weight_decay, settings)
         self._adamw: torch.optim.AdamW | None = None
         if others:
@@ -131,31 +136,17 @@ class Muon(torch.optim.Optimizer):
         places = {} if self._engine is None else piece_places(self._engine.flat_groups)
         kinds: dict[tuple[int, torch.dtype], tuple[Communicator, dict[int, Matrix]]] = {}
         for number, (parameter, _) in enumerate(self._members()):
-            comm, matrix = self._describe(parameter, places)
+            if id(parameter) in places:
+                comm, matrix = _describe_piece(*places[id(parameter)])
+            else:
+                comm = self._alone(parameter.device) if self._engine is None else self._engine.gradient_comm
+                matrix = Matrix(shape=(parameter.shape[0], parameter.shape[1]))
             kinds.setdefault((id(comm), parameter.dtype), (comm, {}))[1][number] = matrix
         rounds: list[UpdateRound] = []
         for (_, dtype), (comm, matrices) in kinds.items():
             lower = torch.bfloat16 if comm.device_kind == "cuda" and dtype == torch.float32 else dtype
             rounds += make_rounds(matrices, comm, self.dtype or lower, self._iterations())
         return rounds
-
-    def _describe(
-        self, parameter: nn.Parameter, places: Mapping[int, tuple[FlatGroup, int]]
-    ) -> tuple[Communicator, Matrix]:
-        if id(parameter) in places:
-            return _describe_piece(*places[id(parameter)])
-        rows, columns = parameter.shape
-        comm = self._alone(parameter.device) if self._engine is None else self._engine.gradient_comm
-        return comm, Matrix(shape=(rows, columns))
-
-
-def _check_engine(engine: Engine | None) -> None:
-    if engine is not None and engine.splits_matrices:
-        raise UsageError(
-            "Muon cannot update a model whose matrices are cut over tensor ranks\n"
-            "  a matrix is orthogonalised whole, and a tensor rank computes with a part of it that it never gathers\n"
-            "  set parallel.tensor = 1 and shard with zero or fsdp, or optim.kind = adamw"
-        )
 
 
 def _make_groups(
@@ -206,19 +197,16 @@ def _apply(current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str,
         parameter, group = members[number]
         if parameter.grad is None or not parameter.numel():
             continue
-        lr = float(group["lr"])
-        factors = 1 - lr * group["weight_decay"], -lr * _shape_scale(full_shape(parameter), group["lr_shape"])
+        lr, (rows, columns) = float(group["lr"]), full_shape(parameter)
+        matches = group["lr_shape"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1.0, rows / columns))
+        factors = 1 - lr * group["weight_decay"], -lr * scale
         parameters, updates = alike.setdefault(factors, ([], []))
         parameters.append(parameter)
         updates.append(update.to(parameter.device).view(parameter.shape))
     for (kept, step), (parameters, updates) in alike.items():
         torch._foreach_mul_(parameters, kept)
         torch._foreach_add_(parameters, updates, alpha=step)
-
-
-def _shape_scale(shape: tuple[int, ...], rule: str) -> float:
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
 
 
 _END = re.compile(r"(^|\.)([^.]*emb[^.]*|wte|wpe|[^.]*heads?|score|classifier|shared)(\.|$)")

@@ -13,9 +13,9 @@ Matrices of one shape in one round are one batched product.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -78,8 +78,13 @@ def make_rounds(
     ]
 
 
-class UpdateRound(ABC):
-    """Some matrices of a step: ``start`` with updates, ``compute``, ``finish`` with what they became."""
+class _Round:
+    """Some matrices of a step, of which this rank gives those ``needed``.
+
+    ``start`` sends this rank's elements on their way; those of a matrix without an update are zeros. ``compute``
+    orthogonalises what this rank owns, and sends it on its way. ``finish`` returns this rank's elements of all matrices
+    of the round.
+    """
 
     def __init__(
         self, matrices: Mapping[int, Matrix], shares: Sequence[Sequence[int]], comm: Communicator, dtype: torch.dtype
@@ -88,24 +93,8 @@ class UpdateRound(ABC):
         self.matrices, self.shares, self.comm, self.dtype = matrices, shares, comm, dtype
         self.owned = shares[comm.rank]
         self.numbers = [number for share in shares for number in share]
+        self.needed = self.numbers if isinstance(self, _Sharded) else self.owned
         self._work: Work = DONE
-
-    @property
-    @abstractmethod
-    def needed(self) -> Sequence[int]:
-        """The matrices of which this rank gives its elements to ``start``."""
-
-    @abstractmethod
-    def start(self, updates: Mapping[int, torch.Tensor]) -> None:
-        """Sends this rank's elements on their way; those of a matrix without an update are zeros."""
-
-    @abstractmethod
-    def compute(self, iterations: int) -> None:
-        """Orthogonalises what this rank owns, and sends it on its way."""
-
-    @abstractmethod
-    def finish(self) -> dict[int, torch.Tensor]:
-        """Returns this rank's elements of all matrices of the round."""
 
     def _empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.comm.device)
@@ -118,15 +107,11 @@ class UpdateRound(ABC):
         return stacks
 
 
-class _Replicated(UpdateRound):
+class _Replicated(_Round):
     """Every rank holds all elements: an owner takes them where they are, and all ranks gather the results."""
 
     _updates: Mapping[int, torch.Tensor]
     _results: dict[int, torch.Tensor]
-
-    @property
-    def needed(self) -> Sequence[int]:
-        return self.owned
 
     def start(self, updates: Mapping[int, torch.Tensor]) -> None:
         self._updates = updates
@@ -149,10 +134,13 @@ class _Replicated(UpdateRound):
         """Sends what this rank owns to all ranks; returns the views in which all matrices arrive."""
         length = max(sum(self.matrices[number].numel for number in share) for share in self.shares)
         gathered = self._empty(self.comm.size * length)
-        views = {
-            number: gathered[begin : begin + self.matrices[number].numel].view(self.matrices[number].shape)
-            for number, begin in self._places(length).items()
-        }
+        views = {}
+        for rank, share in enumerate(self.shares):
+            begin = rank * length
+            for number in share:
+                matrix = self.matrices[number]
+                views[number] = gathered[begin : begin + matrix.numel].view(matrix.shape)
+                begin += matrix.numel
         if rows:
             torch._foreach_copy_([views[number] for number in rows], list(rows.values()))
         mine = gathered[self.comm.rank * length : (self.comm.rank + 1) * length]
@@ -165,26 +153,12 @@ class _Replicated(UpdateRound):
         del self._results
         return results
 
-    def _places(self, length: int) -> dict[int, int]:
-        """Returns where each matrix begins in the gathered results, of which every rank has ``length``."""
-        places = {}
-        for rank, share in enumerate(self.shares):
-            begin = rank * length
-            for number in share:
-                places[number] = begin
-                begin += self.matrices[number].numel
-        return places
 
-
-class _Sharded(UpdateRound):
+class _Sharded(_Round):
     """Every rank holds slices: they go to the owner, and come back."""
 
     _held: torch.Tensor  # this rank's slices, by owner
     _whole: torch.Tensor  # all slices of what this rank owns, by the rank that holds them
-
-    @property
-    def needed(self) -> Sequence[int]:
-        return self.numbers
 
     def start(self, updates: Mapping[int, torch.Tensor]) -> None:
         self._held = self._empty(sum(self._held_splits()))
@@ -204,7 +178,11 @@ class _Sharded(UpdateRound):
 
     def compute(self, iterations: int) -> None:
         self._work.wait()
-        places = self._places()
+        places, begin = {}, 0  # where the slice of each rank and owned matrix begins
+        for rank in range(self.comm.size):
+            for number in self.owned:
+                places[rank, number] = begin
+                begin += self._length(number, rank)
         for shape, numbers in self._stacks().items():
             stack = torch.empty(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
             self._copy(places, numbers, stack, is_back=False)
@@ -241,14 +219,8 @@ class _Sharded(UpdateRound):
     def _whole_splits(self) -> list[int]:
         return [sum(self._length(number, rank) for number in self.owned) for rank in range(self.comm.size)]
 
-    def _places(self) -> dict[tuple[int, int], int]:
-        """Returns where the slice of each rank and owned matrix begins."""
-        places, begin = {}, 0
-        for rank in range(self.comm.size):
-            for number in self.owned:
-                places[rank, number] = begin
-                begin += self._length(number, rank)
-        return places
+
+UpdateRound: TypeAlias = _Replicated | _Sharded
 
 
 _A, _B, _C = 3.4445, -4.7750, 2.0315

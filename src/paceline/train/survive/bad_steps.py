@@ -1,19 +1,24 @@
 """Steps whose gradients are not finite: counted alike on all ranks, until there are too many in a row.
 
-A bad step was left out (see update.py); here the host learns of it. Every rank reads the same norm of the same step at
+A bad step was left out (see step.py); here the host learns of it. Every rank reads the same norm of the same step at
 the same point of its program, so all of them can stop together, and replay the step together.
 
 On CUDA the norm of a step is read when the next one has been issued: the device always has work, and the host runs one
 step ahead of it at most. Once a step was bad, the norm is read at once, for the parameters of a bad step are only there
 until the next good one.
+
+Where their numbers stop being finite is found by a replay: the parameters are still those of the step. In this order:
+samples that are not finite, then parameters, then the first module whose output is not, then the loss, then the first
+gradient in the order of backward. Costly (every output is looked at) and collective.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -22,7 +27,6 @@ from torch.utils._pytree import tree_leaves
 
 from paceline.comm.objects import gather_objects
 from paceline.engines.agree import tensors_in
-from paceline.engines.engine import Engine
 from paceline.engines.precision import Precision
 from paceline.train.step import Passes, RunPasses, StepOutcome, accumulate
 
@@ -128,18 +132,42 @@ def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | No
     """
     engine, rank = passes.engine, passes.engine.world.rank
     first = engine.random_stream // engine.gradient_comm.size * _MANY  # stages of a pipeline are called in their order
-    watch = _OutputWatch(engine.module)
+    findings: list[Overflow] = []
+    calls: dict[str, int] = {}  # by module: the number of its last call
+    next_call = count(1).__next__
+
+    def look(stage: int, place: int, tensor: Any, before: str, after: str = "") -> None:
+        problem = _describe(tensor) if isinstance(tensor, torch.Tensor) else ""
+        if problem:
+            findings.append(Overflow(stage, place, rank, f"{before}: {problem}{after}"))
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            calls[name] = next_call()
+            for tensor in tensors_in(output):
+                if not findings:
+                    title = f"{name or 'the model'} ({type(module).__name__}) in forward"
+                    look(_FORWARD, first + calls[name], tensor, title, " of its output")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in engine.module.named_modules()]
     try:
         values = (run or accumulate)(passes)
     finally:
-        watch.stop()
-    findings = [
-        *(Overflow(_DATA, place, rank, what) for place, what in enumerate(_bad_data(passes.microbatches))),
-        *(Overflow(_PARAMETER, place, rank, what) for place, what in enumerate(_bad_parameters(engine))),
-        *([] if watch.found is None else [Overflow(_FORWARD, watch.place + first, rank, watch.found)]),
-        *(Overflow(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()),
-        *_bad_gradients(engine, watch),
-    ]
+        for handle in handles:
+            handle.remove()
+    for number, microbatch in enumerate(passes.microbatches):
+        for leaf in tree_leaves(microbatch):
+            shape = f" of shape {list(getattr(leaf, 'shape', ()))}"
+            look(_DATA, len(findings), leaf, f"the data of microbatch {number}", shape)
+    for name, parameter in engine.named_parameters():
+        look(_PARAMETER, len(findings), parameter, f"the parameter {name} itself")
+    findings += [Overflow(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()]
+    engine.gradients()  # all of them at what the engine updates
+    for name, parameter in engine.named_parameters():  # gradients of the modules called last arise first
+        place = -calls.get(name.rpartition(".")[0], 0)
+        look(_GRADIENT, place, parameter.grad, f"the gradient of {name} in backward")
     for parameter in engine.parameters():
         parameter.grad = None
     everyone = gather_objects(engine.world, min(findings, default=None))
@@ -164,78 +192,20 @@ def explain_bad_steps(
     step = wording.step
     scale = "" if bad.outcome.loss_scale is None else f", loss scale {float(bad.outcome.loss_scale):g}"
     where = finding or "none in a repetition: the step drew other random numbers, or parameters have changed since"
+    if finding is not None and finding.stage == _DATA:
+        advice = "repair or leave out these samples"
+    elif finding is not None and finding.stage == _PARAMETER:
+        advice = "start from an earlier checkpoint"
+    elif torch.float16 in (precision.autocast_dtype, precision.param_dtype):
+        advice = f"use {wording.precision}, which has the range of fp32, or lower {wording.rate}"
+    else:
+        advice = f"lower {wording.rate}, set {wording.clip}, or look at the data of that {step}"
     return (
         f"{bad.num_in_a_row} {step}s in a row had gradients that are not finite, up to {step} {bad.step} "
         f"(gradient norm {bad.grad_norm}{scale})\n"
         f"  the first numbers that are not finite: {where}\n"
-        f"  those {step}s were left out, and the parameters are as they were before; "
-        f"{_advice(finding, precision, wording)}"
+        f"  those {step}s were left out, and the parameters are as they were before; {advice}"
     )
-
-
-def _advice(finding: Overflow | None, precision: Precision, wording: Wording) -> str:
-    if finding is not None and finding.stage == _DATA:
-        return "repair or leave out these samples"
-    if finding is not None and finding.stage == _PARAMETER:
-        return "start from an earlier checkpoint"
-    if torch.float16 in (precision.autocast_dtype, precision.param_dtype):
-        return f"use {wording.precision}, which has the range of fp32, or lower {wording.rate}"
-    return f"lower {wording.rate}, set {wording.clip}, or look at the data of that {wording.step}"
-
-
-class _OutputWatch:
-    """Looks at what modules return, in the order of their calls."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.found: str | None = None
-        self.place = 0
-        self.calls: dict[str, int] = {}  # by module: the number of its last call
-        self._num_calls = 0
-        self._handles = [m.register_forward_hook(self._look(name)) for name, m in model.named_modules()]
-
-    def stop(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def _look(self, name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            del inputs
-            self._num_calls += 1
-            self.calls[name] = self._num_calls
-            for tensor in tensors_in(output) if self.found is None else ():
-                problem = _describe(tensor)
-                if problem:
-                    self.place = self._num_calls
-                    title = f"{name or 'the model'} ({type(module).__name__})"
-                    self.found = f"{title} in forward: {problem} of its output"
-                    return
-
-        return hook
-
-
-def _bad_data(microbatches: Sequence[Any]) -> Iterator[str]:
-    for number, microbatch in enumerate(microbatches):
-        for leaf in tree_leaves(microbatch):
-            problem = _describe(leaf) if isinstance(leaf, torch.Tensor) else ""
-            if problem:
-                yield f"the data of microbatch {number}: {problem} of shape {list(leaf.shape)}"
-
-
-def _bad_parameters(engine: Engine) -> Iterator[str]:
-    for name, parameter in engine.named_parameters():
-        problem = _describe(parameter)
-        if problem:
-            yield f"the parameter {name} itself: {problem}"
-
-
-def _bad_gradients(engine: Engine, watch: _OutputWatch) -> Iterator[Overflow]:
-    """Yields the gradients that are not finite; those of the modules called last arise first."""
-    engine.gradients()  # all of them at what the engine updates
-    for name, parameter in engine.named_parameters():
-        problem = "" if parameter.grad is None else _describe(parameter.grad)
-        if problem:
-            place = -watch.calls.get(name.rpartition(".")[0], 0)
-            yield Overflow(_GRADIENT, place, engine.world.rank, f"the gradient of {name} in backward: {problem}")
 
 
 def _describe(tensor: torch.Tensor) -> str:
