@@ -18,10 +18,10 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from paceline.comm.control.wire import (
     HEAD,
@@ -55,7 +55,8 @@ class ControlServer:
         """``own`` is the host that this server is on: it waits for the others a little when it is closed."""
         self.secret = secret
         self.hosts = hosts or Hosts()
-        self.num_strangers = 0
+        self._num_strangers = 0
+        self._links: set[asyncio.StreamWriter] = set()
         self._listener = listener
         self._own = own
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -66,7 +67,7 @@ class ControlServer:
             **Values().operations(),
             "join": self._join,
             "attend": self._attend,
-            "close": self._close_rounds,
+            "close": lambda: setattr(self.hosts, "is_closed", True),
         }
 
     def __enter__(self) -> Self:
@@ -79,7 +80,9 @@ class ControlServer:
     def close(self) -> None:
         """Ends the thread and all connections, once other hosts have left or a moment is over. Safe to call twice."""
         deadline = time.monotonic() + _PATIENCE_S
-        while self._has_guests() and time.monotonic() < deadline and self._thread.is_alive():
+        while time.monotonic() < deadline and self._thread.is_alive():
+            if self.hosts.most == 1 or not self.hosts.present - {self._own}:
+                break
             time.sleep(_LOOK_S)
         if self._thread.is_alive():
             self._is_serving.wait()
@@ -88,27 +91,69 @@ class ControlServer:
             self._thread.join()
         self._listener.close()
 
-    def _has_guests(self) -> bool:
-        return self.hosts.most > 1 and bool(self.hosts.present - {self._own})
-
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_serving.set()
-        links: set[_Connection] = set()
-        is_path = self._listener.family == socket.AF_UNIX
-        start = self._loop.create_unix_server if is_path else self._loop.create_server
-        server = await start(lambda: _Connection(self, links), sock=self._listener)
+        start: Any = asyncio.start_unix_server if self._listener.family == socket.AF_UNIX else asyncio.start_server
+        server = await start(self._attend_to, sock=self._listener, limit=LONGEST_MESSAGE)
         await self._done.wait()
         server.close()
-        for link in list(links):
-            link.end()
+        for writer in list(self._links):
+            writer.transport.abort()  # at once, also in the middle of a request
 
-    def answer(self, request: list[Any]) -> Any:
-        """Carries out a request: returns the answer, or what it is to be waited for."""
-        match request:
-            case [str() as name, *details] if name in self._operations:
-                return self._operations[name](*details)
-        raise ValueError("no such operation")
+    async def _attend_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one client, whose requests are answered one after another."""
+        self._links.add(writer)
+        host: list[str] = []
+        try:
+            seals = await self._greet(reader, writer)
+            while seals is not None:
+                try:
+                    length, mark = read_length(await reader.readexactly(HEAD.size))
+                    request = from_text(seals[0].check(mark, await reader.readexactly(length)))
+                except RefusedError as error:
+                    writer.write(seals[1].close(to_text(["refused", str(error)])))
+                    break
+                host = request[1:2] if request[:1] == ["attend"] else host
+                writer.write(seals[1].close(to_text(await self._answer(request))))
+        except (OSError, EOFError, asyncio.CancelledError):  # the client is gone, or the server is closed
+            writer.transport.abort()
+        finally:
+            self._links.discard(writer)
+            writer.close()
+            if host:
+                self.hosts.leave(host[0])  # the connection of a launcher ends with it
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Seal, Seal] | None:
+        """Returns the seals of requests and replies, once the client has proven the secret; None where it has not."""
+        self._num_strangers += 1
+        try:
+            if self._num_strangers <= _MOST_STRANGERS:
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                writer.write(nonce)
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    theirs, claimed = await reader.readexactly(NONCE_BYTES), await reader.readexactly(PROOF_BYTES)
+                proof, requests, replies = derive(self.secret(), nonce, theirs)
+                if hmac.compare_digest(proof, claimed):
+                    return requests, replies
+        except CommunicationError:  # there is no secret
+            pass
+        finally:
+            self._num_strangers -= 1
+        return None
+
+    async def _answer(self, request: list[Any]) -> list[Any]:
+        """Carries out a request, waits for what it waits for, and returns the reply."""
+        try:
+            match request:
+                case [str() as name, *details] if name in self._operations:
+                    answer = self._operations[name](*details)
+                    return ["answer", await answer if asyncio.iscoroutine(answer) else answer]
+            raise ValueError("no such operation")
+        except TimeoutError:
+            return ["timeout"]
+        except Exception as error:
+            return ["refused", f"{type(error).__name__}: {error}"]
 
     async def _join(self, host: str, timeout_s: float) -> list[Any]:
         """Waits until a round has begun that this host is in; returns the round, its place in it, and the hosts."""
@@ -130,9 +175,6 @@ class ControlServer:
         self.hosts.hear(check_name(host), time.monotonic())
         return [self.hosts.round, self.hosts.num_waiting, self.hosts.num_gone]
 
-    def _close_rounds(self) -> None:
-        self.hosts.is_closed = True
-
 
 @contextlib.contextmanager
 def private_server(folder: Path) -> Iterator[tuple[Address, Path]]:
@@ -142,124 +184,6 @@ def private_server(folder: Path) -> Iterator[tuple[Address, Path]]:
     listener, address = listen_privately(folder)
     with ControlServer(listener, lambda: read_secret(secret)):
         yield address, secret
-
-
-class _Connection(asyncio.Protocol):
-    """One client. Its requests are answered one after another."""
-
-    def __init__(self, server: ControlServer, links: set[_Connection]) -> None:
-        self._server = server
-        self._links = links
-        self._content = bytearray()
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._seals: tuple[Seal, Seal] | None = None  # of requests and replies, once the secret is proven
-        self._waiting: asyncio.Task[None] | None = None
-        self._host: list[str] = []
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._links.add(self)
-        self._server.num_strangers += 1
-        loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(_HANDSHAKE_S, self._transport.abort)
-        if self._server.num_strangers > _MOST_STRANGERS:
-            self._transport.abort()
-        else:
-            self._transport.write(self._nonce)
-
-    def connection_lost(self, _: Exception | None) -> None:
-        self._links.discard(self)
-        self._end_handshake()
-        if self._waiting is not None:
-            self._waiting.cancel()
-        if self._host:
-            self._server.hosts.leave(self._host[0])  # the connection of a launcher ends with it
-
-    def data_received(self, data: bytes) -> None:
-        if self._transport.is_closing():
-            return
-        self._content += data
-        try:
-            if self._seals is None and len(self._content) >= NONCE_BYTES + PROOF_BYTES:
-                self._prove(self._take(NONCE_BYTES), self._take(PROOF_BYTES))
-            while self._seals is not None and self._waiting is None and self._answer_next():
-                pass
-        except RefusedError as error:
-            if self._seals is not None:
-                self._reply(["refused", str(error)])
-            self._transport.close()
-
-    def end(self) -> None:
-        """Ends the connection at once, also in the middle of a request."""
-        self._transport.abort()
-
-    def _take(self, length: int) -> bytes:
-        taken = bytes(self._content[:length])
-        del self._content[:length]
-        return taken
-
-    def _prove(self, nonce: bytes, claimed: bytes) -> None:
-        """Checks that the client has the secret. Raises RefusedError if it has not, or if there is none."""
-        try:
-            proof, *seals = derive(self._server.secret(), self._nonce, nonce)
-        except CommunicationError as error:
-            raise RefusedError(str(error)) from error
-        if not hmac.compare_digest(proof, claimed):
-            raise RefusedError("a connection without the secret")
-        self._end_handshake()
-        self._seals = (seals[0], seals[1])
-
-    def _end_handshake(self) -> None:
-        if not self._limit.cancelled():
-            self._limit.cancel()
-            self._server.num_strangers -= 1
-
-    def _answer_next(self) -> bool:
-        """Answers the next request, or begins to; says whether there was a whole one."""
-        assert self._seals is not None
-        if len(self._content) < HEAD.size:
-            return False
-        length, mark = read_length(bytes(self._content[: HEAD.size]))
-        if len(self._content) < HEAD.size + length:
-            return False
-        self._take(HEAD.size)
-        request = from_text(self._seals[0].check(mark, self._take(length)))
-        if request[:1] == ["attend"]:
-            self._host = request[1:2]
-        answer = self._carry_out(lambda: self._server.answer(request))
-        if asyncio.iscoroutine(answer):
-            self._transport.pause_reading()
-            self._waiting = asyncio.get_running_loop().create_task(self._wait_for(answer))
-        else:
-            self._reply(answer)
-        return True
-
-    async def _wait_for(self, answer: Awaitable[Any]) -> None:
-        try:
-            reply = ["answer", await answer]
-        except Exception as error:
-            reply = _explain(error)
-        self._reply(reply)
-        self._waiting = None
-        self._transport.resume_reading()
-        self.data_received(b"")
-
-    def _carry_out(self, ask: Callable[[], Any]) -> Any:
-        """Returns the reply to a request, or a coroutine that will have the answer."""
-        try:
-            answer = ask()
-        except Exception as error:
-            return _explain(error)
-        return answer if asyncio.iscoroutine(answer) else ["answer", answer]
-
-    def _reply(self, answer: list[Any]) -> None:
-        assert self._seals is not None
-        self._transport.write(self._seals[1].close(to_text(answer)))
-
-
-def _explain(error: Exception) -> list[Any]:
-    """Returns the reply that says what is wrong with a request."""
-    return ["timeout"] if isinstance(error, TimeoutError) else ["refused", f"{type(error).__name__}: {error}"]
 
 
 _MOST_BYTES = 2**28  # of all values

@@ -169,14 +169,14 @@ class SharedMemoryCommunicator(GroupMember):
         check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
         flat, finish = _flat_output(output)
         stamp = board.stamp_of("all_gather", output)
-        steps = self._calls.all_gather(_bytes(flat), _bytes(_flat(tensor)), stamp)
+        steps = self._calls.all_gather(board.as_bytes(flat), board.as_bytes(_flat(tensor)), stamp)
         return self._meet("all_gather", steps, finish)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         check_peer("broadcast from", source, self.size)
         flat, finish = _flat_output(tensor)
         stamp = board.stamp_of("broadcast", tensor, source)
-        return self._meet("broadcast", self._calls.broadcast(_bytes(flat), source, stamp), finish)
+        return self._meet("broadcast", self._calls.broadcast(board.as_bytes(flat), source, stamp), finish)
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
@@ -185,7 +185,7 @@ class SharedMemoryCommunicator(GroupMember):
         wanted = all_to_all_splits(output, output_splits, self.size)
         given = all_to_all_splits(tensor, input_splits, self.size)
         flat, finish = _flat_output(output)
-        into, out_of = _bytes(flat), _bytes(_flat(tensor))
+        into, out_of = board.as_bytes(flat), board.as_bytes(_flat(tensor))
         targets = torch.split(into, [count * into.numel() // max(1, output.shape[0]) for count in wanted])
         pieces = torch.split(out_of, [count * out_of.numel() // max(1, tensor.shape[0]) for count in given])
         if pieces[self.rank].numel() != targets[self.rank].numel():
@@ -202,12 +202,12 @@ class SharedMemoryCommunicator(GroupMember):
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; done when the last of it is on its way, the first of which may have arrived."""
         check_peer("send to", to, self.size)
-        return self._send(f"send to rank {self.ranks[to]}", _bytes(_flat(tensor)), to, tag)
+        return self._send(f"send to rank {self.ranks[to]}", board.as_bytes(_flat(tensor)), to, tag)
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         check_peer("recv from", source, self.size)
         flat, finish = _flat_output(tensor)
-        return self._receive(f"recv from rank {self.ranks[source]}", _bytes(flat), source, tag, finish)
+        return self._receive(f"recv from rank {self.ranks[source]}", board.as_bytes(flat), source, tag, finish)
 
     def barrier(self) -> None:
         self._meet("barrier", self._calls.barrier(), None).wait()
@@ -405,7 +405,3 @@ def _flat_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], objec
         return flat, None
     plain = tensor.detach()
     return flat, lambda: plain.copy_(flat.view(plain.shape))
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
