@@ -1,4 +1,4 @@
-"""Small Python objects between ranks, built on the communicator's verbs. For set-up and verdicts, not for the step."""
+"""Objects, numbers, means and clocks between ranks, built on the communicator's verbs: not for the step."""
 
 from __future__ import annotations
 

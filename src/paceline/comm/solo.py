@@ -54,7 +54,6 @@ class SoloCommunicator(GroupMember):
         """Returns at once."""
 
     def split(self, ranks: Sequence[int]) -> SoloCommunicator:
-        """Returns this group; it has no other subgroup."""
         if list(ranks) != [0]:
             raise UsageError(f"split({list(ranks)}) of a world of one: the only subgroup is [0]")
         return self

@@ -77,13 +77,8 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
     comm = TorchCommunicator(group, where, timeout_s=timeout_s)
     if backend == "shared_memory":
         return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
-    if backend == "auto" and dist.get_backend(group) == "gloo":
-        return _share_memory(comm, timeout_s)
-    return comm
-
-
-def _share_memory(comm: TorchCommunicator, timeout_s: float) -> Communicator:
-    """Returns a communicator through shared memory; one of Gloo where that cannot be, which rank 0 tells."""
+    if backend != "auto" or dist.get_backend(group) != "gloo":
+        return comm
     try:
         shared = share_memory(comm, timeout_s=timeout_s)
         why = "" if shared is not comm or FOLDER.is_dir() else no_folder()
@@ -91,7 +86,7 @@ def _share_memory(comm: TorchCommunicator, timeout_s: float) -> Communicator:
         shared, why = comm, str(error)
     comm.why_gloo = why.partition("\n")[0]
     if why and comm.rank == 0:
-        warnings.warn(f"ranks talk through Gloo, which is slower than shared memory: {why}", stacklevel=4)
+        warnings.warn(f"ranks talk through Gloo, which is slower than shared memory: {why}", stacklevel=3)
     return shared
 
 
@@ -199,8 +194,10 @@ class _Pairs:
         if other not in self._made:
             places = sorted({self._rank, other})
             name = f"messages {places} of {self._group.group_name}"
+            made: Any = dist.distributed_c10d._world.pg_names  # type: ignore[attr-defined]
+            group = next((group for group, each in made.items() if each == name), None)
             members = [self._ranks[place] for place in places]
-            self._made[other] = _group_named(name) or _make_group(name, members, self._timeout_s)
+            self._made[other] = group or _make_group(name, members, self._timeout_s)
         return self._made[other]
 
 
@@ -276,7 +273,6 @@ class TorchCommunicator(GroupMember):
         self._issue("barrier", dist.barrier, **where).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
-        """Makes the subgroup of ``ranks``; only its members call."""
         check_split(ranks, self.rank, self.size)
         members = [self.ranks[r] for r in ranks]
         if len(members) == 1:
@@ -340,12 +336,6 @@ def _make_group(name: str, members: list[int], timeout_s: float) -> dist.Process
     if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
         wait_until_all_joined(c10d.PrefixStore(name, store), f"{name}/", len(members), timeout)
     return group
-
-
-def _group_named(name: str) -> dist.ProcessGroup | None:
-    """Returns a group that this process has made, if it has."""
-    c10d: Any = dist.distributed_c10d
-    return next((group for group, each in c10d._world.pg_names.items() if each == name), None)
 
 
 def _all_reduce_options(op: Any) -> Any:

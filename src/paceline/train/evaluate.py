@@ -30,7 +30,6 @@ Metric: TypeAlias = Callable[[Callable[..., Any], Any], Any]
 
 
 def load_metrics(paths: Mapping[str, str]) -> dict[str, Metric]:
-    """Imports the metrics of ``train.metrics``."""
     return {name: import_from_path(path, f"train.metrics.{name}") for name, path in paths.items()}
 
 
@@ -93,12 +92,10 @@ class EarlyStop:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is to end."""
         return self._config.patience is not None and self.num_bad >= self._config.patience
 
     @property
     def reason(self) -> str:
-        """Why the run ends, in words."""
         if self.best is None:
             return f"stopped early: {self._config.metric} was never a number"
         since = f"has not become better than {self.best:g} in {self.num_bad} evaluations"

@@ -108,7 +108,6 @@ class GraphedStep:
         return outcome
 
     def _decide(self) -> bool:
-        """Decides once whether to record a graph."""
         self._is_decided = True
         share = sorted(self._host_shares)[len(self._host_shares) // 2]
         wants = self._choice == "on" or share >= _HOST_BOUND

@@ -46,8 +46,6 @@ class Scaling:
 
 @dataclass(slots=True)
 class _Update:
-    """One tensor's part of an update."""
-
     group: int
     master: nn.Parameter
     gradient: torch.Tensor
@@ -85,7 +83,6 @@ class MasterAdamW(torch.optim.AdamW):
         self._tables: _Tables | None = None  # made in the first step, where the device is known
 
     def gradient(self, master: nn.Parameter) -> torch.Tensor | None:
-        """Returns the gradient that a master is updated by."""
         if master.grad is not None:
             return master.grad
         copy = self._copies.get(master)
@@ -132,7 +129,6 @@ class MasterAdamW(torch.optim.AdamW):
             self._tables.upload_rates([float(group["lr"]) for group in self.param_groups])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of masters and copies, or sets them to zero."""
         super().zero_grad(set_to_none)
         for copy in self._copies.values():
             if set_to_none:

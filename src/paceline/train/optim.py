@@ -97,7 +97,6 @@ def freeze_parameters(model: nn.Module, groups: Mapping[str, ParameterGroupConfi
 
 
 def unmatched_patterns(names: list[str], groups: Mapping[str, ParameterGroupConfig]) -> Iterator[UsageError]:
-    """Yields an error for each pattern that fits no parameter."""
     for pattern in groups:
         if not fnmatch.filter(names, pattern):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]

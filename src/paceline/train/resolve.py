@@ -1,4 +1,7 @@
-"""``parallel.strategy: auto`` with what only torch can tell: a model of the user's own code, and free memory."""
+"""``parallel.strategy: auto`` with what only torch can tell: a model of the user's own code, and free memory.
+
+Of what such a model raises where it is run without values, its own error and the line of it are told.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +135,6 @@ def _is_own(frame: FrameType) -> bool:
 
 
 def _module(frame: FrameType) -> nn.Module | None:
-    """Returns the module whose forward a frame is."""
     found = frame.f_locals.get("self")
     return found if isinstance(found, nn.Module) and frame.f_code.co_name == "forward" else None
 

@@ -92,12 +92,10 @@ class StepResult:
 
     @property
     def epoch(self) -> float:
-        """How many epochs the run has gone through."""
         return self.step / max(self.steps_per_epoch, 1)
 
     @property
     def samples(self) -> int:
-        """How many samples this rank had in the step."""
         return sum(self.local_samples)
 
     @property
@@ -209,7 +207,6 @@ def finite_or_zero(factor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def scale_gradients(engine: Engine, factor: torch.Tensor) -> None:
-    """Multiplies what this rank holds of the gradients."""
     gradients = engine.gradients()
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0]))

@@ -15,6 +15,10 @@ element is summed by one rank and then copied: the same bits on every rank.
 
 Ring, halving-doubling and, on hosts of as many ranks each, hierarchical have forms of reduce-scatter and all-gather
 too, and ring (rank to rank) and tree of broadcast; all other verbs are those of the inner communicator.
+
+With a communicator of its own inside every host (for CPUs, shared memory) the hierarchical all-reduce is a
+reduce-scatter inside, a ring across, and an all-gather inside. The three follow one another, and operations are
+finished in the order of issue, so that no two ranks ever wait for each other on different levels.
 """
 
 from __future__ import annotations
@@ -86,7 +90,21 @@ class AlgorithmCommunicator(WrappedCommunicator):
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
     ) -> None:
-        _check(inner, algorithm, topology, chunk_bytes, is_whole=in_flight is None)
+        if algorithm not in _NAMES:
+            hint = did_you_mean(algorithm, _NAMES, "take one of these")
+            raise UsageError(f"algorithm {algorithm!r} is not one of {', '.join(_NAMES)}\n  {hint}")
+        if chunk_bytes < 1:
+            raise UsageError(f"chunk_bytes = {chunk_bytes}: a chunk has at least one byte")
+        if topology is not None and sorted(r for host in topology.hosts for r in host) != list(range(inner.size)):
+            raise UsageError(f"topology {topology.hosts} on {inner.size} ranks: it names each of them once")
+        has_hosts = topology is not None and len(topology.hosts) > 1
+        is_whole = in_flight is None  # and no subgroup: there, hosts may be gone
+        if is_whole and algorithm == "hierarchical" and inner.size > 1 and not has_hosts:
+            known = "no topology" if topology is None else f"all {inner.size} ranks on one host"
+            raise UsageError(
+                f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"
+                "  give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
+            )
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
@@ -101,8 +119,12 @@ class AlgorithmCommunicator(WrappedCommunicator):
         check_reduction("all_reduce", tensor.dtype, op)
         if not tensor.numel():
             return DONE
-        algorithm = "native" if self.size == 1 else self._choose_all_reduce(tensor)
-        if algorithm == "native":
+        algorithm: Choice = "native"
+        if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
+            algorithm = self._table.fastest(tensor.nbytes)
+        elif self.size > 1:
+            algorithm = self._choose(fastest_all_reduce, tensor)
+        if self.size == 1 or algorithm == "native":
             return super().all_reduce(tensor, op)
         flat = _flat(tensor)
         spans = cut((0, flat.numel()), self._num_lanes(algorithm, flat))
@@ -158,7 +180,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         self.inner.barrier()
 
     def split(self, ranks: Sequence[int]) -> AlgorithmCommunicator:
-        """Makes a subgroup with the same algorithm, on what is left of the topology."""
         return AlgorithmCommunicator(
             self.inner.split(ranks),
             self.algorithm,
@@ -168,11 +189,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
             in_flight=self._in_flight,
             table=self._table,
         )
-
-    def _choose_all_reduce(self, tensor: torch.Tensor) -> Choice:
-        if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
-            return self._table.fastest(tensor.nbytes)
-        return self._choose(fastest_all_reduce, tensor)
 
     def _choose(self, fastest: Callable[[float, Placement, Wires], Algorithm], tensor: torch.Tensor) -> Algorithm:
         if self.algorithm != "auto":
@@ -233,7 +249,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
     def _messages(
         self, kind: str, algorithm: Algorithm, flat: torch.Tensor, lanes: Sequence[list[Round]]
     ) -> Communicator:
-        """Returns what carries the messages of an operation."""
         del kind, algorithm, flat, lanes
         return self.inner
 
@@ -241,24 +256,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         """Calls a verb of ``inner``, whose work is finished after the operations that were issued before it."""
         work, before = super()._pass_on(kind, whole, verb, *arguments), self._in_flight.newest()
         return work if before is None else WorkBehind(work, self._in_flight, before)
-
-
-def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk_bytes: int, *, is_whole: bool) -> None:
-    """Raises UsageError for what cannot be; hosts are asked for where the group is whole, and no subgroup."""
-    if algorithm not in _NAMES:
-        hint = did_you_mean(algorithm, _NAMES, "take one of these")
-        raise UsageError(f"algorithm {algorithm!r} is not one of {', '.join(_NAMES)}\n  {hint}")
-    if chunk_bytes < 1:
-        raise UsageError(f"chunk_bytes = {chunk_bytes}: a chunk has at least one byte")
-    if topology is not None and sorted(r for host in topology.hosts for r in host) != list(range(inner.size)):
-        raise UsageError(f"topology {topology.hosts} on {inner.size} ranks: it names each of them once")
-    has_hosts = topology is not None and len(topology.hosts) > 1
-    if is_whole and algorithm == "hierarchical" and inner.size > 1 and not has_hosts:
-        known = "no topology" if topology is None else f"all {inner.size} ranks on one host"
-        raise UsageError(
-            f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"
-            "  give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
-        )
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

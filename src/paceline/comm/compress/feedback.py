@@ -248,7 +248,6 @@ class _Bucket:
         return work
 
     def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns a vector's pieces by the names of their tensors."""
         return {part.name: vector[part.start : part.stop] for part in self.parts}
 
 
@@ -350,7 +349,6 @@ class _BucketWork:
 
 
 def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None:
-    """Copies consecutive pieces of ``values`` to their places."""
     for place, piece in zip(places, torch.split(values, [place.stop - place.start for place in places]), strict=True):
         buffer[place].copy_(piece)
 

@@ -102,7 +102,6 @@ def seed_of(step: int, name: str) -> int:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor's memory as bytes, without a copy."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
@@ -247,13 +246,11 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the first ``length`` bits as numbers, 0 or 1."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> places) & 1).view(-1)[:length]
 
 
 def _signed(bits: torch.Tensor, scales: torch.Tensor, parts: tuple[VectorPart, ...], length: int) -> torch.Tensor:
-    """Returns plus or minus the scale of each element's tensor."""
     signs = unpack_bits(bits, length).to(scales.dtype).mul_(2).sub_(1)
     for scale, part in zip(scales.unbind(), parts, strict=True):
         signs[part.start : part.stop] *= scale

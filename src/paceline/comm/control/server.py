@@ -5,7 +5,11 @@
 
 Every connection proves the job's secret before anything of it is parsed (``wire.py``); connections that have not
 done so are few and end soon. A request is a list: an operation and its details. Nothing that is sent here is ever run
-or unpickled: keys are texts, values are bytes in base64.
+or unpickled: keys are texts, values are bytes in base64. Waiting for a key costs nothing until it comes.
+
+A round of hosts begins when nobody is left of the one before, at least ``least`` hosts wait, and either all ``most``
+are there or ``last_call_s`` have passed since there were enough. A host that joins again has left its round. One that
+has not been heard of for ``silence_s`` is gone.
 """
 
 from __future__ import annotations

@@ -12,6 +12,11 @@ rank's own last message of the same shape takes its place.
 
     world = DryWorld(size=4096)
     comm = world.rank(7)                  every operation of it, and of its subgroups, is in comm.journal
+
+With algorithms of our own, what is recorded of an operation is its first round, which travels while the compute goes
+on, when it is issued; and all others, which the compute waits for, when a ``wait`` carries them out. Each has its share
+of the rounds and of the messages. What the operation takes is a matter of the formulas in ``cluster/costs.py``:
+messages of one rank do not tell how long a tree of many is.
 """
 
 from __future__ import annotations

@@ -147,7 +147,12 @@ class SharedMemoryCommunicator(GroupMember):
             )
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
-        code = _agree_on_code(inner) if compiled else None
+        code: ctypes.CDLL | None = None
+        if compiled:  # the first rank builds it before the others look for it
+            first = native.load().code if inner.rank == 0 else None
+            gather_objects(inner, first is not None)
+            code = native.load().code
+            code = code if all(gather_objects(inner, code is not None)) else None
         # Cores of all ranks together: each may be kept to its own.
         cores = set[int]().union(*gather_objects(inner, os.sched_getaffinity(0)))
         progress = ProgressLoop(may_spin=inner.size <= len(cores))
@@ -314,14 +319,6 @@ class SharedMemoryCommunicator(GroupMember):
             lane.fail(error)
 
 
-def _agree_on_code(inner: Communicator) -> ctypes.CDLL | None:
-    """Returns the compiled code if every rank has it; the first rank builds it before the others look for it."""
-    first = native.load().code if inner.rank == 0 else None
-    gather_objects(inner, first is not None)
-    code = native.load().code
-    return code if all(gather_objects(inner, code is not None)) else None
-
-
 def _collectives(resources: _GroupResources, made: board.Board) -> board.Collectives:
     if resources.code is None or made.size > native.MOST_RANKS:
         return board.Collectives(made)
@@ -334,7 +331,13 @@ def _establish(
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes
     everyone: list[RankLocation] = exchange(RankLocation.here())
-    _check_one_host(everyone, ranks)
+    for other, place in zip(ranks, everyone, strict=True):
+        if place.host != everyone[0].host:
+            raise CommunicationError(
+                f"ranks {ranks[0]} and {other} do not share a host: {everyone[0]} and {place}\n"
+                "  shared memory joins processes of one machine that can see one another\n"
+                "  use plain Gloo for these ranks, or split by host first"
+            )
     segment = _common_segment(exchange, rank, ranks, num_bytes)
     return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
 
@@ -365,16 +368,6 @@ def _attempt(make: Callable[[], SharedSegment]) -> tuple[SharedSegment | None, s
         return make(), ""
     except (CommunicationError, OSError) as error:
         return None, str(error)
-
-
-def _check_one_host(everyone: Sequence[RankLocation], ranks: Sequence[int]) -> None:
-    for rank, place in zip(ranks, everyone, strict=True):
-        if place.host != everyone[0].host:
-            raise CommunicationError(
-                f"ranks {ranks[0]} and {rank} do not share a host: {everyone[0]} and {place}\n"
-                "  shared memory joins processes of one machine that can see one another\n"
-                "  use plain Gloo for these ranks, or split by host first"
-            )
 
 
 def _check_reduction(kind: str, tensor: torch.Tensor, op: ReduceOp) -> None:

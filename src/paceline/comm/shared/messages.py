@@ -37,7 +37,6 @@ class Ring:
         return self.cells[0].numel()
 
     def free(self) -> int | None:
-        """Returns the place of the next free cell, for the sender."""
         sent = self.counters[_SENT]
         if sent - self.counters[_TAKEN] >= CELLS:
             return None
@@ -45,7 +44,6 @@ class Ring:
         return sent % CELLS
 
     def full(self) -> int | None:
-        """Returns the place of the next full cell, for the receiver."""
         taken = self.counters[_TAKEN]
         if self.counters[_SENT] <= taken:
             return None
@@ -53,12 +51,10 @@ class Ring:
         return taken % CELLS
 
     def push(self) -> None:
-        """Hands the free cell to the receiver."""
         self.fence()
         self.counters[_SENT] += 1
 
     def pop(self) -> None:
-        """Gives the full cell back to the sender."""
         self.fence()
         self.counters[_TAKEN] += 1
 

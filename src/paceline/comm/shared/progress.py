@@ -92,8 +92,6 @@ class OperationLane(Protocol):
 
 
 class OperationQueue:
-    """Operations one after the other."""
-
     def __init__(self, on_error: Callable[[str, BaseException], None]) -> None:
         self._operations: deque[tuple[PendingOperation, Steps]] = deque()
         self._on_error = on_error

@@ -133,7 +133,6 @@ class SharedSegment:
 
     @staticmethod
     def open(name: str, num_bytes: int) -> SharedSegment:
-        """Maps a segment that another process made."""
         try:
             descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -157,11 +156,9 @@ class SharedSegment:
         weakref.finalize(self._memory, act).atexit = False
 
     def words(self, offset: int, count: int) -> memoryview:
-        """Returns ``count`` integers of 8 bytes from ``offset`` on."""
         return memoryview(self._memory)[offset : offset + 8 * count].cast("q")
 
     def bytes(self, offset: int, count: int) -> torch.Tensor:
-        """Returns ``count`` bytes from ``offset`` on."""
         return self._bytes[offset : offset + count]
 
 
@@ -221,7 +218,6 @@ def remove_stale_segments() -> None:
 
 
 def stale_segments(namespace: str = "*") -> list[Path]:
-    """Returns the files of creators that are gone."""
     stale = []
     for path in FOLDER.glob(f"{_STEM}-{namespace}-*-*-*"):
         pid, started, _ = path.name.split("-")[-3:]
@@ -231,7 +227,6 @@ def stale_segments(namespace: str = "*") -> list[Path]:
 
 
 def no_folder() -> str:
-    """Says that the system has no memory to share by name."""
     return f"this machine has no {FOLDER}\n  ranks of one host share memory through it\n  use plain Gloo here"
 
 

@@ -114,7 +114,6 @@ class RandomStates:
 
     @classmethod
     def fresh(cls, device: torch.device, seed: int) -> RandomStates:
-        """Makes the states of a process that has just been seeded."""
         before = cls.capture(device)
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -186,14 +185,12 @@ class Baton:
         self._last_sign = time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends the world with ``error`` and unwinds the calling rank."""
         self._end(error)
         raise Abandoned
 
     # The run.
 
     def run(self, work: list[Callable[[], Any]]) -> list[Any]:
-        """Runs all ranks to their ends and returns what they returned, by rank."""
         before = RandomStates.capture(self.device)
         fresh = RandomStates.fresh(self.device, self._seed)
         self._states = [fresh] * self.num_ranks

@@ -3,7 +3,8 @@
 Operations of a group are matched by the order in which each member issued them, messages by their two ranks and tag.
 The last to arrive carries a collective out, so that every tensor is there; on CUDA each side's stream is ordered after
 the others' by events. Ranks with clocks pay for an operation from the latest arrival on, or from when the group is
-free. A rank that asks for something else than the others ends the run with what each of them called.
+free. A rank that asks for something else than the others ends the run with what each of them called; so does one that
+is in another step than its neighbour at an update of what they train (see ``health/pairing.py``).
 """
 
 from __future__ import annotations
@@ -52,7 +53,6 @@ class StreamPoint:
         self._event = torch.cuda.current_stream().record_event()
 
     def order(self) -> None:
-        """Lets the current stream wait for that point."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
@@ -287,7 +287,6 @@ class VirtualPairing:
 
     @contextlib.contextmanager
     def following(self) -> Iterator[None]:
-        """Compares for as long as the block runs."""
         hook = register_optimizer_step_post_hook(self._end_update)
         try:
             yield
@@ -295,7 +294,6 @@ class VirtualPairing:
             hook.remove()
 
     def enter(self, rank: int) -> None:
-        """Notes that the calling thread is a rank's."""
         self._thread.rank = rank
 
     def _end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -325,7 +323,6 @@ class VirtualPairing:
                 raise CollectiveMismatchError(verdict.sentence)
 
     def _collective(self, rank: int, frame: FrameType) -> LedgerEntry:
-        """Returns the last collective of a rank, with its line and that of the update."""
         called = self._group.last_calls[rank]
         assert called is not None
         return LedgerEntry(

@@ -9,6 +9,9 @@ The scale s follows the shape of W (rows x columns): 0.2 sqrt(max(rows, columns)
 so that one learning rate serves both; sqrt(max(1, rows / columns)) is that of the first Muon. With the same settings an
 update is that of torch.optim.Muon, which computes O in bf16 everywhere. Here it is bf16 on a GPU, and on a CPU the
 dtype of the parameters, which is faster there and lets a run on many ranks be proved equal to one process.
+
+Not of a hidden layer are embeddings and the output layer, which are known by their names. In a model that has no such
+names the first and the last matrix are the input and the output layer.
 """
 
 from __future__ import annotations
@@ -102,7 +105,6 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _members(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-        """Returns the matrices in their order, each with its group."""
         return [(p, group) for group in self.param_groups if group["is_hidden"] for p in group["params"]]
 
     def _iterations(self) -> int:

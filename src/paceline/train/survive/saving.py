@@ -169,7 +169,6 @@ class Saver:
         return bool(value < known["value"] if policy.mode == "min" else value > known["value"])
 
     def _tell(self, trainer: Trainer) -> None:
-        """Writes the records of saves that have come to their end."""
         for report in [] if self._writer is None else self._writer.reports():
             detail = {
                 "folder": str(self.folder),

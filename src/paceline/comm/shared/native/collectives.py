@@ -2,6 +2,11 @@
 
 An all-reduce of B bytes on N ranks at memory bandwidth W takes about 3 B/W for tensors of a rank's own, and 2 B/W for
 tensors in a common buffer, of which every rank reduces a slice in place, for all.
+
+``shared_memory.cpp`` is compiled with the machine's C++ compiler, once. The library is kept in the user's cache under a
+name that changes with the source, the compiler's command and the processor. It is written beside its place and moved
+there, so that several jobs may build it at the same time. Where there is no compiler, or it fails, ``load`` says why,
+and the same protocol runs in Python.
 """
 
 from __future__ import annotations
