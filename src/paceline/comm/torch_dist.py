@@ -194,7 +194,7 @@ class _Pairs:
         if other not in self._made:
             places = sorted({self._rank, other})
             name = f"messages {places} of {self._group.group_name}"
-            made: Any = dist.distributed_c10d._world.pg_names  # type: ignore[attr-defined]
+            made: Any = dist.distributed_c10d._world.pg_names
             group = next((group for group, each in made.items() if each == name), None)
             members = [self._ranks[place] for place in places]
             self._made[other] = group or _make_group(name, members, self._timeout_s)

@@ -306,7 +306,6 @@ def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWo
     return write
 
 
-T = TypeVar("T")
 _REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
 _MESSAGES = frozenset({"send", "recv"})
 
