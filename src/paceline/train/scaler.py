@@ -2,7 +2,7 @@
 
     loss * scale --backward--> gradients * scale --/ scale--> gradients
     a gradient overflows:                  the step is left out, scale *= backoff
-    ``growth_interval`` good steps since:  scale *= growth
+    2,000 good steps since:                scale *= growth
 
 Powers of two scale exactly. The decision follows the global gradient norm, so it is the same on every rank under every
 strategy. Scale and counts live on the device and are updated there: the host never waits for them.
@@ -14,40 +14,20 @@ exchanged after backward, that of the step before stands for it until then.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from paceline.engines.precision import Precision
-from paceline.errors import UsageError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalerPolicy:
-    """How the scale starts and moves."""
-
-    initial: float = 65536.0
-    growth: float = 2.0
-    backoff: float = 0.5
-    growth_interval: int = 2000
-
-    def __post_init__(self) -> None:
-        if self.initial > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.growth_interval >= 1:
-            return
-        raise UsageError(
-            f"a loss scale of {self.initial} that grows by {self.growth} every {self.growth_interval} steps and backs "
-            f"off by {self.backoff}\n  the scale is above 0, growth at least 1, backoff between 0 and 1\n"
-            "  leave them at their defaults: 65536, 2, 2000, 0.5"
-        )
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
 
 
 class LossScaler:
     """The scale of the loss, and how many good steps there were since it last moved."""
 
-    def __init__(self, device: torch.device, policy: ScalerPolicy | None = None) -> None:
-        self.policy = policy or ScalerPolicy()
-        self.scale = torch.full((), self.policy.initial, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, initial: float = 65536.0) -> None:
+        self.scale = torch.full((), initial, dtype=torch.float32, device=device)
         self._num_good = torch.zeros((), dtype=torch.int32, device=device)
         self._elements: torch.Tensor | None = None
 
@@ -74,12 +54,9 @@ class LossScaler:
     def update(self, norm: torch.Tensor) -> None:
         """Moves the scale after a step whose unscaled gradients had this global norm."""
         is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
-        policy = self.policy
         # A new tensor each time: the scale of the step before may still be on its way into a record.
         self.scale = self.scale.clone()
-        torch._amp_update_scale_(
-            self.scale, self._num_good, is_bad, policy.growth, policy.backoff, policy.growth_interval
-        )
+        torch._amp_update_scale_(self.scale, self._num_good, is_bad, GROWTH, BACKOFF, GROWTH_INTERVAL)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scale and counts as plain numbers. Waits for the device."""
@@ -95,4 +72,4 @@ class LossScaler:
 
 def make_scaler(precision: Precision, device: torch.device, initial: float = 65536.0) -> LossScaler | None:
     """Makes the scaler that a precision needs; None where gradients have the range of fp32."""
-    return LossScaler(device, ScalerPolicy(initial=initial)) if precision.scales_loss else None
+    return LossScaler(device, initial) if precision.scales_loss else None

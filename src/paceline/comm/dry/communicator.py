@@ -22,11 +22,11 @@ messages of one rank do not tell how long a tree of many is.
 from __future__ import annotations
 
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -100,7 +100,7 @@ class _DryRank:
     journal: Journal
     num_issued: int = 0
     num_groups: int = 0
-    num_broadcasts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_broadcasts: Counter[tuple[int, ...]] = field(default_factory=Counter)
     sent: list[torch.Tensor] = field(default_factory=list)  # control messages of this rank
     is_recording: bool = True
 
@@ -153,7 +153,13 @@ class DryCommunicator(GroupMember):
         """Records a broadcast; a real tensor becomes what the source has sent, if it was run before."""
         check_peer("broadcast from", source, self.size)
         if not tensor.is_meta:
-            self._share_broadcast(tensor, source)
+            counts, board = self._own.num_broadcasts, self._own.world.board
+            key = (self.ranks, counts[self.ranks])
+            counts[self.ranks] += 1
+            if source == self.rank:
+                board[key] = tensor.detach().clone()
+            elif key in board and board[key].shape == tensor.shape:
+                tensor.detach().copy_(board[key])
         return self.record("broadcast", tensor.nbytes)
 
     def all_to_all(
@@ -197,8 +203,8 @@ class DryCommunicator(GroupMember):
         self, kind: str, num_bytes: int, *, algorithm: str = "", share: float = 1.0, messages: Messages = ()
     ) -> Work:
         """Records a collective of this group; for what an ``algorithm`` makes of it see ``Issue``."""
-        operation = Issue(number=0, kind=kind, num_bytes=num_bytes, ranks=self.ranks, lane=self._lane)
-        return self._record(replace(operation, algorithm=algorithm, share=share, messages=messages))
+        sent = {"algorithm": algorithm, "share": share, "messages": messages}
+        return self._record(kind=kind, num_bytes=num_bytes, ranks=self.ranks, lane=self._lane, **sent)
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -212,24 +218,15 @@ class DryCommunicator(GroupMember):
     def _record_message(self, kind: str, tensor: torch.Tensor, sender: int, receiver: int, tag: int) -> Work:
         """Records a message, on a lane of its pair: messages of one pair do not wait for those of another."""
         lane, ranks = f"{sender} to {receiver}", (sender, receiver)
-        return self._record(Issue(number=0, kind=kind, num_bytes=tensor.nbytes, ranks=ranks, lane=lane, tag=tag))
+        return self._record(kind=kind, num_bytes=tensor.nbytes, ranks=ranks, lane=lane, tag=tag)
 
-    def _record(self, operation: Issue) -> Work:
+    def _record(self, **operation: Any) -> Work:
         own = self._own
         if not own.is_recording:
             return DONE
-        own.journal.issue(replace(operation, number=own.num_issued))
+        own.journal.issue(Issue(number=own.num_issued, **operation))
         own.num_issued += 1
         return _DryWork(own.journal, own.num_issued - 1)
-
-    def _share_broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        counts, board = self._own.num_broadcasts, self._own.world.board
-        key = (self.ranks, counts.get(self.ranks, 0))
-        counts[self.ranks] = key[1] + 1
-        if source == self.rank:
-            board[key] = tensor.detach().clone()
-        elif key in board and board[key].shape == tensor.shape:
-            tensor.detach().copy_(board[key])
 
     def _message(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         own, sender = self._own, self.ranks[source]

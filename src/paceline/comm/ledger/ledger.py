@@ -62,17 +62,10 @@ LocatedCall = tuple[int, int, str, tuple[int, ...], torch.dtype | None, str, Pee
 """The calling instruction, that of the user's code above it in a loop of the user's own, and what was called."""
 
 
-class Waitable(Protocol):
-    """An operation in flight."""
-
-    def wait(self) -> None:
-        """Returns when its result may be used."""
-
-
 class NotedWork(Protocol):
     """An operation whose end is written down. Whoever asked for the record adds ``inner``."""
 
-    inner: Waitable
+    inner: Work
     number: int
 
     def wait(self) -> None:
@@ -238,7 +231,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
     class LedgerWork:
         __slots__ = ("inner", "number")
 
-        inner: Waitable
+        inner: Work
         number: int
 
         def wait(self) -> None:

@@ -126,7 +126,10 @@ class SharedMemoryCommunicator(GroupMember):
         self.is_compiled = resources.code is not None
         self._failures = layout.failures(segment)
         self._broken: CommunicationError | None = None
-        self._calls = _collectives(resources, layout.make_board(segment, rank, progress.fence))
+        made, code = layout.make_board(segment, rank, progress.fence), resources.code
+        self._calls = board.Collectives(made)
+        if code is not None and made.size <= native.MOST_RANKS:
+            self._calls = native.CompiledCollectives(code, made, progress)
         self._collectives = OperationQueue(self._break)
         self._outboxes = [OperationQueue(self._break) for _ in ranks]
         self._outgoing = [layout.make_ring(segment, rank, to, progress.fence) for to in range(len(ranks))]
@@ -317,12 +320,6 @@ class SharedMemoryCommunicator(GroupMember):
         lanes: list[OperationLane] = [self._collectives, *self._outboxes, *self._inboxes]
         for lane in lanes:
             lane.fail(error)
-
-
-def _collectives(resources: _GroupResources, made: board.Board) -> board.Collectives:
-    if resources.code is None or made.size > native.MOST_RANKS:
-        return board.Collectives(made)
-    return native.CompiledCollectives(resources.code, made, resources.progress)
 
 
 def _establish(

@@ -63,11 +63,10 @@ def run_virtual(
     if timing is not None:
         timing.start(ranks, where)
     world = VirtualWorld(baton, timing)
-    everybody = tuple(range(ranks))
-    pairing = VirtualPairing(world.first_group(everybody))
+    pairing = VirtualPairing(world.everybody)
 
     def live(rank: int) -> T:
-        comm = VirtualCommunicator(world.join(everybody, rank), rank)
+        comm = VirtualCommunicator(world.join(world.everybody.ranks, rank), rank)
         comm.trained = pairing.trained[rank]
         pairing.enter(rank)
         with contextlib.nullcontext() if comm.clock is None else comm.clock.running():

@@ -22,7 +22,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm.base import Work
-from paceline.comm.ledger.call_sites import USER, kind_of_file
+from paceline.comm.ledger.call_sites import user_line
 from paceline.comm.ledger.updates import TrainedParameters, UpdateNotes
 from paceline.comm.virtual.baton import Baton, BatonWait
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
@@ -84,7 +84,8 @@ class VirtualWorld:
         self.baton = baton
         self.timing = timing
         baton.explain = self._explain
-        self._groups: dict[tuple[int, ...], list[VirtualGroup]] = {}
+        self.everybody = VirtualGroup(self, tuple(range(baton.num_ranks)))
+        self._groups: dict[tuple[int, ...], list[VirtualGroup]] = {self.everybody.ranks: [self.everybody]}
         self._joined: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def join(self, ranks: tuple[int, ...], world_rank: int) -> VirtualGroup:
@@ -94,11 +95,6 @@ class VirtualWorld:
         if number == len(made):
             made.append(VirtualGroup(self, ranks))
         return made[number]
-
-    def first_group(self, ranks: tuple[int, ...]) -> VirtualGroup:
-        """Returns the first group of these ranks, before anybody has joined it."""
-        (group,) = self._groups[ranks] = [VirtualGroup(self, ranks)]
-        return group
 
     def name(self, group: VirtualGroup) -> GroupName:
         return GroupName(group.ranks, self._groups[group.ranks].index(group))
@@ -330,14 +326,5 @@ class VirtualPairing:
             group=GroupName(self._group.ranks),
             sequence=self._group.issued[rank] - 1,
             call=LedgerCall(kind=called.kind, op=called.detail),
-            site=f"{called.where}, before the update at {_user_line(frame)}",
+            site=f"{called.where}, before the update at {user_line(frame) or 'an unknown line'}",
         )
-
-
-def _user_line(frame: FrameType) -> str:
-    current: FrameType | None = frame
-    while current is not None:
-        if kind_of_file(current.f_code.co_filename) == USER:
-            return f"{current.f_code.co_filename}:{current.f_lineno} in {current.f_code.co_name}"
-        current = current.f_back
-    return "an unknown line"
