@@ -26,7 +26,7 @@ HOMES = {
     "loader": "paceline.data.own_loader",
     "shard": "paceline.data.own_loader",
     "mean": "paceline.comm.objects",
-    "WeightAverage": "paceline.train.ema",
+    "WeightAverage": "paceline.train.run_state",
     "Muon": "paceline.train.muon.muon",
     "save": "paceline.checkpoint.loops",
     "load": "paceline.checkpoint.loops",

@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from paceline.run.own_loop import setup_distributed as setup_distributed
     from paceline.run.own_loop import watch as watch
     from paceline.run.train import train as train
-    from paceline.train.ema import WeightAverage as WeightAverage
     from paceline.train.muon.muon import Muon as Muon
+    from paceline.train.run_state import WeightAverage as WeightAverage
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
@@ -62,7 +62,7 @@ _NAMES = {
     "paceline.engines.engine": ("Engine",),
     "paceline.data.own_loader": ("loader", "shard"),
     "paceline.comm.objects": ("mean",),
-    "paceline.train.ema": ("WeightAverage",),
+    "paceline.train.run_state": ("WeightAverage",),
     "paceline.train.muon.muon": ("Muon",),
     "paceline.checkpoint.loops": ("save", "load"),
     "paceline.comm.virtual.communicator": ("run_virtual",),

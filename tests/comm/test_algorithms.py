@@ -19,8 +19,15 @@ from paceline.cluster.costs import ALGORITHMS, Algorithm, Placement, Wire, Wires
 from paceline.cluster.measured import MeasuredTable
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.lanes import combine
-from paceline.comm.algorithms.rounds import Round, cut
-from paceline.comm.algorithms.topology import Topology, detect_topology, from_names, share_table, state_topology
+from paceline.comm.algorithms.rounds import (
+    Round,
+    Topology,
+    cut,
+    detect_topology,
+    from_names,
+    share_table,
+    state_topology,
+)
 from paceline.comm.base import Communicator
 from paceline.comm.group import GroupMember
 from paceline.comm.traced import Trace, TracedCommunicator

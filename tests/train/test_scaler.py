@@ -16,10 +16,9 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.precision import PRECISIONS
-from paceline.train import scaler as scaling
+from paceline.train import step as scaling
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.scaler import LossScaler, make_scaler
-from paceline.train.step import StepPolicy, train_step
+from paceline.train.step import LossScaler, StepPolicy, make_scaler, train_step
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(1.0), torch.tensor(math.inf)

@@ -13,7 +13,7 @@ from torch import nn
 from paceline.checkpoint.pretrained import Pretrained, open_pretrained
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLevelCommunicator, join_hosts
-from paceline.comm.algorithms.topology import detect_topology, share_table
+from paceline.comm.algorithms.rounds import detect_topology, share_table
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
 from paceline.comm.ledger.ledger import LedgerCommunicator
@@ -47,17 +47,15 @@ from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.search.make_plan import RunMachine, make_plan, with_length
 from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
-from paceline.train.ema import WeightAverage
 from paceline.train.evaluate import load_metrics
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.hooks import CompileHook, NoteHook, bucket_choice
-from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
 from paceline.train.resolve import has_own_code, resolve_together
-from paceline.train.run_state import TrainerParts
+from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
 from paceline.train.trainer import Hook, Trainer

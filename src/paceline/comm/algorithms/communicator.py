@@ -41,8 +41,7 @@ from paceline.cluster.measured import Choice, MeasuredTable
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
-from paceline.comm.algorithms.rounds import ElementRange, Round, cut
-from paceline.comm.algorithms.topology import Topology, state_topology
+from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
 from paceline.comm.group import WrappedCommunicator, check_peer, check_pieces, check_reduction
 from paceline.comm.objects import reduce_number
@@ -62,7 +61,7 @@ _ALL_GATHER: dict[Algorithm, _Form] = {
     "halving_doubling": rounds.doubling_all_gather,
     "hierarchical": rounds.hierarchical_all_gather,
 }
-# Far from the tags of users and those of ``gloo.py``. A tag says which operation and lane a message belongs to.
+# Far from the tags of users and those of ``torch_dist.py``. A tag says which operation and lane a message belongs to.
 _FIRST_TAG = 2**29
 _MOST_LANES = 48
 _RING_LANES = 8

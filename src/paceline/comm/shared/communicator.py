@@ -3,7 +3,7 @@
     comm = share_memory(connect("gloo"))      # as it was, where the ranks do not share a host
 
 A group has one segment: an area and counters of each rank for collectives (``board.py``), and a ring of cells for each
-pair of ranks for messages (``messages.py``). Operations go on when their process issues or waits (``progress.py``).
+pair of ranks for messages. Operations go on when their process issues or waits (``progress.py``).
 For a tensor of B bytes on N ranks at memory bandwidth W per rank, an all-reduce takes about (4 N - 1)/N B/W, with no
 more latency than one look at a counter in another core's cache.
 
@@ -25,9 +25,17 @@ import torch
 from paceline.comm.base import Communicator, ReduceOp, Splits, Work
 from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_reduction, check_split
 from paceline.comm.objects import gather_objects, receive_object, send_object
-from paceline.comm.shared import board, messages
+from paceline.comm.shared import board
 from paceline.comm.shared.native import collectives as native
-from paceline.comm.shared.progress import OperationLane, OperationQueue, PendingOperation, ProgressLoop, Steps
+from paceline.comm.shared.progress import (
+    Inbox,
+    OperationLane,
+    OperationQueue,
+    PendingOperation,
+    ProgressLoop,
+    Steps,
+    put_message,
+)
 from paceline.comm.shared.segment import (
     FOLDER,
     LINE_BYTES,
@@ -134,7 +142,7 @@ class SharedMemoryCommunicator(GroupMember):
         self._outboxes = [OperationQueue(self._break) for _ in ranks]
         self._outgoing = [layout.make_ring(segment, rank, to, progress.fence) for to in range(len(ranks))]
         incoming = [layout.make_ring(segment, source, rank, progress.fence) for source in range(len(ranks))]
-        self._inboxes = [messages.Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
+        self._inboxes = [Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
 
     @classmethod
     def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
@@ -253,7 +261,7 @@ class SharedMemoryCommunicator(GroupMember):
         return self._issue(PendingOperation(kind, finish), self._collectives, steps)
 
     def _send(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
-        steps = messages.send(self._outgoing[to], message, to, tag)
+        steps = put_message(self._outgoing[to], message, to, tag)
         return self._issue(PendingOperation(kind), self._outboxes[to], steps)
 
     def _receive(
