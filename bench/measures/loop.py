@@ -14,7 +14,8 @@ import torch
 from paceline.bench.interleave import Timing, Turns, interleave, rotate, time_step, timing_of
 from paceline.calibrate.loop import looped_step, recording_trainer
 from paceline.comm.base import DONE, Communicator, ReduceOp, Work
-from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
+from paceline.comm.ledger.communicator import LedgerCommunicator
+from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.shared.communicator import share_memory
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator

@@ -31,7 +31,7 @@ from paceline.shards import FlatLayout
 if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger
     from paceline.comm.ledger.updates import TrainedParameters
-    from paceline.comm.traced import Trace
+    from paceline.comm.trace import Trace
 
 ReduceOp = Literal["sum", "avg", "min", "max"]
 Splits = Sequence[int] | None  # rows of dim 0 for each rank; None: as many for each

@@ -18,7 +18,7 @@ from paceline.errors import UsageError
 if TYPE_CHECKING:
     from paceline.comm.ledger.ledger import Ledger
     from paceline.comm.ledger.updates import TrainedParameters
-    from paceline.comm.traced import Trace
+    from paceline.comm.trace import Trace
 
 
 class GroupMember:

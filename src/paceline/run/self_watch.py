@@ -25,8 +25,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.file import HEARTBEAT, LedgerReader
-from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator
+from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import TIMEOUT_S, SideChannel

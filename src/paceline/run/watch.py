@@ -25,8 +25,9 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
 from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
-from paceline.comm.ledger.ledger import Ledger, LedgerCommunicator, ledger_clock
+from paceline.comm.ledger.ledger import Ledger
 from paceline.health.failure import Failure, failure_of_verdict, locate_death
 from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State

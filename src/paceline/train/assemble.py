@@ -16,7 +16,7 @@ from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLeve
 from paceline.comm.algorithms.rounds import detect_topology, share_table
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
-from paceline.comm.ledger.ledger import LedgerCommunicator
+from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.config import Config, layout_of, peak_learning_rate, with_precision
 from paceline.config.data_sections import may_ignore
@@ -126,11 +126,7 @@ def build_trainer(
     if config.train.deterministic:
         make_deterministic()
     if plan is None:
-        config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
-        if config.parallel.strategy == "auto":
-            config, _ = resolve_together(config, comm, node_ranks)
-        machine = RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks)
-        plan = make_plan(config, machine)
+        config, plan = _plan_here(config, comm, node_ranks)
     layout = plan.layout
     if layout.is_compiled and not has_own_code(config):
         load_compiler()
@@ -153,11 +149,7 @@ def build_trainer(
         plan, found = _fit_microbatch(config, plan, engine, loss, data, node_ranks)
         notes.append(NoteHook("microbatch", {"note": found}))
     elif layout.is_compiled:
-        # Graphs are compiled for one batch size where all batches, of training or of evaluation, have the same.
-        batch, at_once = plan.batch.global_batch, plan.batch.microbatch * layout.data
-        is_even = (config.data.last_batch == "drop" or plan.train_samples % batch == 0) and batch % at_once == 0
-        sums = getattr(loss, "sum", None)
-        fix_sizes(engine.module, sums, training=is_even, evaluation=num_eval % at_once == 0)
+        _fix_sizes(config, plan, engine, loss, num_eval)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
     options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
@@ -183,16 +175,33 @@ def build_trainer(
         has_perplexity=data.shape.kind == "tokens" and config.train.loss == "auto",
         early_stop=config.train.early_stop,
     )
-    if choice is not None:
-        notes.append(NoteHook("loader", choice.detail()))
+    on_part("model")
+    return Trainer(parts, [*notes, *_notes(layout, engine, choice), *hooks], sink)
+
+
+def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:
+    """Returns the plan for the ranks that are there, and the config with what was decided on the way."""
+    config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
+    if config.parallel.strategy == "auto":
+        config, _ = resolve_together(config, comm, node_ranks)
+    return config, make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
+
+
+def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, num_eval: int) -> None:
+    """Has graphs compiled for one batch size where all batches, of training or of evaluation, have the same."""
+    batch, at_once = plan.batch.global_batch, plan.batch.microbatch * plan.layout.data
+    is_even = (config.data.last_batch == "drop" or plan.train_samples % batch == 0) and batch % at_once == 0
+    fix_sizes(engine.module, getattr(loss, "sum", None), training=is_even, evaluation=num_eval % at_once == 0)
+
+
+def _notes(layout: Layout, engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
+    """Returns the hooks that record what was chosen for this run, and what its first steps compile and tune."""
+    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
     if engine.float8 is not None:
         notes.append(NoteHook("precision", {"layers": str(engine.float8)}))
     if layout.is_compiled:
         notes.append(CompileHook())
-    if layout.tunes_buckets:
-        notes.append(NoteHook("buckets", bucket_choice))
-    on_part("model")
-    return Trainer(parts, [*notes, *hooks], sink)
+    return [*notes, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else notes
 
 
 def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torch.device) -> Loss:

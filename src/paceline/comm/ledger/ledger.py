@@ -16,16 +16,14 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, TypeVar, cast
+from typing import Protocol
 
 import torch
 
-from paceline.comm.base import DONE, Communicator, Work
-from paceline.comm.group import WrappedCommunicator
 from paceline.comm.ledger import file as layout
 from paceline.comm.ledger.call_sites import CallSites, instruction_of
 from paceline.comm.ledger.file import (
@@ -48,8 +46,6 @@ from paceline.comm.ledger.updates import MOST_COUNTERS, TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
-T = TypeVar("T")
-
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
 _NEAR = 32  # records among which the last collective of all ranks is looked for
@@ -62,10 +58,17 @@ LocatedCall = tuple[int, int, str, tuple[int, ...], torch.dtype | None, str, Pee
 """The calling instruction, that of the user's code above it in a loop of the user's own, and what was called."""
 
 
+class Waitable(Protocol):
+    """An operation in flight: ``Work`` of ``comm/base.py``, which knows this file."""
+
+    def wait(self) -> None:
+        """Returns when its result may be used."""
+
+
 class NotedWork(Protocol):
     """An operation whose end is written down. Whoever asked for the record adds ``inner``."""
 
-    inner: Work
+    inner: Waitable
     number: int
 
     def wait(self) -> None:
@@ -231,7 +234,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
     class LedgerWork:
         __slots__ = ("inner", "number")
 
-        inner: Work
+        inner: Waitable
         number: int
 
         def wait(self) -> None:
@@ -297,75 +300,3 @@ def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWo
         return work
 
     return write
-
-
-_REDUCTIONS = frozenset({"all_reduce", "reduce_scatter"})
-_MESSAGES = frozenset({"send", "recv"})
-
-
-class LedgerCommunicator(WrappedCommunicator):
-    """Passes every verb on to ``inner``, and writes it down before and after; subgroups share the ledger."""
-
-    ledger: Ledger
-
-    def __init__(self, inner: Communicator, ledger: Ledger, *, group: int | None = None) -> None:
-        """``group`` is the number of one that the ledger knows already, and in which an operation was issued."""
-        super().__init__(inner)
-        self.ledger, self.trained = ledger, ledger.trained
-        self._group = ledger.add_group(inner.ranks) if group is None else group
-        self._messages: Counter[tuple[str, Peer]] = Counter()
-        self._cells = ledger.cells
-        self._write = make_writer(ledger, self._group, 0 if group is None else 1)
-
-    def barrier(self) -> None:
-        self._complete(self.inner.barrier, "barrier")
-
-    def split(self, ranks: Sequence[int]) -> Communicator:
-        """Makes a subgroup that writes into the same ledger; making it is the subgroup's first operation."""
-        if len(ranks) == 1:
-            return self.inner.split(ranks)  # nobody to wait for
-        group = self.ledger.add_group(tuple(map(self._peer, ranks)))
-
-        def make() -> Communicator:
-            self.ledger.counts[group] = 1  # after the record, as all counters
-            return self.inner.split(ranks)
-
-        return LedgerCommunicator(self._complete(make, "split", "", None, 0, group), self.ledger, group=group)
-
-    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: Any) -> Work:
-        """Writes down an operation and issues it: until ``verb`` returns, the rank counts as waiting for it."""
-        shape, dtype = whole.shape, whole.dtype
-        if kind in _REDUCTIONS:
-            work = self._write(kind, shape, dtype, arguments[-1])
-        elif kind in _MESSAGES:
-            peer = (self._peer(arguments[1]), arguments[2])
-            sequence = self._messages[kind, peer]  # a message goes by its kind, peer and tag
-            self._messages[kind, peer] = sequence + 1
-            work = self._write(kind, shape, dtype, "", peer, sequence)
-        else:
-            work = self._write(kind, shape, dtype, "", (self._peer(arguments[1]), 0) if kind == "broadcast" else None)
-        try:
-            work.inner = verb(*arguments)
-        finally:
-            self._cells[WAITING] = 0
-        return work
-
-    def _complete(self, call: Callable[[], T], kind: str, *written: Any) -> T:
-        """Writes down an operation that is over when ``call`` returns."""
-        work = self._write(kind, (), None, *written)
-        work.inner = DONE
-        try:
-            found = call()
-        finally:
-            self._cells[WAITING] = 0
-        work.wait()
-        return found
-
-    def _peer(self, rank: int) -> int:
-        """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
-        return self.ranks[rank] if 0 <= rank < self.size else rank
-
-
-def ledger_clock(comm: Communicator) -> Callable[[], float]:
-    """Returns the clock of a rank's operations: its virtual clock if it has one, else the host's."""
-    return time.perf_counter if comm.clock is None else cast("Callable[[], float]", comm.clock.take)
