@@ -29,7 +29,6 @@ from paceline.comm.algorithms.rounds import (
     state_topology,
 )
 from paceline.comm.base import Communicator
-from paceline.comm.group import GroupMember
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError, UsageError
@@ -498,11 +497,11 @@ def test_a_message_has_the_same_round_on_both_sides(ranks: int) -> None:
 
 def rounds_of(name: Algorithm, rank: int, ranks: int) -> list[list[Round]]:
     topology = from_names([number % 3 for number in range(ranks)])
-    group = AlgorithmCommunicator(_Named(rank, ranks), name, topology)  # type: ignore[arg-type]
+    group = AlgorithmCommunicator(_Named(rank, ranks), name, topology)
     return group._all_reduce_rounds(name, (0, 3 * ranks + 1)) if ranks > 1 else []
 
 
-class _Named(GroupMember):
+class _Named(Communicator):
     """The numbers of a rank, and nothing that could talk."""
 
     def __init__(self, rank: int, size: int) -> None:

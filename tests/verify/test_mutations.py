@@ -49,7 +49,7 @@ from planted_bugs import (
 )
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator
+from paceline.comm.base import DONE, Call, Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.data.order import share
@@ -298,11 +298,12 @@ def order_not_agreed(original: Any) -> Any:
 def narrow(original: Any) -> Any:
     """Gradients travel in single precision."""
 
-    def all_reduce(self: VirtualCommunicator, tensor: torch.Tensor, op: Any = "sum") -> Any:
-        tensor.data.copy_(tensor.data.float().double())
-        return original(self, tensor, op)
+    def issue(self: VirtualCommunicator, call: Call) -> Any:
+        if call.kind == "all_reduce":
+            call.tensor.data.copy_(call.tensor.data.float().double())
+        return original(self, call)
 
-    return all_reduce
+    return issue
 
 
 # Used or not.
@@ -487,7 +488,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(DataParallel, "_learn", order_not_agreed), case=known(Branches), shows="gradient", step=1
     ),
     "gradients travel in single precision": Bug(
-        plant=replacing(VirtualCommunicator, "all_reduce", narrow), case=KNOWN, shows="gradient"
+        plant=replacing(VirtualCommunicator, "issue", narrow), case=KNOWN, shows="gradient"
     ),
     "flags of use ignored": Bug(
         plant=replacing(DataParallel, "_fill_missing", flags_ignored), case=known(Branches), shows="gradient"

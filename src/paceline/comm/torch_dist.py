@@ -27,8 +27,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import Communicator, ReduceOp, Splits, Work
-from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split, reduce_in_order
+from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split
+from paceline.comm.group import reduce_in_order
 from paceline.comm.meeting import Meeting, threads_that_do_not_preempt, wait_until_all_joined
 from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
@@ -294,13 +294,7 @@ class _Pairs:
         self._timeout_s = timeout_s
         self._made: dict[int, dist.ProcessGroup] = {}  # by the other rank
 
-    def send(self, tensor: torch.Tensor, to: int) -> Any:
-        return self._message(dist.isend, tensor, to)
-
-    def recv(self, tensor: torch.Tensor, source: int) -> Any:
-        return self._message(dist.irecv, tensor, source)
-
-    def _message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
+    def message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
         if getattr(self._group, "bound_device_id", None) is not None:
             group, peer = self._group, other  # connected as a whole: new groups would need all ranks of the world
         else:
@@ -320,7 +314,7 @@ class _Pairs:
         return self._made[other]
 
 
-class TorchCommunicator(GroupMember):
+class TorchCommunicator(Communicator):
     """A ``torch.distributed`` process group behind the communicator protocol."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
@@ -334,7 +328,8 @@ class TorchCommunicator(GroupMember):
         self._pairs = _Pairs(group, self.ranks, self.rank, timeout_s) if dist.get_backend(group) == "nccl" else None
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+    def _all_reduce(self, call: Call) -> Work:
+        tensor, op = call.tensor, call.op
         if self._exchanges is not None and self.size == 2 and _is_small(tensor, op):
             return self._attempt("all_reduce", self._exchanges.all_reduce, _flat(tensor), op)
         # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
@@ -344,52 +339,46 @@ class TorchCommunicator(GroupMember):
             raise self._explain("all_reduce", error) from error
         return _TorchWork(work, self, "all_reduce", tensor)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
+    def _reduce_scatter(self, call: Call) -> Work:
+        output, tensor = _flat(call.output), _flat(call.tensor)
         if self._exchanges is not None and output.numel() and output.is_floating_point():
-            return self._attempt("reduce_scatter", self._exchanges.reduce_scatter, _flat(output), _flat(tensor), op)
-        return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
+            return self._attempt("reduce_scatter", self._exchanges.reduce_scatter, output, tensor, call.op)
+        return self._start("reduce_scatter", _REDUCE_SCATTER, output, tensor, op=_OPS[call.op])
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
+    def _all_gather(self, call: Call) -> Work:
+        output, tensor = _flat(call.output), _flat(call.tensor)
         if self._exchanges is not None and output.numel():
-            return self._attempt("all_gather", self._exchanges.all_gather, _flat(output), _flat(tensor))
-        return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
+            return self._attempt("all_gather", self._exchanges.all_gather, output, tensor)
+        return self._start("all_gather", _ALL_GATHER, output, tensor)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        check_peer("broadcast from", source, self.size)
-        return self._issue("broadcast", dist.broadcast, tensor.detach(), group_src=source)
+    def _broadcast(self, call: Call) -> Work:
+        return self._start("broadcast", dist.broadcast, call.tensor.detach(), group_src=call.peer)
 
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        return self._issue(
-            "all_to_all",
-            dist.all_to_all_single,
-            output.detach(),
-            tensor.detach(),
-            output_split_sizes=all_to_all_splits(output, output_splits, self.size),
-            input_split_sizes=all_to_all_splits(tensor, input_splits, self.size),
-        )
+    def _all_to_all(self, call: Call) -> Work:
+        assert call.splits is not None
+        theirs, ours = call.splits
+        output, tensor = call.output.detach(), call.tensor.detach()
+        sizes = {"output_split_sizes": theirs, "input_split_sizes": ours}
+        return self._start("all_to_all", dist.all_to_all_single, output, tensor, **sizes)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Sends ``tensor``. NCCL has no tags: there, order alone matches."""
-        check_peer("send to", to, self.size)
-        kind = f"send to rank {self.ranks[to]}"
+    def _send(self, call: Call) -> Work:
+        """Sends a message. NCCL has no tags: there, order alone matches."""
+        kind = f"send to rank {self.ranks[call.peer]}"
         if self._pairs is not None:
-            return self._attempt(kind, self._pairs.send, tensor.detach(), to)
-        return self._attempt(kind, dist.isend, tensor.detach(), group=self._group, tag=tag, group_dst=to)
+            return self._attempt(kind, self._pairs.message, dist.isend, call.tensor.detach(), call.peer)
+        group = {"group": self._group, "tag": call.tag, "group_dst": call.peer}
+        return self._attempt(kind, dist.isend, call.tensor.detach(), **group)
 
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        check_peer("recv from", source, self.size)
-        kind = f"recv from rank {self.ranks[source]}"
+    def _recv(self, call: Call) -> Work:
+        kind = f"recv from rank {self.ranks[call.peer]}"
         if self._pairs is not None:
-            return self._attempt(kind, self._pairs.recv, tensor.detach(), source)
-        return self._attempt(kind, dist.irecv, tensor.detach(), group=self._group, tag=tag, group_src=source)
+            return self._attempt(kind, self._pairs.message, dist.irecv, call.tensor.detach(), call.peer)
+        group = {"group": self._group, "tag": call.tag, "group_src": call.peer}
+        return self._attempt(kind, dist.irecv, call.tensor.detach(), **group)
 
     def barrier(self) -> None:
         where = {"device_ids": [self.device.index]} if self.device.type == "cuda" else {}
-        self._issue("barrier", dist.barrier, **where).wait()
+        self._start("barrier", dist.barrier, **where).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         check_split(ranks, self.rank, self.size)
@@ -402,7 +391,7 @@ class TorchCommunicator(GroupMember):
             raise self._explain(f"split({list(ranks)})", error) from error
         return TorchCommunicator(group, self.device, timeout_s=self._timeout_s)
 
-    def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **options: Any) -> Work:
+    def _start(self, kind: str, verb: Any, *tensors: torch.Tensor, **options: Any) -> Work:
         return self._attempt(kind, partial(verb, group=self._group, async_op=True), *tensors, **options)
 
     def _attempt(self, kind: str, verb: Any, *arguments: Any, **options: Any) -> Work:

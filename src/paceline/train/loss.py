@@ -7,8 +7,8 @@ and targets, as a plain training script has it, the ``reduction`` says whether i
 
 Images of bytes are normalised here: a byte is a quarter of what a float is to read, to pin and to copy. On the device,
 one pass over the images makes (x - mean) / std of them, in the dtype of the run; so training, evaluation, verification
-and the dry run give the model the same inputs. A model that is compiled whole does it itself (``normalise_inside``):
-the pass is then part of the first kernel that reads the images.
+and the dry run give the model the same inputs. A model that is compiled whole does it itself (``leave_to``): the pass
+is then part of the first kernel that reads the images.
 """
 
 from __future__ import annotations
@@ -72,25 +72,6 @@ class Normalise:
             made = [torch.tensor(each, dtype=dtype, device=device) for each in (self._scale, self._shift)]
             self._known[key] = made[0].view(1, -1, 1, 1), made[1].view(1, -1, 1, 1)
         return self._known[key]
-
-
-def normalise_inside(
-    model: nn.Module, normalise: Normalise, device: torch.device, dtype: torch.dtype, param_dtype: torch.dtype | None
-) -> None:
-    """Has a model normalise images of bytes in its ``forward``, which is to be compiled with it.
-
-    ``param_dtype`` is what engines cast other inputs to, None where they do not.
-    """
-    forward = model.forward
-    scale, shift = normalise.factors(device, dtype)
-
-    def normalised_forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == _IMAGE_DIMS:
-            normalise.check(inputs)
-            inputs = torch.addcmul(shift, inputs, scale).to(param_dtype or dtype)
-        return forward(inputs, *args, **kwargs)
-
-    model.forward = normalised_forward
 
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
@@ -222,8 +203,20 @@ class OnNormalised:
         return getattr(self._loss, "sum", None)
 
     def leave_to(self, model: nn.Module, device: torch.device, param_dtype: torch.dtype | None) -> None:
-        """Has a model that will be compiled whole normalise what it trains on, in the first kernel that reads it."""
-        normalise_inside(model, self._normalise, device, self._dtype, param_dtype)
+        """Has a model that will be compiled whole normalise what it trains on, in the first kernel that reads it.
+
+        ``param_dtype`` is what engines cast other inputs to, None where they do not.
+        """
+        forward, normalise = model.forward, self._normalise
+        (scale, shift), dtype = normalise.factors(device, self._dtype), param_dtype or self._dtype
+
+        def normalised_forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == _IMAGE_DIMS:
+                normalise.check(inputs)
+                inputs = torch.addcmul(shift, inputs, scale).to(dtype)
+            return forward(inputs, *args, **kwargs)
+
+        model.forward = normalised_forward
         self._is_inside = True
 
     def prepare(self, batch: Any) -> Any:

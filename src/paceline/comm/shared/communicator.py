@@ -22,8 +22,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.comm.base import Communicator, ReduceOp, Splits, Work
-from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_reduction, check_split
+from paceline.comm.base import Call, Communicator, Work, check_split
+from paceline.comm.group import check_reduction
 from paceline.comm.objects import gather_objects, receive_object, send_object
 from paceline.comm.shared import board
 from paceline.comm.shared.native import collectives as native
@@ -116,7 +116,7 @@ class _JointWork:
         self.works, self.finish = [], None
 
 
-class SharedMemoryCommunicator(GroupMember):
+class SharedMemoryCommunicator(Communicator):
     """A group of ranks on one host. Made by ``join``, ``split`` and ``share_memory``."""
 
     def __init__(
@@ -170,40 +170,35 @@ class SharedMemoryCommunicator(GroupMember):
         resources = _GroupResources(progress=progress, code=code, timeout_s=timeout_s)
         return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, resources)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        _check_reduction("all_reduce", tensor, op)
-        flat, finish = _flat_output(tensor)
-        return self._meet("all_reduce", self._calls.all_reduce(flat, op), finish)
+    def _all_reduce(self, call: Call) -> Work:
+        _check_reduction(call)
+        flat, finish = _flat_output(call.tensor)
+        return self._meet("all_reduce", self._calls.all_reduce(flat, call.op), finish)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        _check_reduction("reduce_scatter", tensor, op)
-        flat, finish = _flat_output(output)
-        return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(tensor), op), finish)
+    def _reduce_scatter(self, call: Call) -> Work:
+        _check_reduction(call)
+        flat, finish = _flat_output(call.output)
+        return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(call.tensor), call.op), finish)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        flat, finish = _flat_output(output)
-        stamp = board.stamp_of("all_gather", output)
-        steps = self._calls.all_gather(board.as_bytes(flat), board.as_bytes(_flat(tensor)), stamp)
+    def _all_gather(self, call: Call) -> Work:
+        flat, finish = _flat_output(call.output)
+        stamp = board.stamp_of("all_gather", call.output)
+        steps = self._calls.all_gather(board.as_bytes(flat), board.as_bytes(_flat(call.tensor)), stamp)
         return self._meet("all_gather", steps, finish)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        check_peer("broadcast from", source, self.size)
-        flat, finish = _flat_output(tensor)
-        stamp = board.stamp_of("broadcast", tensor, source)
-        return self._meet("broadcast", self._calls.broadcast(board.as_bytes(flat), source, stamp), finish)
+    def _broadcast(self, call: Call) -> Work:
+        flat, finish = _flat_output(call.tensor)
+        stamp = board.stamp_of("broadcast", call.tensor, call.peer)
+        return self._meet("broadcast", self._calls.broadcast(board.as_bytes(flat), call.peer, stamp), finish)
 
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i; as messages, since each pair exchanges what it likes."""
-        wanted = all_to_all_splits(output, output_splits, self.size)
-        given = all_to_all_splits(tensor, input_splits, self.size)
-        flat, finish = _flat_output(output)
-        into, out_of = board.as_bytes(flat), board.as_bytes(_flat(tensor))
-        targets = torch.split(into, [count * into.numel() // max(1, output.shape[0]) for count in wanted])
-        pieces = torch.split(out_of, [count * out_of.numel() // max(1, tensor.shape[0]) for count in given])
+    def _all_to_all(self, call: Call) -> Work:
+        """Sends the i-th piece of a tensor to rank i; as messages, since each pair exchanges what it likes."""
+        assert call.splits is not None
+        wanted, given = call.splits
+        flat, finish = _flat_output(call.output)
+        into, out_of = board.as_bytes(flat), board.as_bytes(_flat(call.tensor))
+        targets = torch.split(into, [count * into.numel() // max(1, call.output.shape[0]) for count in wanted])
+        pieces = torch.split(out_of, [count * out_of.numel() // max(1, call.tensor.shape[0]) for count in given])
         if pieces[self.rank].numel() != targets[self.rank].numel():
             raise CollectiveMismatchError(
                 f"all_to_all: rank {self.ranks[self.rank]} keeps {given[self.rank]} rows and expects "
@@ -211,19 +206,20 @@ class SharedMemoryCommunicator(GroupMember):
             )
         targets[self.rank].copy_(pieces[self.rank])
         order = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to the same one at once
-        works = [self._receive("all_to_all", targets[peer], peer, _EXCHANGE_TAG, None) for peer in order]
-        works += [self._send("all_to_all", pieces[peer], peer, _EXCHANGE_TAG) for peer in order]
+        works = [self._take("all_to_all", targets[peer], peer, _EXCHANGE_TAG, None) for peer in order]
+        works += [self._put("all_to_all", pieces[peer], peer, _EXCHANGE_TAG) for peer in order]
         return _JointWork(works, finish)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Sends ``tensor``; done when the last of it is on its way, the first of which may have arrived."""
-        check_peer("send to", to, self.size)
-        return self._send(f"send to rank {self.ranks[to]}", board.as_bytes(_flat(tensor)), to, tag)
+    def _send(self, call: Call) -> Work:
+        """Sends a message; done when the last of it is on its way, the first of which may have arrived."""
+        return self._put(
+            f"send to rank {self.ranks[call.peer]}", board.as_bytes(_flat(call.tensor)), call.peer, call.tag
+        )
 
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        check_peer("recv from", source, self.size)
-        flat, finish = _flat_output(tensor)
-        return self._receive(f"recv from rank {self.ranks[source]}", board.as_bytes(flat), source, tag, finish)
+    def _recv(self, call: Call) -> Work:
+        flat, finish = _flat_output(call.tensor)
+        kind = f"recv from rank {self.ranks[call.peer]}"
+        return self._take(kind, board.as_bytes(flat), call.peer, call.tag, finish)
 
     def barrier(self) -> None:
         self._meet("barrier", self._calls.barrier(), None).wait()
@@ -258,18 +254,18 @@ class SharedMemoryCommunicator(GroupMember):
         return segment.bytes(self.rank * area, numel * dtype.itemsize).view(dtype)
 
     def _meet(self, kind: str, steps: Steps, finish: Callable[[], object] | None) -> Work:
-        return self._issue(PendingOperation(kind, finish), self._collectives, steps)
+        return self._start(PendingOperation(kind, finish), self._collectives, steps)
 
-    def _send(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
+    def _put(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
         steps = put_message(self._outgoing[to], message, to, tag)
-        return self._issue(PendingOperation(kind), self._outboxes[to], steps)
+        return self._start(PendingOperation(kind), self._outboxes[to], steps)
 
-    def _receive(
+    def _take(
         self, kind: str, target: torch.Tensor, source: int, tag: int, finish: Callable[[], object] | None
     ) -> Work:
-        return self._issue(PendingOperation(kind, finish), self._inboxes[source], target, tag)
+        return self._start(PendingOperation(kind, finish), self._inboxes[source], target, tag)
 
-    def _issue(self, operation: PendingOperation, lane: OperationLane, *what: Any) -> Work:
+    def _start(self, operation: PendingOperation, lane: OperationLane, *what: Any) -> Work:
         if self._broken is not None:
             earlier = str(self._broken).replace("\n", "\n  ")
             raise type(self._broken)(f"{self._head(operation.kind)}: the group is broken since\n  {earlier}")
@@ -375,8 +371,8 @@ def _attempt(make: Callable[[], SharedSegment]) -> tuple[SharedSegment | None, s
         return None, str(error)
 
 
-def _check_reduction(kind: str, tensor: torch.Tensor, op: ReduceOp) -> None:
-    dtype = tensor.dtype
+def _check_reduction(call: Call) -> None:
+    kind, dtype, op = call.kind, call.tensor.dtype, call.op
     if dtype not in board.DTYPES:
         raise UsageError(f"{kind} of {dtype}: it has no sum here; convert the tensor first")
     check_reduction(kind, dtype, op)

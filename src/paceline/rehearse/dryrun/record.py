@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from paceline.cluster.devices import Cluster
+from paceline.comm.base import check_peer
 from paceline.comm.dry.communicator import DryWorld
-from paceline.comm.group import check_peer
 from paceline.config import Config, layout_of
 from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup

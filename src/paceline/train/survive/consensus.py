@@ -18,7 +18,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Final
@@ -148,7 +148,15 @@ class ConsensusHook:
 
 
 def _read(pending: _PendingSum, ranks: int) -> Common:
-    with _apart(pending.ready, pending.values.device):
+    """Reads on a stream of its own: on the step's stream, to read is to wait for all that is issued.
+
+    That would be the step after the one that is read, and the device would have nothing to do until the host has
+    issued another.
+    """
+    on_cpu = pending.ready is None
+    with contextlib.nullcontext() if on_cpu else torch.cuda.stream(_stream(pending.values.device)):
+        if pending.ready is not None:
+            pending.ready.wait()
         pending.work.wait()
         values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
     return Common(
@@ -158,22 +166,6 @@ def _read(pending: _PendingSum, ranks: int) -> Common:
         loss=values[_LOSS] / values[_COUNT] if values[_COUNT] else math.nan,
         step_s=values[_SECONDS] / ranks,
     )
-
-
-@contextlib.contextmanager
-def _apart(ready: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-    """Reads on a stream of its own, after ``ready``: on the step's stream, to read is to wait for all that is issued.
-
-    That would be the step after the one that is read, and the device would have nothing to do until the host has
-    issued another.
-    """
-    if ready is None:
-        yield
-        return
-    stream = _stream(device)
-    stream.wait_event(ready)
-    with torch.cuda.stream(stream):
-        yield
 
 
 def next_ask(step_s: float, step: int) -> int:
