@@ -28,11 +28,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.health.straggler import find_straggler
 from paceline.notebook import Shown, curve, is_notebook, new_figure, table
 from paceline.records.comparison import scaling_between
 from paceline.records.facts import RunFacts
-from paceline.records.goodput import find_goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EvalRecord, HostRecord, RunRecord, StepRecord, strict_json
 from paceline.records.summary import PHASES, RunRecords, StepTable, add_up, open_run
@@ -84,8 +82,7 @@ class TrainingMetrics(Mapping[str, _Curve]):
         found.run = run
         totals = [add_up(steps.of_rank(rank)) for rank in records.ranks]
         found.phases = {phase: [getattr(each, phase) for each in totals] for phase in PHASES}
-        goodput, straggler = find_goodput(records.lead), find_straggler(steps.rows)
-        found.limits = judge_run(RunFacts(run=run, steps=steps, goodput=goodput, straggler=straggler))
+        found.limits = judge_run(RunFacts.of(records))
         return found
 
     @property

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from paceline.records.bandwidth import achieved_bytes_per_s, bus_bytes_per_s
 from paceline.records.records import (
     CommRecord,
     EndRecord,
@@ -156,8 +155,8 @@ def _of_rank(labels: dict[str, str], newest: dict[object, Record]) -> Iterator[S
                     yield "paceline_eval_accuracy", labels, record.accuracy
             case CommRecord():
                 collective = {**labels, "kind": record.kind, "group": record.group}
-                yield "paceline_comm_bytes_per_second", collective, achieved_bytes_per_s(record)
-                yield "paceline_comm_bus_bytes_per_second", collective, bus_bytes_per_s(record)
+                yield "paceline_comm_bytes_per_second", collective, record.bandwidth
+                yield "paceline_comm_bus_bytes_per_second", collective, record.bus_bandwidth
             case EndRecord():
                 yield "paceline_ended", {**labels, "status": record.status}, 1
     if newest:

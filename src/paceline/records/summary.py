@@ -77,10 +77,14 @@ class RankAttempt:
         return ends[-1] if ends else None
 
     @property
+    def last_time(self) -> float:
+        """When the last record was made."""
+        return (self.records[-1] if self.records else self.run).time
+
+    @property
     def seconds(self) -> float:
         """How long it lasted, as far as the records say."""
-        last = self.records[-1] if self.records else self.run
-        return self.end.seconds if self.end is not None else last.time - self.run.time
+        return self.end.seconds if self.end is not None else self.last_time - self.run.time
 
     def _all(self, kind: type[_Kind]) -> tuple[_Kind, ...]:
         return tuple(each for each in self.records if isinstance(each, kind))
