@@ -93,8 +93,8 @@ def play(
     from paceline.cli.watch import open_browser, require_server
 
     require_server()
-    from paceline.learn.play_server import make_play_app, make_play_server
-    from paceline.view.server import listen
+    from paceline.learn.play_server import make_play_app
+    from paceline.view.server import listen, make_server
 
     app = make_play_app()
     found = listen("127.0.0.1", port)
@@ -103,7 +103,7 @@ def play(
     echo("  Ctrl-C ends it")
     if is_opened:
         open_browser(url)
-    make_play_server(app).run(sockets=[found])
+    make_server(app).run(sockets=[found])
 
 
 def state_file() -> Path:
