@@ -25,7 +25,7 @@ from paceline.predict.formulas.step import StepParts
 from paceline.search.plan_for import plan_for
 from paceline.search.request import request_for
 from paceline.search.search import Ranked
-from paceline.view.server import listen
+from paceline.view.server import listen, make_server
 
 if TYPE_CHECKING:
     from browser import Browser

@@ -17,7 +17,8 @@ from rich.console import Console
 from paceline.errors import RunFolderError
 from paceline.records.facts import MemoryUse
 from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
-from paceline.records.report import RankSummary, RunSummary, render, summarize, to_json
+from paceline.records.report import RankSummary, RunSummary, summarize, to_json
+from paceline.records.tables import render
 from paceline.search.expectation import Expectation, read_expectation
 from paceline.view.words import summary_of
 

@@ -1,14 +1,14 @@
 """The tables of ``paceline bench``: a record's rows for people.
 
-A column is written as ``title: template`` (see ``paceline/units.py``), or ``<title: template`` for one that is aligned
-to the left. A cell is empty where a value that it names is None or missing.
+A column is written as ``title: template`` (see ``records/templates.py``), or ``<title: template`` for one that is
+aligned to the left. A cell is empty where a value that it names is None or missing.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from paceline.units import fill
+from paceline.records.templates import fill
 
 Rows = list[dict[str, Any]]
 

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.records.records import EventRecord
-from paceline.units import fill, format_seconds
+from paceline.records.templates import fill
+from paceline.units import format_seconds
 
 MOST_CHARACTERS = 400
 
@@ -58,7 +59,7 @@ def _first_step(detail: Detail) -> str:
     return f"after {format_seconds(float(detail['seconds']))}: {parts}"
 
 
-_WORDS: dict[str, str | Callable[[Detail], str]] = {  # templates of units.py, or functions
+_WORDS: dict[str, str | Callable[[Detail], str]] = {  # see templates.py, or functions
     "checkpoint": "{bytes:B} saved to {folder} in {seconds:S}, "
     "[{background:?}in the background; training waited {stall_seconds:S}|while training waited]",
     "not_saved": "{reason}",

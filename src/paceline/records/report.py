@@ -1,7 +1,7 @@
 """What a run did, from its records alone.
 
-    runs/<name>/records/rank-*.jsonl  --summarize-->  RunSummary  --render-->  tables for a console
-                                                                  --to_json--> strict JSON
+    runs/<name>/records/rank-*.jsonl  --summarize-->  RunSummary  --to_json--> strict JSON
+                                                                  --render-->  tables for a console (tables.py)
 
 Nothing here can tell a measured run from a simulated one: both leave the same records.
 
@@ -21,31 +21,34 @@ in ``summary.py`` says what counts.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
-
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
-from paceline.records.console import parameters_text
 from paceline.records.facts import MemoryUse, catalog_name, find_facts
 from paceline.records.gains import gains_of
 from paceline.records.goodput import Goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import CommRecord, RunRecord, strict_json
 from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, add_up, open_run
-from paceline.records.tables import STARTING, draw_tables, headline, plain_tables
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_seconds
 from paceline.untrusted import is_number
 
 _TRAFFIC = ("kind", "group", "ranks", "calls", "bytes", "seconds", "bandwidth", "bus_bandwidth")
+# Parts of the event ``first_step``, as a reader calls them.
+STARTING = {
+    "processes": "starting and loading",
+    "joining": "joining",
+    "data": "data",
+    "model": "model",
+    "checkpoint": "checkpoint",
+    "step": "the step",
+    "compiling": "of it compiling",
+}
 RunStatus = Literal["done", "failed", "stopped", "unfinished"]
 
 
@@ -195,25 +198,6 @@ def to_json(summary: RunSummary) -> dict[str, Any]:
     return values | more
 
 
-def render(summary: RunSummary) -> RenderableType:
-    """Draws the summary for a console of 80 columns or more: what limited the run, the headline, then the tables."""
-    parts: list[RenderableType] = [_title(summary), ""]
-    if told := summary.limits.lines() if summary.limits.found else []:
-        parts += [Text(told[0], style="bold"), *map(Text, told[1:]), ""]
-    figures = Table.grid("", Column(style="bold", no_wrap=True), Column(style="dim"), padding=(0, 3, 0, 0))
-    for row in headline(summary):
-        figures.add_row(*row)
-    parts += [figures, *draw_tables(plain_tables(summary))]
-    if summary.prediction is not None and (told := summary.prediction.lines()):
-        parts += ["", *map(Text, told)]
-    if summary.straggler is None:  # for a part of the run
-        parts += [Text(line, style="yellow") for line in summary.late]
-    elif summary.limits.what != "rank":  # else the verdict has said so
-        parts.append(Text(str(summary.straggler), style="yellow"))
-    parts += [Text(line, style="yellow") for line in _doubts(summary)]
-    return Group(*parts)
-
-
 def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
     """Returns what was expected of the last attempt that made a step, beside what it did; None if nothing was."""
     expected = read_expectation(run_folder)
@@ -242,32 +226,3 @@ def _rank_summary(rank: int, records: RunRecords) -> RankSummary:
         absent_steps=sum(attempt.run.world_size <= rank for attempt in records.attempts.values()),
         **times,
     )
-
-
-def _title(summary: RunSummary) -> Text:
-    styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
-    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
-    size = parameters_text(summary.num_parameters, summary.num_trained)
-    title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
-    title.append(f"  {summary.message}" if summary.message else "")
-    return title.append(
-        f"\n{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}", style="dim"
-    )
-
-
-def _doubts(summary: RunSummary) -> list[str]:
-    """Returns what a reader must know before trusting the figures."""
-    there = {rank.rank for rank in summary.ranks if 0 <= rank.rank < summary.world_size}
-    num_missing = summary.world_size - len(there)
-    missing = itertools.islice((rank for rank in itertools.count() if rank not in there), max(min(num_missing, 8), 0))
-    doubts = [f"rank {rank} left no records: the figures are of the other ranks" for rank in missing]
-    if num_missing > len(doubts):
-        doubts.append(f"and so did {num_missing - len(doubts):,} more ranks")
-    most = max(rank.steps + rank.absent_steps for rank in summary.ranks)
-    return doubts + [
-        f"rank {rank.rank} recorded {rank.steps} of the {most - rank.absent_steps} steps in which it was there"
-        if rank.absent_steps
-        else f"rank {rank.rank} recorded {rank.steps} steps, others {most}"
-        for rank in summary.ranks
-        if rank.steps + rank.absent_steps < most
-    ]

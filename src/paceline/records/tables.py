@@ -1,41 +1,29 @@
-"""What a report says in figures, as plain text: the terminal and the page show the same.
+"""A report as text: what limited the run, figures, and tables. The terminal and the page show the same.
 
 First the headline, then the tables: ranks, phases, communication, memory by category, goodput and lost work.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import RenderableType
-from rich.table import Table
+from rich.console import Group, RenderableType
+from rich.table import Column, Table
 from rich.text import Text
 
-from paceline.records.console import format_loss, format_percent
+from paceline.records.console import format_loss, format_percent, parameters_text
 from paceline.records.facts import MemoryUse
 from paceline.records.goodput import Goodput
 from paceline.records.records import CommRecord
+from paceline.records.report import STARTING, RunSummary
 from paceline.records.summary import FINAL_STEPS, PHASES, RankSummary
 from paceline.units import format_bytes, format_count, format_flops, format_seconds
 
-if TYPE_CHECKING:
-    from paceline.records.report import RunSummary
-
 COMMUNICATION = "communication of a rank"
 _NAMES = {"comm_s": "communication", "optimizer_s": "update"}
-# Parts of the event ``first_step``, as a reader calls them.
-STARTING = {
-    "processes": "starting and loading",
-    "joining": "joining",
-    "data": "data",
-    "model": "model",
-    "checkpoint": "checkpoint",
-    "step": "the step",
-    "compiling": "of it compiling",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +34,25 @@ class PlainTable:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     note: str = ""
+
+
+def render(summary: RunSummary) -> RenderableType:
+    """Draws the summary for a console of 80 columns or more: what limited the run, the headline, then the tables."""
+    parts: list[RenderableType] = [_title(summary), ""]
+    if told := summary.limits.lines() if summary.limits.found else []:
+        parts += [Text(told[0], style="bold"), *map(Text, told[1:]), ""]
+    figures = Table.grid("", Column(style="bold", no_wrap=True), Column(style="dim"), padding=(0, 3, 0, 0))
+    for row in headline(summary):
+        figures.add_row(*row)
+    parts += [figures, *draw_tables(plain_tables(summary))]
+    if summary.prediction is not None and (told := summary.prediction.lines()):
+        parts += ["", *map(Text, told)]
+    if summary.straggler is None:  # for a part of the run
+        parts += [Text(line, style="yellow") for line in summary.late]
+    elif summary.limits.what != "rank":  # else the verdict has said so
+        parts.append(Text(str(summary.straggler), style="yellow"))
+    parts += [Text(line, style="yellow") for line in _doubts(summary)]
+    return Group(*parts)
 
 
 def headline(summary: RunSummary) -> Iterator[tuple[str, str, str]]:
@@ -205,3 +212,32 @@ def _goodput_table(goodput: Goodput | None) -> PlainTable | None:
     if goodput.skipped_steps:
         rows.append(("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite"))
     return PlainTable(title="goodput and lost work", columns=("", "time", ""), rows=tuple(rows))
+
+
+def _title(summary: RunSummary) -> Text:
+    styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
+    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
+    size = parameters_text(summary.num_parameters, summary.num_trained)
+    title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
+    title.append(f"  {summary.message}" if summary.message else "")
+    return title.append(
+        f"\n{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}", style="dim"
+    )
+
+
+def _doubts(summary: RunSummary) -> list[str]:
+    """Returns what a reader must know before trusting the figures."""
+    there = {rank.rank for rank in summary.ranks if 0 <= rank.rank < summary.world_size}
+    num_missing = summary.world_size - len(there)
+    missing = itertools.islice((rank for rank in itertools.count() if rank not in there), max(min(num_missing, 8), 0))
+    doubts = [f"rank {rank} left no records: the figures are of the other ranks" for rank in missing]
+    if num_missing > len(doubts):
+        doubts.append(f"and so did {num_missing - len(doubts):,} more ranks")
+    most = max(rank.steps + rank.absent_steps for rank in summary.ranks)
+    return doubts + [
+        f"rank {rank.rank} recorded {rank.steps} of the {most - rank.absent_steps} steps in which it was there"
+        if rank.absent_steps
+        else f"rank {rank.rank} recorded {rank.steps} steps, others {most}"
+        for rank in summary.ranks
+        if rank.steps + rank.absent_steps < most
+    ]
