@@ -136,6 +136,8 @@ def test_two_ranks_with_ragged_counts(tmp_path: Path) -> None:
         host="node-a",
         steps=4,
         samples=13,
+        count=13,
+        loss_sum=17.0,
         step_s=2.0,
         total_s=15.0,
         data_s=0.5,

@@ -33,7 +33,7 @@ from paceline.records.comparison import scaling_between
 from paceline.records.facts import RunFacts
 from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EvalRecord, HostRecord, RunRecord, StepRecord, strict_json
-from paceline.records.summary import PHASES, RunRecords, StepTable, add_up, open_run
+from paceline.records.summary import PHASES, RunRecords, StepTable, open_run
 from paceline.terminal import echo
 from paceline.units import format_bytes, format_seconds
 
@@ -80,8 +80,8 @@ class TrainingMetrics(Mapping[str, _Curve]):
         curves = {name: [row[name] for row in rows] for name in rows[0]}
         found = cls(curves, ranks=len(records.ranks), strategy=run.strategy, total_steps=len(steps))
         found.run = run
-        totals = [add_up(steps.of_rank(rank)) for rank in records.ranks]
-        found.phases = {phase: [getattr(each, phase) for each in totals] for phase in PHASES}
+        ranks = list(map(records.of_rank, records.ranks))
+        found.phases = {phase: [getattr(each, phase) for each in ranks] for phase in PHASES}
         found.limits = judge_run(RunFacts.of(records))
         return found
 
@@ -144,7 +144,7 @@ def _epoch_row(
         "epoch_time": took_s,
         "compute_time": totals.compute_s / ranks,
         "communication_time": totals.comm_s / ranks,
-        "compute_share": 100 * totals.compute_s / totals.step_s if totals.step_s else 0.0,
+        "compute_share": 100 * totals.compute_s / totals.total_s if totals.total_s else 0.0,
         "gpu_utilization": 100 * sum(used) / len(used) if used else None,
         "memory_bytes": float(totals.memory_bytes),
     }

@@ -130,7 +130,7 @@ def _step_limits(facts: RunFacts, steps: StepTable, total: float) -> list[Limit]
     if waited >= _COMMUNICATION:
         found.append(_communication(facts, steps, waited, per_step))
     waits = [each.host_s for each in chain.from_iterable(row.values() for row in steps.rows) if each.host_s is not None]
-    host = sum(waits) / steps.totals().step_s
+    host = sum(waits) / steps.totals().total_s
     if host >= _HOST:
         idle = sum(wait > 0 for wait in waits)
         told = f"in {idle:,} of {len(waits):,} steps the device had nothing left to do when the host had issued them"

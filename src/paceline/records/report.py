@@ -33,7 +33,7 @@ from paceline.records.gains import gains_of
 from paceline.records.goodput import Goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import CommRecord, RunRecord, strict_json
-from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, add_up, open_run
+from paceline.records.summary import FINAL_STEPS, RankAttempt, RankSummary, RunRecords, open_run
 from paceline.search.expectation import Compared, compare, read_expectation
 from paceline.units import format_seconds
 from paceline.untrusted import is_number
@@ -125,12 +125,6 @@ def summarize(run_folder: Path) -> RunSummary:
         folder=run_folder,
         status="unfinished" if end is None else end.status,
         message="" if end is None else end.message,
-        strategy=run.strategy,
-        backend=run.backend,
-        world_size=run.world_size,
-        num_parameters=run.num_parameters,
-        num_trained=run.num_trained,
-        global_batch=run.global_batch,
         steps=max(records.attempts, default=0),
         seconds=sum(attempt.seconds for attempt in records.lead),
         final_loss=table.last(FINAL_STEPS).totals().loss,
@@ -140,7 +134,7 @@ def summarize(run_folder: Path) -> RunSummary:
         samples_per_s=samples_per_s,
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
-        ranks=tuple(_rank_summary(rank, records) for rank in records.ranks),
+        ranks=tuple(map(records.of_rank, records.ranks)),
         prediction=prediction,
         straggler=facts.straggler,
         late=tuple(f"at step {each.step}: {each.detail.get('sentence', '')}" for each in records.events("straggler")),
@@ -149,7 +143,7 @@ def summarize(run_folder: Path) -> RunSummary:
         traffic=facts.traffic,
         memory=facts.memory,
         start=_start(records.lead),
-        **_speed(run, samples_per_s),
+        **_about(run, samples_per_s),
     )
 
 
@@ -165,17 +159,18 @@ def _start(attempts: Sequence[RankAttempt]) -> dict[str, float]:
     return {}
 
 
-def _speed(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
-    """Returns how fast a run was in what it counts, and how good that is, as far as its first record knows."""
+def _about(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
+    """Returns what the first record says, how fast the run was in what it counts, and how good that is, if known."""
+    names = ("strategy", "backend", "world_size", "num_parameters", "num_trained", "global_batch", "unit")
+    about = {name: getattr(run, name) for name in names}
     if samples_per_s is None:
-        return {"unit": run.unit}
+        return about
     flops = samples_per_s * run.flops_per_sample if run.flops_per_sample else None
 
     def share(peak: float | None) -> float | None:
         return flops / peak / run.world_size if flops and peak else None
 
-    return {
-        "unit": run.unit,
+    return about | {
         "units_per_s": samples_per_s * run.units_per_sample,
         "flops_per_s": flops,
         "compute": run.compute,
@@ -208,21 +203,3 @@ def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
         return compare(expected, None, None)
     made = records.steps.only({step for step, attempt in records.attempts.items() if attempt is last})
     return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
-
-
-def _rank_summary(rank: int, records: RunRecords) -> RankSummary:
-    """Adds up one rank's steps."""
-    run, totals = records.ranks[rank][-1].run, add_up(records.steps.of_rank(rank))
-    times: dict[str, float] = {name: getattr(totals, name) for name in PHASES}
-    return RankSummary(
-        rank=rank,
-        device=run.device,
-        host=run.host,
-        steps=totals.steps,
-        samples=totals.samples,
-        step_s=totals.median_s,
-        total_s=totals.step_s,
-        memory_bytes=totals.memory_bytes,
-        absent_steps=sum(attempt.run.world_size <= rank for attempt in records.attempts.values()),
-        **times,
-    )
