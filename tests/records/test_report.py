@@ -137,7 +137,7 @@ def test_two_ranks_with_ragged_counts(tmp_path: Path) -> None:
         steps=4,
         samples=13,
         count=13,
-        loss_sum=17.0,
+        loss_sum=20.0,
         step_s=2.0,
         total_s=15.0,
         data_s=0.5,
