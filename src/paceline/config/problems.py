@@ -7,29 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.aliases import meant_by, other_kind
 from paceline.config.fields import KnownField, fields_at, find_field, section_kinds
 from paceline.config.schema import Config
-from paceline.config.suggest import nearest, suggest_keys
+from paceline.config.suggest import nearest, other_names, suggest_keys
+from paceline.config.translate import meant_by, other_kind
 from paceline.config.yaml_text import parse_value
 from paceline.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-# Values of other frameworks, and what they are called here.
-_OTHER_NAMES = {
-    ("train.dtype", "bfloat16"): "train.precision = bf16, or bf16_master",
-    ("train.dtype", "float16"): "train.precision = fp16",
-    ("train.precision", "bfloat16"): "train.precision = bf16",
-    ("train.precision", "float16"): "train.precision = fp16",
-    ("train.precision", "float32"): "train.precision = fp32",
-    ("train.precision", "float64"): "train.dtype = float64",
-    ("parallel.strategy", "full_shard"): "parallel.strategy = fsdp",
-    ("parallel.strategy", "hybrid_shard"): "parallel.strategy = hybrid",
-    ("parallel.strategy", "shard_grad_op"): "parallel.strategy = zero2",
-    ("parallel.strategy", "no_shard"): "parallel.strategy = ddp",
-}
 _NO_SUCH_THING = (0, 0.0, False, "", "none", "None", "off", "never", "no")
 MISSING = object()
 
@@ -210,7 +197,7 @@ def _wrong_value(
 def _suggest_value(known: KnownField, value: Any) -> str:
     """Returns the first suggestion that fits, or else the default."""
     key, types = known.path, known.types
-    if isinstance(value, str) and (other := _OTHER_NAMES.get((key, value))):
+    if isinstance(value, str) and (other := other_names()["values"].get(key, {}).get(value)):
         return f"did you mean {other}?"
     if fix := _list_fix(known, value):
         return fix
