@@ -27,7 +27,7 @@ from paceline.config.data_checks import (
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, ParallelConfig
-from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems, missing_dimensions
+from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems
 from paceline.config.settings import check_backend_settings
 from paceline.config.train_checks import (
     check_metric_names,
@@ -118,13 +118,8 @@ def check_name(config: Config) -> Iterator[Problem]:
         )
 
 
-def check_batch_fits(config: Config) -> list[Problem]:
-    """Checks that the batch can be divided among the ranks; for ``auto``, among some number of them."""
-    ranks = config.parallel.ranks
-    return _batch_problems(config, None if ranks == "auto" else ranks)
-
-
 def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
+    """Lists why the batch cannot be divided among the ranks; None: among any number of them."""
     train, parallel = config.train, config.parallel
     if train.microbatch == "auto" and train.accumulate is not None:
         problem = Problem(
@@ -146,7 +141,10 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
 
 def check_gpt_size(config: Config) -> Iterator[Problem]:
     """Checks that a GPT has a named size, or all of its dimensions."""
-    if isinstance(config.model, GPTModelConfig) and (missing := missing_dimensions(config.model)):
+    model = config.model
+    if not isinstance(model, GPTModelConfig) or model.size is not None:
+        return
+    if missing := [name for name in ("layers", "heads", "width") if getattr(model, name) is None]:
         yield Problem(
             what=f"a gpt without model.size lacks {', '.join('model.' + name for name in missing)}",
             rule="layers, heads and width are given, or come from the size",
@@ -344,7 +342,7 @@ CHECKS: tuple[Check, ...] = (
         rule="a run has one length: steps or epochs",
         fix="remove one of them",
     ),
-    check_batch_fits,
+    lambda c: _batch_problems(c, None if c.parallel.ranks == "auto" else c.parallel.ranks),
     check_hf_folder,
     check_folder_is_followed,
 )

@@ -11,11 +11,7 @@ from pydantic import Field, JsonValue
 from paceline.config.sections import Count, ImportPath, NotNegativeCount, Positive, Probability, Section, Seed
 
 Windows: TypeAlias = Literal["random", "fixed"]
-_WINDOWS = (
-    "where samples begin; random: at places drawn anew each epoch; fixed: one after another, in every epoch the same"
-)
 OnBad: TypeAlias = Literal["stop", "skip"]
-_ON_BAD = "a sample that cannot be read; stop: ends the run; skip: goes on, and it does not count"
 
 
 class _Reading(Section):

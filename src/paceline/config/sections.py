@@ -107,13 +107,6 @@ GPT_SIZES: dict[str, ModelShape] = {
 }
 
 
-def missing_dimensions(model: GPTModelConfig) -> list[str]:
-    """Returns the fields that a GPT without a size lacks."""
-    if model.size is not None:
-        return []
-    return [name for name in ("layers", "heads", "width") if getattr(model, name) is None]
-
-
 def gpt_shape(model: GPTModelConfig) -> ModelShape | None:
     """Decides every dimension of a GPT but those of its data; None where it has neither a size nor the dimensions."""
     given: dict[str, Any] = {name: value for name in GPT_DIMENSIONS if (value := getattr(model, name)) is not None}

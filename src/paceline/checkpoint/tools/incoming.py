@@ -26,7 +26,6 @@ from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
 from paceline.checkpoint.tools.stream import WINDOW_BYTES, stream_made, write_checkpoint
 from paceline.checkpoint.values import check_found
-from paceline.checkpoint.write import StreamedPiece
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
@@ -139,17 +138,11 @@ def save_incoming(
     incoming: Incoming, folder: Path, source: str, *, progress: Progress = ignore_progress, may_replace: bool = False
 ) -> Path:
     """Writes what was found as ``folder/step-00000000``; returns its path."""
-    streams = {
-        **{MODEL + name: stream for name, stream in incoming.model.items()},
-        **{OPTIMIZER + name: stream for name, stream in incoming.optimizer.items()},
-    }
-    pieces = [
-        StreamedPiece(name=name, region=whole_region(stream.shape), dtype=stream.dtype, read=stream.read)
-        for name, stream in streams.items()
-    ]
+    streams = [replace(stream, name=MODEL + name) for name, stream in incoming.model.items()]
+    streams += [replace(stream, name=OPTIMIZER + name) for name, stream in incoming.optimizer.items()]
     about = {"imported_from": source, "weights_only": not incoming.found, "reason": "import", "strategy": "ddp"}
     plain = State(step=0, position=0, found=dict(incoming.found), about=about)
-    return write_checkpoint(folder, [pieces], plain, progress=progress, may_replace=may_replace)
+    return write_checkpoint(folder, [streams], plain, progress=progress, may_replace=may_replace)
 
 
 def _open_safetensors(path: Path) -> Incoming:
@@ -245,7 +238,7 @@ def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
                 ) from error
             yield window
 
-    return Stream(name=name, shape=place.shape, dtype=dtype_of(place.dtype), read=read)
+    return Stream(name=name, region=whole_region(place.shape), dtype=dtype_of(place.dtype), read=read)
 
 
 def _reason(path: Path, error: Exception) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -60,7 +60,8 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
         raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
     check_parent(out)
     names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
-    streams = {name.removeprefix(MODEL): stream_saved(checkpoint, name, name.removeprefix(MODEL)) for name in names}
+    saved = {name.removeprefix(MODEL): stream_saved(checkpoint, name) for name in names}
+    streams = {name: replace(stream, name=name) for name, stream in saved.items()}
     if not options.with_optimizer:
         streams = merged_streams(checkpoint, streams)
     if not streams:

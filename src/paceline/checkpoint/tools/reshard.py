@@ -21,9 +21,9 @@ from pathlib import Path
 
 from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor, State
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.tensors import Progress, dtype_of, encode, host_bytes, ignore_progress
-from paceline.checkpoint.tools.stream import stream_region, write_checkpoint
-from paceline.checkpoint.write import StreamedPiece, own_interval
+from paceline.checkpoint.tensors import Progress, dtype_of, encode, ignore_progress
+from paceline.checkpoint.tools.stream import stream_saved, write_checkpoint
+from paceline.checkpoint.write import own_interval
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
 from paceline.shards import Region, flat_layout, whole_region
@@ -48,7 +48,7 @@ def reshard(
     """
     manifest = checkpoint.manifest
     regions = cut_regions(manifest.tensors, layout, cut)
-    ranks = [[_piece(checkpoint, name, region) for name, region in held] for held in regions]
+    ranks = [[stream_saved(checkpoint, name, region) for name, region in held] for held in regions]
     own = None
     if manifest.world == layout.ranks:
         own = [encode(checkpoint.own(rank), f"what rank {rank} had of its own") for rank in range(layout.ranks)]
@@ -129,12 +129,3 @@ def _parameter(name: str) -> str:
     """Returns the parameter's name in that of a tensor of the model, or of the optimizer's state of it."""
     inner = name.partition("/")[2]
     return inner.rpartition("/")[0] if name.startswith(OPTIMIZER) else inner
-
-
-def _piece(checkpoint: Checkpoint, name: str, region: Region) -> StreamedPiece:
-    return StreamedPiece(
-        name=name,
-        region=region,
-        dtype=checkpoint.dtype(name),
-        read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name, region)),
-    )
