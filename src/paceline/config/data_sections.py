@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, TypeAlias
+from dataclasses import dataclass, fields
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field, JsonValue
 
 from paceline.config.sections import Count, ImportPath, NotNegativeCount, Positive, Probability, Section, Seed
+from paceline.errors import DataError
 
 Windows: TypeAlias = Literal["random", "fixed"]
 OnBad: TypeAlias = Literal["stop", "skip"]
@@ -163,14 +164,52 @@ IMAGE_SIZE = 224  # where neither the config nor the model's folder says one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KnownShape:
-    """The sizes of the data that follow from its config alone; ``None`` where the data must be read."""
+class DataShape:
+    """The sizes of a sample: ``None`` where a size has no meaning for this data, or is not known.
 
+    ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
+    as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
+
+    ``class_names`` are those of the classes, by their numbers.
+
+    ``end_token`` is what documents end with that a model keeps apart.
+
+    ``mean`` and ``std``, one number for each channel or one for all, ask for images of bytes to be normalised. They
+    count in bytes: 0 to 255.
+    """
+
+    kind: Literal["classes", "tokens", "custom"]
     features: int | None = None
     channels: int | None = None
+    size: int | None = None
     classes: int | None = None
+    class_names: Sequence[str] | None = None
     vocab_size: int | None = None
     context: int | None = None
+    end_token: int | None = None
+    mean: Sequence[float] | None = None
+    std: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.mean is None and self.std is None:
+            return
+        mean, std = _numbers(self.mean), _numbers(self.std)
+        counts = {1, self.channels or max(1, len(mean))}
+        if len(mean) != len(std) or len(mean) not in counts or not all(each > 0 for each in std):
+            raise DataError(
+                f"shape.mean = {self.mean}, shape.std = {self.std}, shape.channels = {self.channels}\n"
+                "  images of bytes become (x - mean) / std: lists with a mean and a positive deviation for each\n"
+                "  channel, or with one for all\n"
+                "  of ImageNet: mean = [123.675, 116.28, 103.53], std = [58.395, 57.12, 57.375]"
+            )
+
+
+def _numbers(values: Any) -> list[float]:
+    """Returns a list of numbers; none of what is no list of numbers."""
+    try:
+        return [float(each) for each in values]
+    except (TypeError, ValueError):
+        return []
 
 
 def sources_of(data: DataConfig) -> dict[str, SourceConfig | StreamDataConfig]:
@@ -196,34 +235,33 @@ def may_ignore(data: DataConfig) -> bool:
     return isinstance(data, FactoryDataConfig | StreamDataConfig | RowsDataConfig)
 
 
-def known_shape(data: DataConfig) -> KnownShape:
-    """Returns what is known of the data from its config."""
+def known_shape(data: DataConfig) -> DataShape:
+    """Returns what is known of the data from its config; ``None`` where they must be read."""
     if isinstance(data, MixtureDataConfig):
         return _known_together([known_shape(source) for source in data.sources.values()])
     if isinstance(data, DigitsDataConfig):
-        return KnownShape(features=_DIGIT_PIXELS, classes=10)
+        return DataShape(kind="classes", features=_DIGIT_PIXELS, classes=10)
     if isinstance(data, SyntheticClassificationDataConfig):
-        return KnownShape(features=data.features, classes=data.classes)
+        return DataShape(kind="classes", features=data.features, classes=data.classes)
     if isinstance(data, SyntheticImagesDataConfig):
-        features = data.channels * data.size**2
-        return KnownShape(features=features, channels=data.channels, classes=data.classes)
-    if isinstance(data, SyntheticTokensDataConfig):
-        return KnownShape(vocab_size=data.vocab_size, context=data.context)
+        sizes = {"channels": data.channels, "size": data.size, "classes": data.classes}
+        return DataShape(kind="classes", features=data.channels * data.size**2, **sizes)
     if isinstance(data, ImagesDataConfig):
-        return KnownShape(features=3 * (data.size or IMAGE_SIZE) ** 2, channels=3)
-    if isinstance(data, TokensDataConfig | RowsDataConfig):
-        return KnownShape(vocab_size=data.vocab_size, context=data.context)
+        return DataShape(kind="classes", features=3 * (data.size or IMAGE_SIZE) ** 2, channels=3)
+    if isinstance(data, SyntheticTokensDataConfig | TokensDataConfig | RowsDataConfig):
+        return DataShape(kind="tokens", vocab_size=data.vocab_size, context=data.context)
     if isinstance(data, TextDataConfig):
-        return KnownShape(vocab_size=256 if data.tokens == "bytes" else None, context=data.context)
-    return KnownShape()
+        return DataShape(kind="tokens", vocab_size=256 if data.tokens == "bytes" else None, context=data.context)
+    return DataShape(kind="custom")
 
 
-def _known_together(shapes: Sequence[KnownShape]) -> KnownShape:
+def _known_together(shapes: Sequence[DataShape]) -> DataShape:
     """Returns what is known of a mixture: what all sources have in common, and the largest vocabulary."""
-    found: dict[str, int | None] = {}
-    for name in KnownShape.__slots__:
+    found: dict[str, Any] = {"kind": "custom"}
+    for name in (field.name for field in fields(DataShape)):
         values = [getattr(shape, name) for shape in shapes]
-        found[name] = values[0] if len(set(values)) == 1 else None
-        if name in ("classes", "vocab_size") and None not in values:
+        if len(set(values)) == 1:
+            found[name] = values[0]
+        elif name in ("classes", "vocab_size") and None not in values:
             found[name] = max(values)
-    return KnownShape(**found)
+    return DataShape(**found)

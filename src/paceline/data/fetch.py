@@ -175,7 +175,7 @@ def is_in_memory(dataset: Any) -> bool:
         dataset = dataset.dataset
     if isinstance(dataset, EpochDataset):
         return dataset.reads_ahead
-    return isinstance(dataset, InMemoryDataset) or type(dataset) is TensorDataset
+    return type(dataset) is TensorDataset
 
 
 def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned: bool = False) -> Batch:
@@ -190,25 +190,21 @@ def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned
         if epoch <= 0:  # the first of a run, and that of evaluations: later ones read the same samples again
             dataset.check(batch, indices)
         return batch
-    if isinstance(dataset, EpochDataset):
-        return _read_of_epoch(dataset, indices, epoch)
     if isinstance(dataset, InMemoryDataset):
         return dataset.take(torch.from_numpy(indices), pinned=pinned)
+    if isinstance(dataset, EpochDataset):
+        try:
+            return dataset.read(indices, epoch)
+        except DataError:  # names file and place
+            raise
+        except Exception as error:
+            raise _unreadable(indices.tolist(), error) from error
     if type(dataset) is TensorDataset:
         index = torch.from_numpy(indices)
         return tuple(gather(tensor, index, pinned=pinned) for tensor in dataset.tensors)
     numbers: list[int] = indices.tolist()
     items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
     return join_samples(items, numbers) if isinstance(items, list) else items
-
-
-def _read_of_epoch(dataset: EpochDataset, indices: Indices, epoch: int) -> Batch:
-    try:
-        return dataset.read(indices, epoch)
-    except DataError:  # names file and place
-        raise
-    except Exception as error:
-        raise _unreadable(indices.tolist(), error) from error
 
 
 def _read_each(dataset: MapDataset, numbers: list[int]) -> list[Any]:
