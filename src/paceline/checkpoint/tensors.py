@@ -1,11 +1,7 @@
-"""Tensors in safetensors files, written as a stream and read in ranges.
-
-    | length of the header, 8 bytes | header: JSON, name -> dtype, shape, offsets | bytes of the tensors, in order |
+"""Tensors in safetensors files (``header.py``), written as a stream, read in ranges; and plain values (``values.py``).
 
 A writer needs the sizes first, which it knows, and then one chunk of one tensor at a time. A reader needs the header,
-and then the ranges of bytes that it wants. Any other program for this format reads the files, too.
-
-``values.py`` says how plain values are kept.
+and then the ranges of bytes that it wants.
 """
 
 from __future__ import annotations

@@ -68,7 +68,6 @@ class SaveTarget:
 
     @property
     def final(self) -> Path:
-        """The checkpoint."""
         return self.folder / f"step-{self.step:08d}"
 
     @property
@@ -191,7 +190,6 @@ def discard(target: SaveTarget) -> None:
 
 
 def unwritten(target: SaveTarget, error: object) -> CheckpointError:
-    """Returns the error of a checkpoint that cannot be written."""
     return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
 
 

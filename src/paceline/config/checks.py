@@ -106,7 +106,6 @@ def _refuse(*, when: Callable[[Config], bool], what: str, rule: str, fix: str) -
 
 
 def check_name(config: Config) -> Iterator[Problem]:
-    """Checks that the run's name can be the name of a folder."""
     name = config.name
     is_plain = name.strip() == name and name not in ("", ".", "..") and len(name) <= _LONGEST_NAME
     if not is_plain or not name.isprintable() or re.search(r'[/\\:<>"|?*]', name):
@@ -140,7 +139,6 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
 
 
 def check_gpt_size(config: Config) -> Iterator[Problem]:
-    """Checks that a GPT has a named size, or all of its dimensions."""
     model = config.model
     if not isinstance(model, GPTModelConfig) or model.size is not None:
         return
@@ -153,7 +151,6 @@ def check_gpt_size(config: Config) -> Iterator[Problem]:
 
 
 def check_gpt_heads(config: Config) -> Iterator[Problem]:
-    """Checks that heads divide the width, key-value heads divide the heads, and rotary positions have pairs."""
     shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
     if shape is not None:
         is_rotary = shape.positions == "rotary"
@@ -161,7 +158,6 @@ def check_gpt_heads(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
-    """Checks that ``parallel.strategy = auto`` has a whole model."""
     parallel = config.parallel
     if parallel.strategy == "auto" and parallel.sharding_strategy == "manual" and _is_split(parallel):
         keys = _degrees(parallel, "parallel.{0}", " and ")
@@ -173,7 +169,6 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_sharding(config: Config) -> Iterator[Problem]:
-    """Checks that what ``parallel.sharding_strategy = auto`` chooses is not given as well."""
     parallel = config.parallel
     if parallel.sharding_strategy == "manual":
         return
@@ -190,7 +185,6 @@ def check_auto_sharding(config: Config) -> Iterator[Problem]:
 
 
 def check_schedule_file(config: Config) -> Iterator[Problem]:
-    """Checks that a schedule of the user's own exists, is read, and is the only one that is asked for."""
     parallel, file = config.parallel, config.parallel.schedule_file
     if file is None or parallel.sharding_strategy == "auto":
         return
@@ -210,7 +204,6 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
-    """Checks that ``train.microbatch = auto`` comes with a model that each rank runs by itself."""
     if _is_split(config.parallel) and config.train.microbatch == "auto":
         yield Problem(
             what=f"train.microbatch = auto with {_degrees(config.parallel)}",

@@ -36,8 +36,6 @@ _EPOCHS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedConfig:
-    """The values of a config of ours, and a line on each thing that was decided or left out."""
-
     values: dict[str, Any]
     notes: tuple[str, ...]
 

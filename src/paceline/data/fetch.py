@@ -1,11 +1,8 @@
 """How a batch is read: in this process, or ahead of time by worker processes. The order is that of the requests.
 
-Without workers a batch is one direct call: a ``DataLoader`` adds nothing there (except pinned memory, for which it is
-used where nothing feeds a device: see feed.py). With workers, a ``DataLoader`` gets the requests as its sampler. One
-iteration serves all epochs of a run, so nothing drains or restarts at an epoch's end.
-
-An exception in a worker travels as a value. Re-raised by the ``DataLoader`` it would lose its cause, and some
-exceptions cannot be rebuilt at all.
+Without workers a batch is one direct call. With workers, a ``DataLoader`` gets the requests as its sampler. One
+iteration serves all epochs of a run, so nothing drains or restarts at an epoch's end. An exception in a worker travels
+as a value: re-raised by the ``DataLoader`` it would lose its cause, and some exceptions cannot be rebuilt at all.
 
 Each request seeds its worker's random states from (seed, epoch, first sample). So random augmentation does not depend
 on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
@@ -137,7 +134,6 @@ class LoaderSource:
             yield batch
 
     def close(self) -> None:
-        """Ends the worker processes now."""
         loader, self._loader = self._loader, None
         self._stream_number += 1
         batches = getattr(loader, "_iterator", None)

@@ -152,12 +152,10 @@ def _reopen(folder: Path, _changed: int) -> FolderTokenizer:
 
 
 def code_points(text: str) -> NDArray[np.uint32]:
-    """Returns the characters of a text as numbers."""
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Says whether a folder holds a tokenizer."""
     return (folder / VOCABULARY).is_file() or (folder / TOKENIZER).is_file()
 
 
@@ -175,7 +173,6 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 
 def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]:
-    """Returns the smallest type that holds all tokens of a vocabulary."""
     if vocab_size <= np.iinfo(np.uint8).max + 1:
         return np.uint8
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32

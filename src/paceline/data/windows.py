@@ -4,8 +4,8 @@
     random   the N - T places where a window may begin are cut into as many equal spans as there are blocks; sample i
              begins at a place in span i that is drawn anew each epoch, as a pure function of (seed, epoch, i)
 
-So an epoch of random windows is one pass over the text: each token is expected in it once, and no two epochs have the
-same windows. A model that sees a text many times learns the same windows by heart much sooner than new ones.
+So an epoch of random windows is one pass over the text, and no two epochs have the same windows: a model that sees a
+text many times learns the same windows by heart much sooner than new ones.
 
 With an ``end_token``, documents are kept apart: what follows their ends is no target. See ``document_starts`` in
 ``models/gpt.py`` for what the model does.
@@ -100,7 +100,6 @@ class TokenBlocks(EpochDataset):
         return max(len(self.tokens) - 1, 0) // self.context
 
     def starts(self, indices: Indices, epoch: int) -> Indices:  # noqa: ARG002  # the same in all
-        """Returns the first token of each sample."""
         return indices * self.context
 
     def read(self, indices: Indices, epoch: int) -> Pair:

@@ -101,7 +101,6 @@ class _CheckedReader(FileSystemReader):
         return self._metadata
 
     def take(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Fills tensors and values by their names."""
         if not wanted:
             return wanted
         with _without_warning():

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.header import Header, TensorPlace, parse_header
+from paceline.checkpoint.header import TensorPlace, read_header
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, MODEL, OPTIMIZER, State
 from paceline.checkpoint.storage import LocalFiles, cannot_read
 from paceline.checkpoint.tensors import Progress, Stream, decode, dtype_of, encode, ignore_progress
@@ -44,7 +44,6 @@ class Incoming:
 
     @property
     def num_bytes(self) -> int:
-        """How much will be read."""
         return sum(stream.num_bytes for stream in (*self.model.values(), *self.optimizer.values()))
 
 
@@ -81,8 +80,12 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
             "  add --allow-pickle if you trust who wrote it (values alone are read, never code), "
             "or convert it to safetensors"
         )
-    readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_distributed}
-    found = readers[kind](path)
+    if kind == "dcp":
+        from paceline.checkpoint.tools.distributed import read_distributed
+
+        found = _split_content(read_distributed(path))
+    else:
+        found = _open_torch(path) if kind == "torch" else _open_safetensors(path)
     if not found.model:
         raise CheckpointError(
             f"{path} has no tensors of a model\n  a state dict maps names to tensors\n"
@@ -150,7 +153,7 @@ def _open_safetensors(path: Path) -> Incoming:
     streams: dict[str, Stream] = {}
     extra: dict[str, Any] = {}
     for file in files:
-        header = safetensors_header(file)
+        header = read_header(LocalFiles(), file)
         if twice := streams.keys() & header.tensors.keys():
             raise CheckpointError(
                 f"{file} has {min(twice)}, and another file too\n  each tensor is in one file\n  copy the folder again"
@@ -212,18 +215,6 @@ def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def safetensors_header(path: Path) -> Header:
-    try:
-        return parse_header(LocalFiles(), path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
-            "  check the path, or --format; or copy or download it again"
-        ) from error
-
-
 def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
     def read() -> Iterator[memoryview]:
         for first in range(place.begin, place.end, WINDOW_BYTES):
@@ -281,12 +272,6 @@ def _open_torch(path: Path) -> Incoming:
             "  some show the same bytes again and again\n  save them with .clone()"
         )
     return found
-
-
-def _open_distributed(path: Path) -> Incoming:
-    from paceline.checkpoint.tools.distributed import read_distributed
-
-    return _split_content(read_distributed(path))
 
 
 def _split_content(nested: Mapping[Any, Any]) -> Incoming:

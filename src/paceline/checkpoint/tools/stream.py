@@ -1,8 +1,6 @@
 """Tensors as streams of bytes: read from a checkpoint window by window, written to files as they come.
 
-``write_checkpoint`` writes a checkpoint as if other ranks had saved it: what ``reshard`` and ``import`` end in. Each
-rank's files are streamed one after another; then they are committed as any checkpoint is, and replace nothing that is
-there.
+``write_checkpoint`` writes a checkpoint as if other ranks had saved it: what ``reshard`` and ``import`` end in.
 
 Memory: some windows of 8 MiB, whatever the size of a tensor or of the checkpoint.
 """
