@@ -17,7 +17,7 @@ from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.planned import with_memory
+from paceline.predict.memory.memory import with_memory
 from paceline.search import automatic
 from paceline.search.automatic import Choice, apply_choice
 from paceline.search.ladder import overhead_of

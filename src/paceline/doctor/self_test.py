@@ -20,8 +20,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.clock_offset import clock_offset
-from paceline.comm.objects import gather_objects
+from paceline.comm.objects import clock_offset, gather_objects
 from paceline.config.settings import GLOO_INTERFACE
 from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
 from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of

@@ -25,8 +25,7 @@ from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known, rank_estimates
 from paceline.search.expect import present_cluster
 from paceline.search.request import planned_values, request_for
 from paceline.search.result import PlanResult, plan_for
@@ -97,10 +96,10 @@ def needed(config: Config, *, node_ranks: int | None = None, in_turns: bool = Fa
     names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
     # As many ranks of each stage; the framework is there once.
     parts = {name: ranks * sum(getattr(each, name) for each in stages) // len(stages) for name in names}
-    parts["framework"] = stages[0].framework
+    parts["framework"] = int(stages[0].framework)
     if in_turns:
         largest = max(stages, key=lambda each: each.activations + each.temporary)  # of the one whose turn it is
-        parts |= {"activations": largest.activations, "temporary": largest.temporary}
+        parts |= {"activations": int(largest.activations), "temporary": int(largest.temporary)}
     return MemoryNeed(who=who, parts=parts)
 
 

@@ -20,12 +20,11 @@ from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.layout import Compression, Layout, Offload
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import RECOMPUTES, Compute, Workload
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import StateFacts
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory, StateFacts
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
 from paceline.search.hugging_face import read_hugging_face
 
@@ -124,7 +123,6 @@ def task_of(
     """
     train, compiles = config.train, Layout(compile=config.model.compile).for_ranks(devices).compile
     precision = train.precision_on(config.parallel.device)
-    own: ModelShape | SampleModel
     seq_len, checkpoints = 1, CHECKPOINTS
     if isinstance(config.model, GPTModelConfig):
         known = known_gpt(config)

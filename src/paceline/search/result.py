@@ -20,7 +20,6 @@ from paceline.config.yaml_text import dump_values
 from paceline.errors import UsageError
 from paceline.notebook import Shown, table
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Workload
 from paceline.search.candidates import TrainingTask
 from paceline.search.request import PlanRequest, planned_values, why_not_written, workload_as_written
@@ -295,7 +294,9 @@ def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
 
 def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
     step, (low, high) = ranked.prediction.step, ranked.prediction.band
-    formula, need = asdict(ranked.prediction.memory), result.task_for(ranked).need
+    names = ("parameters", "gradients", "optimizer", "activations", "temporary", "framework")
+    formula = {name: getattr(ranked.prediction.memory, name) for name in names}
+    need = result.task_for(ranked).need
     found = None if need is None else need.estimate(ranked.layout)  # None for a model that it does not know
     estimate = None
     if found is not None:
@@ -356,9 +357,9 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
     request = result.request
     task, cluster = request.tasks[0], request.cluster
     samples = (
-        f"{task.global_batch} sequences of {task.seq_len} tokens"
-        if isinstance(task.model, ModelShape)
-        else f"{task.global_batch} samples"
+        f"{task.global_batch} samples"
+        if task.model.is_sampled
+        else f"{task.global_batch} sequences of {task.seq_len} tokens"
     )
     compute = "any precision" if len(request.tasks) > 1 else task.compute
     yield (
@@ -433,8 +434,7 @@ def _scaling(result: PlanResult) -> Iterator[str]:
 
 
 def _heading(result: PlanResult, *, has_cost: bool = True) -> str:
-    is_in_tokens = isinstance(result.request.tasks[0].model, ModelShape)
-    unit, billion = ("tokens", "B") if is_in_tokens else ("samples", "G")
+    unit, billion = ("samples", "G") if result.request.tasks[0].model.is_sampled else ("tokens", "B")
     cost = f"{'h' if result.price is None else '$'}/{billion} {unit}"
     shown = f" {cost:>12}" if has_cost and result.shows_cost else ""
     return f"{'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{shown}"

@@ -25,8 +25,7 @@ from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.notebook import Shown, curve
 from paceline.plan.plan import MemoryEstimate, Plan
-from paceline.predict.memory.memory import is_known
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Sink
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
@@ -231,7 +230,7 @@ def _run_rank(
     trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks)
     trace, memory = trainer.parts.engine.world.trace, _memory(config, where, trainer.parts.plan)
     assert trace is not None
-    meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else memory.device_bytes)
+    meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
     trainer.parts = replace(trainer.parts, meter=meter)
     device = "cpu"
     pricing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
