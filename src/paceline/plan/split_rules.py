@@ -89,22 +89,17 @@ def _enough_layers(case: RuleCase) -> Iterator[Problem]:
     if not layers or stages <= layers:
         return
     chunks = stages // layout.pipeline
+    fewer = f"{case.key('pipeline')} = {max(1, layers // chunks)}"
+    if chunks > 1 and layers // chunks <= 1:  # a pipeline of one rank is none
+        fewer = f"{case.key('chunks')} = {max(1, layers // layout.pipeline)}"
     noun = "linear layers" if case.model.kind == "mlp" else "layers, blocks and both ends"
     yield Problem(
         what=case.said("pipeline")
         + (f" x {case.key('chunks')} = {chunks}" if chunks > 1 else "")
         + f" makes {stages} stages of a model with {layers} {noun}",
         rule="every stage runs at least one whole layer",
-        fix=f"try {_fewer_stages(case, layers, chunks)}, or a deeper model",
+        fix=f"try {fewer}, or a deeper model",
     )
-
-
-def _fewer_stages(case: RuleCase, layers: int, chunks: int) -> str:
-    """Names the degree that has so many layers for its stages; a pipeline of one rank is none, with fewer chunks."""
-    pipeline = layers // chunks
-    if pipeline > 1 or chunks == 1:
-        return f"{case.key('pipeline')} = {max(1, pipeline)}"
-    return f"{case.key('chunks')} = {max(1, layers // case.layout.pipeline)}"
 
 
 def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:

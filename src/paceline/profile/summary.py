@@ -14,7 +14,7 @@ For each rank, over the profiled steps:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -116,37 +116,16 @@ class ProfileSummary:
 def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
     late = _late_intervals(ranks)
     zero_s = begin_s(ranks)
-    own: defaultdict[str, float] = defaultdict(float)
-    calls: Counter[str] = Counter()
-    for each in ranks:
-        for operator in each.spans.operators:
-            own[operator.name] += operator.host_s
-            calls[operator.name] += operator.calls
-    kernels: dict[str, list[float]] = defaultdict(list)
-    for each in ranks:
-        for event in each.events:
-            if event.is_device_work:
-                kernels[event.name].append(event.end_s - event.start_s)
+    operators = (each for one in ranks for each in one.spans.operators)
+    kernels = (each for one in ranks for each in one.events if each.is_device_work)
     actions: dict[str, list[float]] = defaultdict(list)
-    for each in ranks:
-        for action in each.spans.tracks.get("actions", ()):
-            actions[action.name.rstrip("0123456789.")].append(action.seconds)
+    for action in (action for one in ranks for action in one.spans.tracks.get("actions", ())):
+        actions[action.name.rstrip("0123456789.")].append(action.seconds)
     return ProfileSummary(
         steps=max((len(each.spans.tracks.get("steps", ())) for each in ranks), default=0),
         ranks=tuple(_rank_times(each, late[each.spans.rank]) for each in ranks),
-        operators=tuple(
-            Operator(name=name, calls=calls[name], host_s=seconds, device_s=0.0)
-            for name, seconds in sorted(own.items(), key=lambda each: -each[1])[:50]
-        ),
-        kernels=tuple(
-            sorted(
-                (
-                    Operator(name=name, calls=len(times), host_s=0.0, device_s=sum(times))
-                    for name, times in kernels.items()
-                ),
-                key=lambda each: -each.device_s,
-            )[:50]
-        ),
+        operators=_costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
+        kernels=_costliest((each.name, 1, 0.0, each.end_s - each.start_s) for each in kernels),
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
         memory={
             each.spans.rank: tuple(
@@ -156,6 +135,16 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
         },
         clock_error_s=max((each.spans.clock_error_s for each in ranks), default=0.0),
     )
+
+
+def _costliest(rows: Iterable[tuple[str, int, float, float]]) -> tuple[Operator, ...]:
+    """Adds up calls, seconds of the host and of the device by name; the fifty names that took longest."""
+    found: dict[str, Operator] = {}
+    for name, calls, host_s, device_s in rows:
+        had = found.get(name) or Operator(name=name, calls=0, host_s=0.0, device_s=0.0)
+        host_s, device_s = had.host_s + host_s, had.device_s + device_s
+        found[name] = Operator(name=name, calls=had.calls + calls, host_s=host_s, device_s=device_s)
+    return tuple(sorted(found.values(), key=lambda each: -(each.host_s + each.device_s))[:50])
 
 
 def _rank_times(profile: RankProfile, late: Sequence[Interval]) -> RankTimes:
