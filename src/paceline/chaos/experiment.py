@@ -258,7 +258,6 @@ def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
 
 
 def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> LossComparison:
-    """Trains the same config undisturbed, and compares."""
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
     folder = Path(run.config.monitor.folder) / name
     run.say("now undisturbed, to compare")

@@ -130,7 +130,6 @@ def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
 
 
 def _several_hosts(case: RuleCase) -> Iterator[Problem]:
-    """The hierarchical algorithm has hosts to go between."""
     ranks, asked = case.ranks, case.layout.node_ranks
     if ranks is None or ranks == 1 or case.layout.algorithm != "hierarchical":
         return
@@ -150,7 +149,6 @@ def _several_hosts(case: RuleCase) -> Iterator[Problem]:
 
 
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
-    """No field of sharding is changed that the strategy does not read."""
     layout = case.layout
     owners = {} if layout.is_fully_sharded else dict.fromkeys(OF_FULL_SHARDING, "fsdp and hybrid")
     if layout.strategy != "hybrid":
@@ -212,7 +210,6 @@ def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
 
 
 def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
-    """No number of the compression is changed that its policy does not read."""
     given, default, place = case.layout.compression, Compression(), case.key("compression")
     for name in (each.name for each in fields(given) if each.name != "policy"):
         owners = _OF_COMPRESSION.get(name, (given.policy,))
@@ -225,7 +222,6 @@ def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
 
 
 def _residuals_have_one_unit(case: RuleCase) -> Iterator[Problem]:
-    """What one step did not send is in the unit of the next."""
     given, place = case.layout.compression, case.key("compression")
     if given.is_any and given.error_feedback and case.layout.precision == "fp16":
         yield Problem(
@@ -247,7 +243,6 @@ def _buckets_ordered(case: RuleCase) -> Iterator[Problem]:
 
 
 def _has_blocks(case: RuleCase) -> Iterator[Problem]:
-    """Activations are checkpointed block by block, and a perceptron has no repeated blocks."""
     if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
         yield Problem(
             what=f"{case.said('checkpoint_activations')} with model.kind = mlp",
@@ -257,7 +252,6 @@ def _has_blocks(case: RuleCase) -> Iterator[Problem]:
 
 
 def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
-    """The loss is fused with an output layer over a vocabulary, which one rank has whole beside the model's stream."""
     if case.layout.fused_loss is not True:
         return
     what, fix = case.said("fused_loss"), f"leave {case.key('fused_loss')} out"
@@ -282,7 +276,6 @@ def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
 
 
 def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
-    """Products of 8 bits are those of linear layers inside blocks."""
     if case.layout.precision in ("fp8", "fp8_row") and case.model.kind in ("mlp", "resnet"):
         yield Problem(
             what=f"{case.said('precision')} with model.kind = {case.model.kind}",
@@ -292,7 +285,6 @@ def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
 
 
 def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
-    """Context parallelism can be predicted, and not run."""
     if case.layout.context > 1:
         yield Problem(
             what=f"context = {case.layout.context}",
@@ -302,7 +294,6 @@ def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
 
 
 def _experts_fit(case: RuleCase) -> Iterator[Problem]:
-    """Experts are laid over the ranks that share the batch, and over those that share the shards."""
     layout, expert = case.layout, case.layout.expert
     if expert == 1:
         return

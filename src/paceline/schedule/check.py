@@ -52,7 +52,6 @@ def _refuse(schedule: Schedule, cell: tuple[int, int], action: Action, what: str
 
 
 def _refuse_order(schedule: Schedule, cells: _Cells, action: Action, before: Action, rule: str) -> NoReturn:
-    """Refuses an action that stands before one that it needs."""
     _refuse(schedule, cells[action], action, f"comes before {before}, which is in slot {cells[before][1]}", rule)
 
 

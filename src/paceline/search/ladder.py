@@ -160,7 +160,6 @@ def whole_ladder(
 
 
 def _checkpoints_for(model: ModelFacts, asked: Layout, keep: frozenset[str]) -> tuple[str, ...]:
-    """Returns the checkpointing to try, the cheapest first."""
     checkpoints = (asked.checkpoint_activations,) if "checkpoint_activations" in keep else _CHECKPOINTS
     return checkpoints if model.blocks else checkpoints[:1]  # there is nothing to checkpoint block by block
 

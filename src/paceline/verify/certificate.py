@@ -121,7 +121,6 @@ def _largest(
     tensors: Callable[[StepValues], Tensors],
     scale: Tensors | None = None,
 ) -> dict[str, float]:
-    """Returns the largest error of each tensor over the ranks."""
     wanted = tensors(expected)
     found = [bound.measure(tensors(values), wanted, scale or {}) for values in per_rank]
     return {name: worst({str(rank): errors[name] for rank, errors in enumerate(found)}) for name in wanted}

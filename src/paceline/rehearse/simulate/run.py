@@ -206,7 +206,6 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
 
 
 def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
-    """Returns the number of ranks, and the settings of their clocks."""
     ranks = config.parallel.decided_ranks
     return ranks, VirtualTime(
         cost=conditions.wire_cost(ranks, config.parallel.node_ranks),
