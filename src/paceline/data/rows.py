@@ -71,7 +71,10 @@ class RowDataset(EpochDataset):
 
     def read(self, indices: Indices, epoch: int) -> Pair:  # noqa: ARG002  # the same in all
         if self._first is None:
-            self._first = self._find_first()
+            usable = ((index, sample) for index in range(len(self)) if (sample := self._sample(index)) is not None)
+            self._first = next(usable, None)
+            if self._first is None:
+                raise DataError(f"{self.rows.place(0)} and all other rows cannot be used\n  a run needs samples")
         samples = [self._sample(index) for index in indices.tolist()]
         like = self._first[1]
         empty = torch.zeros_like(like[0]), torch.full_like(like[1], IGNORED)
@@ -84,13 +87,6 @@ class RowDataset(EpochDataset):
             is_class = targets != IGNORED
             targets[is_class] = torch.tensor(self.labels)[targets[is_class]]
         return inputs, targets
-
-    def _find_first(self) -> tuple[int, Pair]:
-        """Returns the first row that can be used, whose form all others have."""
-        for index in range(len(self)):
-            if (sample := self._sample(index)) is not None:
-                return index, sample
-        raise DataError(f"{self.rows.place(0)} and all other rows cannot be used\n  a run needs samples")
 
     def _sample(self, index: int) -> Pair | None:
         try:
