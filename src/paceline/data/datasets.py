@@ -4,7 +4,7 @@ A data set is map-style: ``len(dataset)`` and ``dataset[i]``. Where it also has 
 read in one call: a list is taken for a list of samples (PyTorch's convention), anything else for the finished batch.
 
 Images may be bytes (uint8), a quarter of what floats are to read and to copy. A data set that says ``mean`` and ``std``
-in its shape has them normalised on the device: see ``train/normalise.py``.
+in its shape has them normalised on the device: see ``train/loss.py``.
 
 Every synthetic set can be learned, so that a falling loss means something. Each is a pure function of its arguments,
 drawn in bulk from one numpy generator.
