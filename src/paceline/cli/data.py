@@ -32,19 +32,7 @@ def prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Encode text once, into files that runs map into memory.
-
-    A text file is one document; so is each line of JSON lines, and each row of parquet. An end token follows each. If
-    it is ended early, the same command goes on where it was.
-
-    Examples:
-
-      paceline data prepare book.txt --tokenizer char --output data/book
-
-      paceline data prepare corpus/*.jsonl --tokenizer ~/models/gpt2 --output data/corpus
-
-      paceline train configs/gpt_pydoc.yaml 'data={kind: tokens, path: data/book}'
-    """
+    """Encode text once, into files that runs map into memory."""
     from paceline.data.prepare import PrepareOptions, total_bytes
     from paceline.data.prepare import prepare as run
 
@@ -80,14 +68,7 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Compare the hash of every file: reads everything.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a folder of tokens holds, and whether its files are whole.
-
-    Examples:
-
-      paceline data inspect data/book
-
-      paceline data inspect data/corpus --verify --json
-    """
+    """Say what a folder of tokens holds, and whether its files are whole."""
     from paceline.data.manifest import check_shards, read_manifest
     from paceline.data.token_files import open_tokens
 

@@ -65,18 +65,7 @@ class StartOptions:
 @app.command()
 @grouped
 def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOptions) -> None:
-    """Start a run, and follow it; leaves with its exit code.
-
-    Ctrl-C stops following: the run goes on. A job that is started again continues from its newest checkpoint.
-
-    Examples:
-
-      paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --time 1:00:00 --set qos=high
-
-      paceline launch configs/gpt_pydoc.yaml --on ssh --hosts host1,host2
-
-      paceline launch configs/gpt_pydoc.yaml --on ray --nodes 2 --set address=10.0.0.1:6379
-    """
+    """Start a run, and follow it; leaves with its exit code."""
     from paceline.launch.job import LaunchJob
     from paceline.launch.start import prepare
     from paceline.launch.start import start as submit

@@ -48,20 +48,7 @@ class TrainOptions:
 
 @grouped
 def train(context: typer.Context, config: ConfigPath, overrides: Overrides = None, *, asked: TrainOptions) -> None:
-    """Train on this machine: one rank per GPU, or two CPU ranks.
-
-    Examples:
-
-      paceline train configs/digits.yaml
-
-      paceline train configs/gpt_pydoc.yaml parallel.ranks=4 train.steps=50
-
-      paceline train configs/digits.yaml train.epochs=30 --resume auto
-
-      torchrun --nproc-per-node 2 -m paceline train configs/digits.yaml
-
-      paceline train configs/digits.yaml train.global_batch=96 --nnodes 1:4 --rdzv host1:29400
-    """
+    """Train on this machine: one rank per GPU, or two CPU ranks."""
     options_here = [name for each in context.command.params for name in each.opts if name.startswith("--")]
     config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
     for note in notes if tells_for_host() else ():
