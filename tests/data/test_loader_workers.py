@@ -9,7 +9,7 @@ import torch
 
 from paceline.data import workers
 from paceline.data.datasets import SampleSubset, TensorPairs
-from paceline.data.workers import choose_workers
+from paceline.data.loader import choose_workers
 
 
 class Slow:
