@@ -336,7 +336,8 @@ def nothing_there(path: Path, fix: str) -> CheckpointError:
     where, rule = url_of(path), "a run saves into <run folder>/checkpoints/step-<number>"
     if not isinstance(storage_of(path), LocalFiles):
         return CheckpointError(f"no checkpoint in {where}\n  {rule}\n  {fix}")
-    if _is_foreign(path):
+    weights = [path / name for name in _WEIGHT_FOLDERS]
+    if path.suffix in _WEIGHTS if path.is_file() else any(each.is_file() for each in weights):
         return CheckpointError(
             f"no checkpoint in {where}: it holds weights in another format\n  {rule}\n"
             f"  take them in first:  paceline checkpoint import {where} DST"
@@ -358,10 +359,3 @@ def cannot_write(path: Path, error: OSError, *, name: str = "") -> CheckpointErr
     rule, fix = _WRITING.get(error.errno or 0, (_FAILED, "look at the disk"))
     what = f"{name} = {url_of(path)}" if name else url_of(path)
     return CheckpointError(f"cannot write {what}: {error.strerror or error}\n  {rule}\n  {fix}")
-
-
-def _is_foreign(path: Path) -> bool:
-    """Says whether there are weights that ``paceline checkpoint import`` takes in."""
-    if path.is_file():
-        return path.suffix in _WEIGHTS
-    return any((path / name).is_file() for name in _WEIGHT_FOLDERS)

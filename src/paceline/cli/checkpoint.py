@@ -16,7 +16,7 @@ import typer
 
 from paceline.cli import checkpoint_text as text
 from paceline.cli.options import grouped, progress_bar
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -222,11 +222,8 @@ def _find_whole(where: str, fast: bool) -> Path:
 
 
 def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
-    from paceline.config.suggest import nearest
-
     if word not in known:
-        meant = nearest(word, known)
-        fix = f"did you mean {meant}?" if meant else "choose one of them"
+        fix = did_you_mean(word.lower(), known, "choose one of them", cutoff=0.5)
         raise UsageError(f"{option} {word}: there is none of that name\n  there are {', '.join(known)}\n  {fix}")
 
 

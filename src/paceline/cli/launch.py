@@ -100,7 +100,10 @@ def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOption
         return
     job = submit(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
-    _leave_or_follow(target, job, is_left=asked.detach or asked.array is not None)
+    if asked.detach or asked.array is not None:
+        echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
+        return
+    raise typer.Exit(_follow(target, job))
 
 
 @app.command()
@@ -144,13 +147,6 @@ def cancel(name: str = typer.Argument(help="A launch, or its job's id."), runs: 
     job = find_launch(runs, name)
     find_target(job.target).cancel(job)
     echo(f"asked {job.name} (job {job.id} on {job.target}) to end")
-
-
-def _leave_or_follow(target: Target, job: LaunchJob, *, is_left: bool) -> None:
-    if is_left:
-        echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
-        return
-    raise typer.Exit(_follow(target, job))
 
 
 def _follow(target: Target, job: LaunchJob) -> int:
