@@ -60,8 +60,8 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
     """Loads a rank's part of a saved state. Raises MisfitError, before any change, for another kind or other groups."""
     by_id, rows, state, number = _by_id(shards), [], {}, 0
     ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for key, shard in by_id.items():
-        if key not in ours and f"{OPTIMIZER}{shard.name}" in checkpoint.found:
+    for identity, shard in by_id.items():
+        if identity not in ours and f"{OPTIMIZER}{shard.name}" in checkpoint.found:
             raise MisfitError(f"its optimizer updates {shard.name}, which this one does not")
     tensors: dict[str, list[str]] = {}
     for name in checkpoint.shapes(OPTIMIZER):

@@ -42,7 +42,7 @@ def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[Exp
     Raises ConfigError when the batch does not fit these ranks.
     """
     if isinstance(config, LoadedConfig):
-        config, sources = config.config, config.sources
+        sources, config = config.sources, config.config
     else:
         given = config.model_dump(mode="json", exclude_unset=True)
         sources = {path: "default" if value_at(given, path) is MISSING else "given" for path in leaf_values(config)}
