@@ -23,10 +23,9 @@ from paceline.config.data_sections import may_ignore
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
-from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.loader import EvalLoader, TrainLoader, WorkerChoice, choose_workers
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, data_of
-from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
