@@ -114,8 +114,7 @@ def state_file() -> Path:
 
 
 def _check(exercise: Exercise, text: str, *, as_json: bool) -> None:
-    from paceline.learn.answer_file import load_function
-    from paceline.learn.course import judge, sentence
+    from paceline.learn.course import judge, load_function, sentence
     from paceline.learn.progress import load_progress, save_progress
 
     answer: Any = load_function(exercise, Path(text)) if exercise.answer == "function" else text

@@ -11,6 +11,8 @@ import importlib
 import inspect
 import linecache
 import math
+import runpy
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +79,45 @@ def ask(number: str) -> None:
 def hint(number: str, place: int = 1) -> None:
     """Prints a hint of an exercise: the first, or the one at ``place``; past the last one, the last."""
     echo(hint_text(find(number), place))
+
+
+def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:
+    """Runs a file and returns the function that the exercise asks for.
+
+    Raises UsageError where there is no such file, it fails by itself, or it does not define the function.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"there is no file {str(path)!r}\n"
+            f"  exercise {exercise.number} asks for a Python file that defines {exercise.function}\n"
+            f"  write the function into a file, and run: paceline learn check {exercise.number} FILE.py"
+        )
+    defined = _run_file(path)
+    found = defined.get(exercise.function)
+    if not callable(found):
+        names = [name for name, value in defined.items() if callable(value) and not name.startswith("_")]
+        near = difflib.get_close_matches(exercise.function, names, n=1)
+        fix = f"did you mean it by {near[0]}? Rename that" if near else f"define it: def {exercise.function}(...):"
+        raise UsageError(
+            f"{path} defines no function {exercise.function}\n"
+            f"  exercise {exercise.number} calls the function of that name\n  {fix}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """Runs a file with its folder on the path of imports. Nothing is cached, so that an edit always counts."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return runpy.run_path(str(path), run_name="answer")
+    except (Exception, SystemExit) as error:
+        where = last_line(error, str(path))
+        raise UsageError(
+            f"{path} raised {type(error).__name__}: {error}\n"
+            f"  {where or 'the file fails by itself'}\n  run it alone first: python {path}"
+        ) from error
 
 
 def sentence(exercise: Exercise, verdict: Verdict) -> str:
