@@ -14,7 +14,7 @@ from paceline.bench.gpu import loops
 from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
 from paceline.bench.gpu.loops import ArmTurn, GpuArm, run_arm
 from paceline.bench.gpu.workloads import GpuWorkload, all_workloads, workloads_on
-from paceline.cluster.peaks import Peaks
+from paceline.cluster.devices import Peaks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions
 TINY, IMAGES = all_workloads()["gpt-tiny"], all_workloads()["resnet-tiny"]

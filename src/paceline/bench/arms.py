@@ -32,7 +32,7 @@ from paceline.engines.compiled import compile_model
 from paceline.engines.precision import Precision, precision_named
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
-from paceline.train.update import update_if_finite
+from paceline.train.step import update_if_finite
 
 _CLIP = 1.0
 SHARED = "shared memory"

@@ -15,7 +15,7 @@ import torch
 
 from paceline.bench.interleave import Timing, Turns, interleave
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
-from paceline.comm.algorithms.topology import state_topology
+from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError

@@ -30,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.classic.arguments import expect, refuse
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
-from paceline.comm.algorithms.topology import detect_topology
+from paceline.comm.algorithms.rounds import detect_topology
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import gather_objects

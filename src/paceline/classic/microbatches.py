@@ -57,13 +57,10 @@ from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
 from paceline.records.meter import StepMeter, peak_memory_bytes
-from paceline.train.loss import LossValue
-from paceline.train.output_loss import Criterion, OutputLoss, count_samples
+from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
-from paceline.train.scaler import make_scaler
-from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
-from paceline.train.survive.bad_steps import BadSteps
-from paceline.train.survive.overflow import Wording, explain_bad_steps, find_overflow
+from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
+from paceline.train.survive.bad_steps import BadSteps, Wording, explain_bad_steps, find_overflow
 
 _WORDING = Wording(
     step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"

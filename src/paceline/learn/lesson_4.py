@@ -22,7 +22,7 @@ def state_bytes(parameters: int, strategy: Strategy, ranks: int) -> int:
     """Returns the bytes of parameters, gradients and moments on one rank: AdamW in fp32."""
     model = ModelFacts(name="exercise", blocks=(), root=BlockFacts(parameters=parameters))
     need = estimate_memory(model, Layout(strategy=strategy).for_ranks(ranks), StateFacts())
-    return need.parameters + need.gradients + need.optimizer
+    return int(need.parameters + need.gradients + need.optimizer)
 
 
 def check_states(answer: float) -> Said:

@@ -14,7 +14,7 @@ from paceline.cluster.devices import load_cluster
 from paceline.config import config_from_dict
 from paceline.learn.exercise import RIGHT, Said, judge_first, judge_number, says
 from paceline.predict.formulas.saving import best_interval, time_between_failures
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import rank_estimates
 
 _NODE, _CLUSTER = "1x dgx-h100", "10x dgx-h100"
 _PARAMETERS, _TOKENS, _MFU = 6.7e9, 1e12, 0.4
@@ -61,7 +61,7 @@ def state_bytes(strategy: str, ranks: int) -> int:
         "exercise 9.2",
     )
     found = rank_estimates(config)[0]
-    return found.parameters + found.gradients + found.optimizer
+    return int(found.parameters + found.gradients + found.optimizer)
 
 
 def check_strategy(answer: str) -> Said:

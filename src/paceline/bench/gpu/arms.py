@@ -24,7 +24,7 @@ import torch
 from paceline.bench.gpu.loops import ARMS, TRAIN, ArmTurn, GpuArm
 from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.bench.interleave import rotate
-from paceline.cluster.peaks import Peaks, find_peaks
+from paceline.cluster.devices import Peaks, find_peaks
 from paceline.data.registry import data_of
 from paceline.errors import LaunchError, PacelineError
 from paceline.models.registry import build_model
