@@ -55,29 +55,21 @@ class Gpus:
             self._library.nvmlShutdown()
 
     def _values(self, handle: Any) -> Iterator[tuple[str, float]]:
-        library = self._library
-        used = self._ask(library.nvmlDeviceGetUtilizationRates, handle)
-        if used is not None:
+        library, ask = self._library, self._ask
+        if (used := ask(library.nvmlDeviceGetUtilizationRates, handle)) is not None:
             yield "hw.gpu.utilization", used.gpu / 100
-        memory = self._ask(library.nvmlDeviceGetMemoryInfo, handle)
-        if memory is not None:
+        if (memory := ask(library.nvmlDeviceGetMemoryInfo, handle)) is not None:
             yield "hw.gpu.memory.usage", float(memory.used)
             yield "hw.gpu.memory.limit", float(memory.total)
-        power = self._ask(library.nvmlDeviceGetPowerUsage, handle)
-        if power is not None:
+        if (power := ask(library.nvmlDeviceGetPowerUsage, handle)) is not None:
             yield "hw.power", power / 1e3
-        temperature = self._ask(library.nvmlDeviceGetTemperature, handle, library.NVML_TEMPERATURE_GPU)
-        if temperature is not None:
-            yield "hw.temperature", float(temperature)
+        if (warmth := ask(library.nvmlDeviceGetTemperature, handle, library.NVML_TEMPERATURE_GPU)) is not None:
+            yield "hw.temperature", float(warmth)
         for name, clock in (("sm", library.NVML_CLOCK_SM), ("memory", library.NVML_CLOCK_MEM)):
-            megahertz = self._ask(library.nvmlDeviceGetClockInfo, handle, clock)
-            if megahertz is not None:
+            if (megahertz := ask(library.nvmlDeviceGetClockInfo, handle, clock)) is not None:
                 yield f"hw.gpu.clock.{name}", megahertz * 1e6
-        reasons = self._ask(library.nvmlDeviceGetCurrentClocksThrottleReasons, handle)
-        if reasons is not None:
-            for name, bits in _THROTTLED.items():
-                if reasons & bits:
-                    yield f"hw.gpu.throttle.{name}", 1.0
+        reasons = ask(library.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        yield from ((f"hw.gpu.throttle.{name}", 1.0) for name, bits in _THROTTLED.items() if reasons & bits)
 
     def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
         """Returns the answer; None where this GPU or driver has none."""
