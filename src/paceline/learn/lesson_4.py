@@ -26,7 +26,6 @@ def state_bytes(parameters: int, strategy: Strategy, ranks: int) -> int:
 
 
 def check_states(answer: float) -> Said:
-    """Compares with what the estimate of memory says of ZeRO 1."""
     needs: dict[str, float] = {name: state_bytes(_PARAMETERS, name, _RANKS) / _GB for name in _LADDER}
     truth, kind = needs.pop("zero1"), 4 * _PARAMETERS / _GB
     mistakes = {
@@ -69,7 +68,6 @@ def check_step(function: Any) -> Said:
 
 
 def check_strategy(answer: str) -> Said:
-    """Compares with the first strategy that fits, by the estimate of memory."""
     needs: dict[str, float] = {name: state_bytes(_LARGE, name, _RANKS) / _GB + _ACTIVATIONS_GB for name in _LADDER}
     return judge_first(answer, needs, _DEVICE_GB, device=_DEVICE_GB)
 

@@ -31,7 +31,6 @@ def block_bytes(ranks: int, stream_bytes: int) -> float:
 
 
 def check_bytes(answer: float) -> Said:
-    """Compares with the bytes of four all-reduces."""
     stream = _SAMPLES * _LENGTH * _WIDTH * _ELEMENT_BYTES
     truth = block_bytes(_RANKS, stream)
     mistakes = {

@@ -65,7 +65,6 @@ def state_bytes(strategy: str, ranks: int) -> int:
 
 
 def check_strategy(answer: str) -> Said:
-    """Compares with the first strategy whose states fit."""
     cluster = load_cluster(_NODE)
     needs = {name: state_bytes(name, cluster.devices) / 1e9 for name in STRATEGIES}
     return judge_first(answer, needs, cluster.device.memory_bytes / 1e9)
