@@ -19,8 +19,8 @@ from paceline.cli.app import app as whole_app
 from paceline.cli.learn import app
 from paceline.errors import UsageError
 from paceline.learn import course
+from paceline.learn.course import Progress, load_progress, parse_progress, save_progress
 from paceline.learn.exercise import RIGHT, Exercise, Lesson, Said, lessons, says
-from paceline.learn.progress import Progress, load_progress, parse_progress, save_progress
 
 ROOT = Path(__file__).parents[2]
 runner = CliRunner()
