@@ -42,8 +42,8 @@ from paceline.config.load import load_config
 from paceline.data.manifest import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
+from paceline.learn.course import parse_progress
 from paceline.learn.play import PlayInputs, answer_for
-from paceline.learn.progress import parse_progress
 from paceline.profile.merge import beside
 from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_line
 from paceline.run.warm_server import parse_request

@@ -376,7 +376,8 @@ class MicrobatchTrainer:
         self._forget_gradients()
         for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
             if bad.num_in_a_row >= self._policy.max_bad_steps:  # one too many: all ranks come here together
-                finding = find_overflow(Passes(self.engine, *bad.batch, bad.outcome.factor))
+                microbatches, loss = bad.batch
+                finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
                 raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
         return outcome.grad_norm
 

@@ -14,8 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from paceline.records.gpus import open_gpus
-from paceline.records.host import HostSampler
+from paceline.records.host import HostSampler, open_gpus
 from paceline.records.sinks import JsonlSink
 from paceline.run.polling import polling
 
