@@ -37,7 +37,6 @@ class LoopCounters:
         self.names: dict[int, str] = {}  # of what counts, by number: the same number on every rank
         self._places: dict[int, list[tuple[int, str]]] = defaultdict(list)  # by code: number and name
         self._seen: dict[int, tuple[int, int]] = {}  # last value, and how often it went up in a row
-        self._is_users: dict[int, bool] = {}
         self._codes: list[CodeType] = []  # kept, so that no other code gets their addresses
         self._num_looks = 0
 
@@ -48,7 +47,7 @@ class LoopCounters:
         found: dict[int, int] = {}
         num_frames = 0
         while frame is not None and num_frames < _MOST_FRAMES:
-            if self._is_user_code(frame.f_code):
+            if kind_of_file(frame.f_code.co_filename) == USER:
                 num_frames += 1
                 known = self._places.get(id(frame.f_code))
                 if is_full or known:
@@ -78,13 +77,7 @@ class LoopCounters:
             if rises >= _RISES and number not in self.names and len(self.names) < MOST_COUNTERS:
                 self.names[number] = name
                 self._places[id(code)].append((number, name))
-
-    def _is_user_code(self, code: CodeType) -> bool:
-        found = self._is_users.get(id(code))
-        if found is None:
-            found = self._is_users[id(code)] = kind_of_file(code.co_filename) == USER
-            self._codes.append(code)
-        return found
+                self._codes.append(code)
 
 
 def _value(values: Mapping[str, Any], name: str) -> int | None:
