@@ -27,8 +27,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split
-from paceline.comm.group import reduce_in_order
+from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split, reduce_in_order
 from paceline.comm.meeting import Meeting, threads_that_do_not_preempt, wait_until_all_joined
 from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory

@@ -50,7 +50,6 @@ from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_
 from paceline.train.evaluate import load_metrics
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
-from paceline.train.hooks import CompileHook, NoteHook, bucket_choice
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
@@ -58,7 +57,7 @@ from paceline.train.resolve import has_own_code, resolve_together
 from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import Hook, Trainer
+from paceline.train.trainer import CompileHook, Hook, NoteHook, Trainer, bucket_choice
 from paceline.units import format_bytes
 
 

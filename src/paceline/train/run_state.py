@@ -51,7 +51,7 @@ from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.step import StepPolicy, make_scaler
-from paceline.train.survive.bad_steps import BadSteps
+from paceline.train.survive.recovery import BadSteps
 from paceline.train.survive.retry import Retry
 
 

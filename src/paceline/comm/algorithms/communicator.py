@@ -42,8 +42,7 @@ from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
-from paceline.comm.base import DONE, Call, Communicator, ReduceOp, Work
-from paceline.comm.group import WrappedCommunicator, check_reduction
+from paceline.comm.base import DONE, Call, Communicator, ReduceOp, Work, WrappedCommunicator, check_reduction
 from paceline.comm.objects import reduce_number
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError, did_you_mean

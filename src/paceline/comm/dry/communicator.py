@@ -32,8 +32,7 @@ import torch
 from paceline.cluster.costs import Algorithm
 from paceline.comm.algorithms.communicator import MADE, AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import Round
-from paceline.comm.base import DONE, Call, Communicator, Work, check_peer, check_split
-from paceline.comm.group import WrappedCommunicator
+from paceline.comm.base import DONE, Call, Communicator, Work, WrappedCommunicator, check_peer, check_split
 from paceline.errors import UsageError
 from paceline.predict.replay.events import Issue
 

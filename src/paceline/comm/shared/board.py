@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.comm.base import ReduceOp
-from paceline.comm.group import reduce_in_order
+from paceline.comm.base import ReduceOp, reduce_in_order
 from paceline.comm.shared.progress import Fence, Steps
 from paceline.errors import CollectiveMismatchError
 

@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.comm.base import Call, Communicator, Work, check_split
-from paceline.comm.group import check_reduction
+from paceline.comm.base import Call, Communicator, Work, check_reduction, check_split
 from paceline.comm.objects import gather_objects, receive_object, send_object
 from paceline.comm.shared import board
 from paceline.comm.shared.native import collectives as native
