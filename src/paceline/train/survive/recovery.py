@@ -157,22 +157,14 @@ class BadStep:
         return {"grad_norm": self.grad_norm, "in_a_row": self.num_in_a_row, **scaled}
 
 
-@dataclass(slots=True)
-class _Unread:
-    step: int
-    outcome: StepOutcome
-    batch: Any
-    norm: torch.Tensor
-    copied: torch.cuda.Event | None
-
-
 class BadSteps:
     """How many steps were left out: in all, and in a row up to now."""
 
     def __init__(self) -> None:
         self.num_skipped = 0
         self.num_in_a_row = 0
-        self._unread: deque[_Unread] = deque()
+        # Step, outcome, batch, the norm on the host, and when it is there.
+        self._unread: deque[tuple[int, StepOutcome, Any, torch.Tensor, torch.cuda.Event | None]] = deque()
 
     def note(self, step: int, outcome: StepOutcome, batch: Any) -> Iterator[BadStep]:
         """Takes a step that was issued; yields the bad ones among those that are known by now."""
@@ -181,7 +173,7 @@ class BadSteps:
             norm = norm.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             copied.record()
-        self._unread.append(_Unread(step, outcome, batch, norm, copied))
+        self._unread.append((step, outcome, batch, norm, copied))
         return self._read(leave=0 if copied is None else 1)
 
     def read_all(self) -> Iterator[BadStep]:
@@ -198,22 +190,17 @@ class BadSteps:
 
     def _read(self, leave: int) -> Iterator[BadStep]:
         while len(self._unread) > (0 if self.num_in_a_row else leave):
-            unread = self._unread.popleft()
-            if unread.copied is not None:
-                unread.copied.synchronize()  # sync point, with the step before the last one issued
-            norm = unread.norm.item()
+            step, outcome, batch, measured, copied = self._unread.popleft()
+            if copied is not None:
+                copied.synchronize()  # sync point, with the step before the last one issued
+            norm = measured.item()
             if math.isfinite(norm):
                 self.num_in_a_row = 0
                 continue
             self.num_skipped += 1
             self.num_in_a_row += 1
-            yield BadStep(
-                step=unread.step,
-                grad_norm=norm,
-                num_in_a_row=self.num_in_a_row,
-                outcome=unread.outcome,
-                batch=unread.batch,
-            )
+            in_a_row = self.num_in_a_row
+            yield BadStep(step=step, grad_norm=norm, num_in_a_row=in_a_row, outcome=outcome, batch=batch)
 
 
 _DATA, _PARAMETER, _FORWARD, _LOSS, _GRADIENT = range(5)
