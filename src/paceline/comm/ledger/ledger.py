@@ -42,7 +42,7 @@ from paceline.comm.ledger.file import (
     UPDATED,
     WAITING,
 )
-from paceline.comm.ledger.updates import MOST_COUNTERS, TrainedParameters
+from paceline.comm.ledger.updates import TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
@@ -156,7 +156,7 @@ class Ledger:
     def note_update(self, update: Update) -> None:
         """Notes an update of an optimizer; the counter comes last."""
         number, counters = self.cells[UPDATED] + 1, update.counters
-        rest = (0,) * (MOST_COUNTERS - len(counters))
+        rest = (0,) * (layout.MOST_COUNTERS - len(counters))
         layout.UPDATE.pack_into(
             self.buffer,
             layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size,

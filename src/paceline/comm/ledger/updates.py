@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from paceline.comm.ledger.call_sites import USER, kind_of_file
+from paceline.comm.ledger.file import MOST_COUNTERS
 from paceline.health.pairing import Update
 
 _MOST_FRAMES = 6
@@ -27,7 +28,6 @@ _LEARNS = 16  # looks at everything
 _AGAIN = 32  # and again every so many
 _RISES = 2  # until a variable counts
 _LARGEST = 2**62
-MOST_COUNTERS = 6
 
 
 class LoopCounters:
