@@ -157,7 +157,7 @@ def build_trainer(
         engine=engine,
         optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
         loader=_train_loader(config, plan, data, engine.batch_comm, options),
-        eval_loader=_eval_loader(plan, data, engine.batch_comm, options),
+        eval_loader=None if data.eval is None else _eval_loader(plan, data.eval, engine.batch_comm, options),
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
@@ -379,9 +379,7 @@ def _train_loader(
     )
 
 
-def _eval_loader(plan: Plan, data: DataSplits, comm: Communicator, options: LoaderOptions) -> EvalLoader | None:
-    if data.eval is None:
-        return None
+def _eval_loader(plan: Plan, data: MapDataset, comm: Communicator, options: LoaderOptions) -> EvalLoader:
     # As many samples at once as in training: a batch that is cut to fit into memory would not fit whole here either.
     at_once = plan.batch.microbatch * comm.size
-    return EvalLoader(data.eval, at_once, rank=comm.rank, ranks=comm.size, options=options)
+    return EvalLoader(data, at_once, rank=comm.rank, ranks=comm.size, options=options)

@@ -99,11 +99,11 @@ class ControlServer:
                 try:
                     length, mark = wire.read_length(await reader.readexactly(wire.HEAD.size))
                     request = wire.from_text(seals[0].check(mark, await reader.readexactly(length)))
+                    host = request[1:2] if request[:1] == ["attend"] else host
+                    writer.write(seals[1].close(wire.to_text(await self._answer(request))))
                 except wire.RefusedError as error:
                     writer.write(seals[1].close(wire.to_text(["refused", str(error)])))
                     break
-                host = request[1:2] if request[:1] == ["attend"] else host
-                writer.write(seals[1].close(wire.to_text(await self._answer(request))))
         except (OSError, EOFError, asyncio.CancelledError):  # the client is gone, or the server is closed
             writer.transport.abort()
         finally:
