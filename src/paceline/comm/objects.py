@@ -106,8 +106,6 @@ class _Writer:
 
 
 class _Reader:
-    """Rebuilds what a ``_Writer`` described."""
-
     def __init__(self, parts: memoryview) -> None:
         self._parts = parts
 
@@ -297,7 +295,6 @@ def send_object(comm: Communicator, value: object, to: int, tag: int = 0) -> lis
 
 
 def receive_object(comm: Communicator, source: int, tag: int = 0) -> Any:
-    """Returns what ``source`` sends."""
     comm.recv(length := _empty(comm, 1, torch.int64), source, tag).wait()
     comm.recv(payload := _empty(comm, int(length.item())), source, tag).wait()
     return _from_bytes(payload)

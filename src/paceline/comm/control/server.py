@@ -189,7 +189,6 @@ class Values:
         self._num_bytes = 0
 
     def operations(self) -> dict[str, Callable[..., Any]]:
-        """Returns what clients may ask for, by name."""
         return {
             "set": lambda key, value: self._put(key, _bytes(value)),
             "get": self._get,
@@ -299,17 +298,14 @@ class Hosts:
         self.hear(host, now)
 
     def hear(self, host: str, now: float) -> None:
-        """Notes a sign of life."""
         self._heard[host] = now
 
     def leave(self, host: str) -> None:
-        """Forgets a host."""
         self._staying.discard(host)
         self._waiting.discard(host)
         self._heard.pop(host, None)
 
     def update(self, now: float) -> None:
-        """Begins a round if it is time to."""
         for host in [host for host, heard in self._heard.items() if now - heard > self.silence_s]:
             self.leave(host)
         if self._staying or len(self._waiting) < self.least:
@@ -336,5 +332,4 @@ class Hosts:
 
     @property
     def present(self) -> set[str]:
-        """The hosts that have been heard of and have not left."""
         return set(self._heard)

@@ -52,8 +52,6 @@ class Journal(Protocol):
 
 @dataclass(slots=True)
 class KeptJournal:
-    """Keeps every operation and every wait."""
-
     operations: list[Issue] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
 
@@ -97,8 +95,6 @@ class _DryRank:
 
 @dataclass(slots=True, eq=False)
 class _DryWork:
-    """An operation whose first wait is recorded."""
-
     journal: Journal | None
     number: int
 

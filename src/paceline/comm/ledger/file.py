@@ -154,7 +154,6 @@ class LedgerReader:
 
     @property
     def heartbeat(self) -> int:
-        """How often the rank's own watch has looked."""
         return self._cells[HEARTBEAT]
 
     def times(self) -> PhaseTimes:

@@ -181,7 +181,6 @@ class Ledger:
         return number
 
     def add_call(self, key: CallKey) -> int:
-        """Gives a number to a call that was not seen before."""
         kind, shape, dtype, op, (peer, tag) = (*key[:4], key[4] or (None, 0))
         number = len(self.calls) + 1
         name = "" if dtype is None else str(dtype).removeprefix("torch.")

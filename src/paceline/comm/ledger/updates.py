@@ -62,7 +62,6 @@ class LoopCounters:
         return found
 
     def _learn(self, code: CodeType, values: Mapping[str, Any]) -> None:
-        """Notes which whole numbers have gone up since the last look."""
         own = getattr(values.get("self"), "__dict__", None) or {}
         names = [name for name, value in values.items() if type(value) is int]
         names += [f"self.{name}" for name, value in own.items() if type(value) is int]
@@ -101,7 +100,6 @@ class TrainedParameters:
         self._known.update((id(each), weakref.ref(each)) for each in parameters)
 
     def has_any(self) -> bool:
-        """Says whether there was an engine."""
         return bool(self._known)
 
     def are_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:

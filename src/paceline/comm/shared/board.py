@@ -99,7 +99,6 @@ class Board:
         )
 
     def slot(self, rank: int, ticket: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a rank's slot of a round."""
         if dtype not in self._areas:
             self._areas[dtype] = [[slot.view(dtype) for slot in slots] for slots in self._areas[torch.uint8]]
         return self._areas[dtype][rank][ticket % SLOTS]
@@ -120,7 +119,6 @@ def stamp_of(kind: str, tensor: torch.Tensor | None = None, detail: int = 0) -> 
 
 
 def describe(stamp: int) -> str:
-    """Says what a stamp stands for."""
     kind, dtype, detail, numel = _KINDS[stamp & 15], stamp >> 4 & 255, stamp >> 12 & 65535, stamp >> 28
     if kind == "barrier":
         return "barrier()"
