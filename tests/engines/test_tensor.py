@@ -24,7 +24,7 @@ from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layers import ColumnLinear, RowLinear
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plans import GPT_PLAN, SplitRule, TensorPlan, plan_for
+from paceline.engines.tensor.plans import SplitRule, TensorPlan, plan_for, ready_plans
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT
 from paceline.plan.model_shape import ModelShape
@@ -628,7 +628,9 @@ def test_a_layer_with_a_forward_of_its_own_or_of_another_kind() -> None:
 
 
 def test_a_pattern_that_fits_nothing() -> None:
-    plan = TensorPlan(name="mine", rules=(*GPT_PLAN.rules, SplitRule(pattern="layers.*.moe", role="input")))
+    plan = TensorPlan(
+        name="mine", rules=(*ready_plans()["paceline GPT"].rules, SplitRule(pattern="layers.*.moe", role="input"))
+    )
     assert "layers.*.moe fits no module" in refused(lambda: make("current"), plan=plan)
 
 

@@ -73,7 +73,7 @@ def test_compressed_gradients_travel_as_on_real_ranks(policy: str) -> None:
 def test_steps_before_compression_begins_are_not_told_of() -> None:
     now = make_config(2, {"compression": {"policy": "bf16", "min_size": 64}})
     later = make_config(2, {"compression": {"policy": "bf16", "min_size": 64, "plain_steps": 50}})
-    assert record(now, ranks=2).to_text() == record(later, ranks=2).to_text()
+    assert record(now, ranks=2) == record(later, ranks=2)
 
 
 @pytest.mark.some(2)
@@ -97,7 +97,6 @@ def test_algorithms_send_the_messages_of_real_ranks(algorithm: str, strategy: st
         program = record(config, ranks=ranks, rank=rank, node_ranks=node_ranks)
         assert counts(program) == real[rank]
         assert count_operations(program)["send"]
-        assert Program.of_text(program.to_text()) == program
 
 
 @LONG

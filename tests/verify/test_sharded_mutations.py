@@ -46,12 +46,10 @@ from paceline.engines.apply import parallelize
 from paceline.engines.checkpointing import Replay
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.norms import clip_pieces
 from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.shard_gradients import ShardGradients
+from paceline.engines.flat.shard_gradients import ShardGradients, clip_pieces
 from paceline.engines.flat.unit import Unit
-from paceline.engines.flat.used_flags import UsedFlags
-from paceline.engines.fsdp import FullySharded
+from paceline.engines.fsdp import FullySharded, UsedFlags
 from paceline.engines.groups import ParameterGroups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.zero import ZeroParallel
@@ -144,7 +142,11 @@ def own_slice_alone(original: Any) -> Any:
     """A rank does not wait for the others' slices: it computes with what was in memory."""
 
     def gather(self: FlatGroup) -> Any:
-        before = self.full.data.clone() if self.is_allocated else torch.zeros_like(self.master).repeat(self.comm.size)
+        before = (
+            self.full.data.clone()
+            if self.full.untyped_storage().size()
+            else torch.zeros_like(self.master).repeat(self.comm.size)
+        )
         original(self).wait()
         mine = self.full.data[self.layout.start : self.layout.stop].clone()
         self.full.data.copy_(before)

@@ -39,6 +39,7 @@ from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
 from paceline.run.left_ranks import LeftRanks, left_key
+from paceline.run.nodes import HOST
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.rank_process import end_children, tell_agent
 from paceline.run.records import note_clock, note_straggler
@@ -147,7 +148,6 @@ class LateHosts:
         return kept
 
 
-HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 _BEAT_S = 2.5  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
 _ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this

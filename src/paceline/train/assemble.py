@@ -40,8 +40,7 @@ from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
-from paceline.predict.memory.planned import with_memory
+from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots, with_memory
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch

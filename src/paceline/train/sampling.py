@@ -29,8 +29,7 @@ from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.models.gpt import GPT
-from paceline.models.key_values import KeyValues
+from paceline.models.gpt import GPT, KeyValues
 from paceline.models.registry import build_model
 from paceline.models.unfilled import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.shards import Shard, whole_region

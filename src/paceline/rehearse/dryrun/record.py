@@ -33,8 +33,7 @@ from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
 from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
-from paceline.predict.replay.program import Program
-from paceline.predict.replay.repeat import counted, is_playable, repeat
+from paceline.predict.replay.program import Program, counted, is_playable, repeat
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.calls import KnownCalls
 from paceline.rehearse.dryrun.functions import MetaFunctions

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
 from paceline.models.known_values import KnownValues
 from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
