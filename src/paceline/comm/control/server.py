@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from paceline.comm.control import wire
+from paceline.comm.control.wire import from_text
 from paceline.errors import CommunicationError
 
 _HANDSHAKE_S = 10.0
@@ -98,7 +99,7 @@ class ControlServer:
             while seals is not None:
                 try:
                     length, mark = wire.read_length(await reader.readexactly(wire.HEAD.size))
-                    request = wire.from_text(seals[0].check(mark, await reader.readexactly(length)))
+                    request = from_text(seals[0].check(mark, await reader.readexactly(length)))
                     host = request[1:2] if request[:1] == ["attend"] else host
                     writer.write(seals[1].close(wire.to_text(await self._answer(request))))
                 except wire.RefusedError as error:
