@@ -190,8 +190,7 @@ def fast_clock(monkeypatch: pytest.MonkeyPatch, seconds_a_call: Callable[[], flo
         perf_counter = staticmethod(lambda: 0.0)
         time = staticmethod(lambda: 0.0)
 
-    for name in ("hooks", "trainer"):
-        monkeypatch.setattr(import_module(f"paceline.train.{name}"), "time", Time)
+    monkeypatch.setattr(import_module("paceline.train.trainer"), "time", Time)
 
 
 def test_ranks_agree_on_hooks_by_steps_and_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
