@@ -83,7 +83,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         algorithm: AlgorithmName,
         topology: Topology | None = None,
         *,
-        links: Wires | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
@@ -106,7 +105,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
-        self._links = links or Wires()
+        self._links = Wires()
         self._chunk_bytes = chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
@@ -185,7 +184,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
             self.inner.split(ranks),
             self.algorithm,
             self.topology.restrict(ranks),
-            links=self._links,
             chunk_bytes=self._chunk_bytes,
             in_flight=self._in_flight,
             table=self._table,
