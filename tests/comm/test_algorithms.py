@@ -417,7 +417,8 @@ def used(name: str, topology: Topology, numel: int, links: Wires) -> set[int]:
                 peers.add(to)
                 return super().send(tensor, to, tag)
 
-        group = AlgorithmCommunicator(Peers(comm, 1), name, topology, links=links)  # type: ignore[arg-type]
+        group = AlgorithmCommunicator(Peers(comm, 1), name, topology)  # type: ignore[arg-type]
+        group._links = links
         group.all_reduce(torch.ones(numel)).wait()
         return peers
 

@@ -46,11 +46,10 @@ from paceline.run.start_times import StartTimes
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
-from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.survive.consensus import ConsensusHook
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import Hook, Trainer, find_together
+from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
