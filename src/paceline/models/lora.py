@@ -59,8 +59,7 @@ def add_lora(
     linear layer but the output layer. ``trained`` are patterns of parameters that stay trainable besides, such as a
     new head. Raises UsageError where a pattern fits no linear layer.
     """
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
+    head = output_layer(model)
     layers = {n: m for n, m in model.named_modules() if _sizes(m) is not None and m is not head}
     lost = [pattern for pattern in targets if not any(matches(name, pattern) for name in layers)]
     if lost or not layers:
@@ -78,6 +77,12 @@ def add_lora(
     for layer in chosen.values():
         _adapt(layer, rank, alpha / rank, dropout)
     return list(chosen)
+
+
+def output_layer(model: Any) -> Any:
+    """Returns the layer that makes the logits of a model of Hugging Face; None where it says of none."""
+    ask = getattr(model, "get_output_embeddings", None)
+    return ask() if callable(ask) else None
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, is_transposed: bool) -> Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer
+from paceline.plan.workload import stage_layers
 from paceline.predict.memory.cutting import LayerCost, choose_bounds, stage_totals
 
 __all__ = ["LayerCost", "bounds_from_layers", "bounds_from_names", "choose_bounds", "stage_totals"]
@@ -34,7 +35,17 @@ def bounds_from_layers(
     known = {id(block) for block in blocks}
     places = [i for i, layer in enumerate(layers) if any(id(module) in known for module in layer.modules)]
     places, noun = (places, "blocks") if places else (list(range(len(layers))), "layers")
-    _check_counts(counts, len(counts) if stages is None else stages, len(places), noun)
+    stages = len(counts) if stages is None else stages
+    negative = [count for count in counts if count < 0]
+    if negative or len(counts) != stages or sum(counts) != len(places):
+        what = f"adds up to {sum(counts)}, and the model has {len(places)} {noun}"
+        if negative or len(counts) != stages:
+            what = f"has {negative[0]}" if negative else f"is for {len(counts)} stages, and there are {stages}"
+        raise UsageError(
+            f"stage_layers = {list(counts)} {what}\n"
+            f"  it says how many {noun} each stage runs, and together they run all\n"
+            f"  try {stage_layers(len(places), stages)}"
+        )
     # No block yet: what comes before the first one is a stage. All blocks: what comes behind the last one is.
     begins = [*places, places[-1] + 1]
     bounds = [0, *(begins[done] for done in list(accumulate(counts))[:-1]), len(layers)]
@@ -43,7 +54,7 @@ def bounds_from_layers(
         raise UsageError(
             f"stage_layers = {list(counts)} leaves nothing for stage {empty[0]}\n"
             "  every stage runs at least one layer; 0 is for a first or last stage with the embedding or head alone\n"
-            f"  try {_even(len(places), len(counts))}"
+            f"  try {stage_layers(len(places), len(counts))}"
         )
     return tuple(bounds)
 
@@ -67,22 +78,3 @@ def bounds_from_names(
         "  a new stage begins at each of the layers named, so that there is one more stage than names\n"
         f"  the layers are {', '.join(list(known)[1:])}"
     )
-
-
-def _check_counts(counts: Sequence[int], stages: int, num_layers: int, noun: str) -> None:
-    negative = [count for count in counts if count < 0]
-    if not negative and len(counts) == stages and sum(counts) == num_layers:
-        return
-    what = f"adds up to {sum(counts)}, and the model has {num_layers} {noun}"
-    if negative or len(counts) != stages:
-        what = f"has {negative[0]}" if negative else f"is for {len(counts)} stages, and there are {stages}"
-    raise UsageError(
-        f"stage_layers = {list(counts)} {what}\n"
-        f"  it says how many {noun} each stage runs, and together they run all\n"
-        f"  try {_even(num_layers, stages)}"
-    )
-
-
-def _even(num_layers: int, stages: int) -> list[int]:
-    """Returns counts as equal as they can be, the larger ones first."""
-    return [num_layers // stages + (stage < num_layers % stages) for stage in range(stages)]
