@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.comm.base import Communicator, Work
+from paceline.comm.group import WrappedCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.checkpointing import checkpoint_blocks
@@ -311,15 +312,12 @@ def test_a_block_takes_two_sums_each_way(is_sequence: bool) -> None:
             assert forward == backward == ["all_reduce"] * 2
 
 
-class Watched:
+class Watched(WrappedCommunicator):
     """A communicator that notes when an all-reduce starts and when it is awaited."""
 
     def __init__(self, inner: VirtualCommunicator, notes: list[str]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.notes = notes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> Work:
         self.notes.append("start")

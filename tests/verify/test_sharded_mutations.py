@@ -40,7 +40,7 @@ from planted_bugs import (
 )
 from torch import nn
 
-from paceline.comm.base import DONE
+from paceline.comm.base import DONE, Call
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.checkpointing import Replay
@@ -194,13 +194,15 @@ def gathered_once(original: Any) -> Any:
 def first_values_differ(original: Any) -> Any:
     """Every rank keeps its slice of its own values."""
 
-    def broadcast(self: VirtualCommunicator, tensor: torch.Tensor, *args: Any) -> Any:
-        kept = tensor.clone()
-        original(self, tensor, *args).wait()
-        tensor.data.copy_(kept)
+    def issue(self: VirtualCommunicator, call: Call) -> Any:
+        kept, work = call.tensor.clone(), original(self, call)
+        if call.kind != "broadcast":
+            return work
+        work.wait()
+        call.tensor.data.copy_(kept)
         return DONE
 
-    return broadcast
+    return issue
 
 
 # Gradients.
@@ -414,7 +416,7 @@ BUGS: dict[str, Bug] = {
     ),
     **in_each(
         "first values not sent",
-        replacing(VirtualCommunicator, "broadcast", first_values_differ),
+        replacing(VirtualCommunicator, "issue", first_values_differ),
         "forward",
         "fsdp zero1 hybrid",
         case=DIFFERS,

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from paceline.plan.model_shape import SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
@@ -42,7 +42,7 @@ class ActivationBytes:
     blocks: tuple[BlockBytes, ...]
     largest: int  # of a single tensor
     written_bytes: int  # by all operations, for backward or not
-    work: SampleModel  # of all samples of the pass
+    work: ModelShape  # of all samples of the pass
 
     @property
     def total(self) -> int:
@@ -160,8 +160,8 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def result(self) -> ActivationBytes:
         largest = max((tensor.untyped_storage().nbytes() for tensor in self._kept), default=0)
-        work = SampleModel(
-            params=self._params,
+        work = ModelShape(
+            total_params=self._params,
             flops=sum(self._flops.values()),
             activations=float(self._written),
             kernels=self._kernels,
