@@ -20,9 +20,8 @@ from paceline.engines.flat.flat import mark_alone
 from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.pipeline import Pipeline
-from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers
-from paceline.engines.stages.stages import split_model, tied_names
+from paceline.engines.stages.stages import bounds_from_layers, bounds_from_names, split_model, tied_names
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
@@ -31,6 +30,7 @@ from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
 from paceline.models.unfilled import allocate_unfilled
 from paceline.plan.layout import Layout
+from paceline.predict.memory.parts import LayerCost, choose_bounds
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import make_schedule

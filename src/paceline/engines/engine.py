@@ -28,7 +28,7 @@ from paceline.schedule.lowering import RankProgram
 from paceline.shards import Shard
 
 if TYPE_CHECKING:
-    from paceline.engines.buckets.choice import BucketChoice
+    from paceline.engines.buckets.buckets import BucketChoice
     from paceline.engines.flat.flat import FlatGroup
     from paceline.engines.float8 import Float8Layers
 

@@ -24,10 +24,12 @@ import torch
 from paceline.clock import DeviceClock, Mark, seconds_between
 from paceline.cluster.costs import Wire
 from paceline.comm.base import Communicator
-from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
-from paceline.engines.buckets.choice import (
+from paceline.engines.buckets.buckets import (
     ArrivalTimes,
     BucketChoice,
+    BucketPolicy,
+    ParameterSize,
+    bucket_parameters,
     choose_buckets,
     fit_link,
     free_share,
