@@ -51,7 +51,7 @@ class _TimedPass:
 
     policy: BucketPolicy
     num_buckets: int = 0
-    begin: _Time | None = None  # a rank that sits a pass out has none
+    begin: _Time | None = None  # a rank that joins a pass without samples has none
     arrived: dict[int, _Time] = field(default_factory=dict)
     end: _Time | None = None
     reduced: _Time | None = None
