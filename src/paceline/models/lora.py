@@ -130,13 +130,13 @@ def _adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
     device = "cpu" if weight.is_meta else weight.device
     a = torch.empty(rank, inputs, dtype=weight.dtype, device=device)
     nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    layer.__class__ = _mixed(cast("Any", type(layer)))
+    layer.__class__ = mixed(Adapted, cast("Any", type(layer)))
     layer.register_parameter(A, nn.Parameter(a))
     layer.register_parameter(B, nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=device)))
     vars(layer).update(lora_scale=scale, lora_dropout=dropout)
 
 
 @functools.cache
-def _mixed(own: Any) -> Any:
+def mixed(kind: Any, own: Any) -> Any:
     """Makes the class that is both; always the same, as compiled code looks at it."""
-    return type(f"Adapted{own.__name__}", (Adapted, own), {})
+    return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
