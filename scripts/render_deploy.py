@@ -9,9 +9,8 @@ import sys
 from pathlib import Path
 
 from paceline.config import load_config
-from paceline.launch.kubernetes import render
+from paceline.launch.kubernetes import render, to_text
 from paceline.launch.kubernetes_options import KubernetesOptions, PodPlacement, PodResources, RunsVolume
-from paceline.launch.manifests import to_text
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -14,7 +14,7 @@ import yaml
 
 from paceline.cli.app import app
 from paceline.config import load_config
-from paceline.launch.manifests import USER_ID
+from paceline.launch.kubernetes import USER_ID
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text(encoding="utf-8")

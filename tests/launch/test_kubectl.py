@@ -14,11 +14,12 @@ import pytest
 from paceline.config import config_from_dict
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, REFUSED
-from paceline.launch.follow import follow
+from paceline.launch.job import LaunchJob
 from paceline.launch.kubectl import Kubectl, PodState, exit_code_of
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
-from paceline.launch.start import LaunchRequest, prepare, start
+from paceline.launch.start import prepare, start
+from paceline.launch.target import follow
 
 OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1", nodes=2, namespace="here")
 CONFIG = config_from_dict({"model": {"kind": "mlp"}, "data": {"kind": "digits"}, "train": {"steps": 10}})
@@ -145,7 +146,7 @@ def test_a_cluster_is_asked_whether_it_takes_the_run(program: Path) -> None:
 
 
 ROOT = Path(__file__).parents[2]
-REQUEST = LaunchRequest(target="kubernetes", nodes=2, settings={"image": "paceline:0.1", "namespace": "here"})
+REQUEST = LaunchJob(target="kubernetes", nodes=2, settings={"image": "paceline:0.1", "namespace": "here"})
 
 
 @pytest.fixture
@@ -165,8 +166,8 @@ def test_a_launch_is_submitted_and_followed_to_its_exit_code(cluster: Path) -> N
     (cluster / "get-pods.last").write_text(json.dumps({"items": [ended]}))
     (cluster / "get-job.batch.last").write_text(json.dumps(failed))
     (cluster / "logs---follow.last").write_text("it made no progress\n")
-    target, job, settled = prepare(ROOT / "configs" / "digits.yaml", [], REQUEST)
-    assert settled.lines[-1] == "the cluster is test-cluster"
+    target, job, lines = prepare(ROOT / "configs" / "digits.yaml", [], REQUEST)
+    assert lines[-1] == "the cluster is test-cluster"
     job = start(target, job)
     written: list[str] = []
     assert follow(target, job, written.append, written.append) == 77
@@ -183,7 +184,7 @@ def test_a_cluster_that_does_not_answer_refuses_a_launch_and_not_a_dry_run(clust
     (cluster / "auth-can-i.last").write_text("no\n")
     with pytest.raises(UsageError, match="lets you create no"):
         prepare(ROOT / "configs" / "digits.yaml", [], REQUEST)
-    target, job, settled = prepare(ROOT / "configs" / "digits.yaml", [], replace(REQUEST, is_dry=True))
-    assert "not asked for its machines" in settled.lines[-1]
+    target, job, lines = prepare(ROOT / "configs" / "digits.yaml", [], REQUEST, is_dry=True)
+    assert "not asked for its machines" in lines[-1]
     assert "kind: Job\n" in target.render(job)
     assert not (cluster / "apply.json").exists()

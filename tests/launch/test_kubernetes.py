@@ -23,9 +23,8 @@ from paceline.cli.app import app
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError
 from paceline.health.exit_codes import MEANINGS, NO_PROGRESS, PREEMPTED, REFUSED
-from paceline.launch.kubernetes import render
+from paceline.launch.kubernetes import Manifest, render, to_text
 from paceline.launch.kubernetes_options import Gang, Kind, KubernetesOptions, PodPlacement, PodResources, RunsVolume
-from paceline.launch.manifests import Manifest, to_text
 
 ROOT = Path(__file__).parents[2]
 KINDS: tuple[Kind, ...] = get_args(Kind)

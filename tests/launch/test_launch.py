@@ -13,8 +13,7 @@ from paceline.config import load_config
 from paceline.errors import ConfigError, UsageError
 from paceline.launch import remote, slurm, ssh
 from paceline.launch.job import LaunchJob, all_launches, find_launch, reserve
-from paceline.launch.settle import settle
-from paceline.launch.start import LaunchRequest, prepare
+from paceline.launch.start import prepare, ranks_of_node, settle
 from paceline.launch.target import TargetMachines, find_target
 
 GIB = 2**30
@@ -92,11 +91,12 @@ def test_launches_are_kept_and_names_are_taken_once(job: LaunchJob, tmp_path: Pa
 def test_the_plan_is_made_for_the_machines_of_the_target(tmp_path: Path) -> None:
     config = load_config(make_project(tmp_path) / "tiny.yaml", ["parallel.node_ranks=null"])
     node = TargetMachines(where="a node of queue main", host_bytes=4 * GIB, device_bytes=80 * GIB)
-    settled = settle(config, node, least=2, nodes=2, gpus=0)
-    assert settled.overrides == ("parallel.device=cpu", "parallel.ranks=4")
-    assert "4 ranks on CPUs, 2 on each of 2 nodes: ddp, microbatch 3" in settled.lines
+    job = LaunchJob(target="slurm", nodes=2, least=2, ranks=2)
+    decided, lines = settle(config, node, job)
+    assert decided == ("parallel.device=cpu", "parallel.ranks=4")
+    assert "4 ranks on CPUs, 2 on each of 2 nodes: ddp, microbatch 3" in lines
     with pytest.raises(UsageError, match="out of memory: 2 ranks need"):
-        settle(config, replace(node, host_bytes=0.1 * GIB), least=2, nodes=2, gpus=0)
+        settle(config, replace(node, host_bytes=0.1 * GIB), job)
     for overrides, gpus, told in [
         ([], 8, "parallel.device = cpu, and --gpus-per-node is 8"),
         (["parallel.ranks=3"], 0, "parallel.ranks = 3 on 2 nodes"),
@@ -104,7 +104,7 @@ def test_the_plan_is_made_for_the_machines_of_the_target(tmp_path: Path) -> None
     ]:
         asked = load_config(tmp_path / "tiny.yaml", ["parallel.node_ranks=null", *overrides])
         with pytest.raises(ConfigError) as refused:
-            settle(asked, node, least=2, nodes=2, gpus=gpus)
+            settle(asked, node, replace(job, gpus=gpus, ranks=ranks_of_node(asked, 2, gpus)))
         assert told in str(refused.value)
 
 
@@ -138,14 +138,14 @@ def test_a_host_says_what_it_has(tmp_path: Path) -> None:
 
 def test_a_name_that_a_launch_will_use_is_not_given_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(make_project(tmp_path))
-    asked = LaunchRequest(target="local")
+    asked = LaunchJob(target="local")
     _, job, _ = prepare(Path("tiny.yaml"), [], asked)
     assert (job.run, job.ranks) == ("tiny", 1)
     assert reserve(tmp_path / "runs", "tiny") is not None
     _, job, _ = prepare(Path("tiny.yaml"), [], asked)
     assert job.run == "tiny-2"
     with pytest.raises(UsageError, match="--resume, and there is no run"):
-        prepare(Path("tiny.yaml"), [], replace(asked, resume=True))
+        prepare(Path("tiny.yaml"), [], asked, resumes=True)
     with pytest.raises(UsageError, match="without --array"):
         prepare(Path("tiny.yaml"), ["train.seed={task}"], asked)
 
@@ -165,23 +165,23 @@ def test_a_slurm_that_does_not_answer_is_told_in_one_sentence(tmp_path: Path, mo
     (tmp_path / "sinfo").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.chdir(make_project(tmp_path))
-    asked = LaunchRequest(target="slurm")
+    asked = LaunchJob(target="slurm")
     with pytest.raises(UsageError) as refused:
         prepare(Path("tiny.yaml"), [], asked)
     first, *rest = str(refused.value).splitlines()
     assert first == "Slurm does not answer: Unable to contact slurm controller (connect failure)"
     assert len(rest) == 2
-    _, _, settled = prepare(Path("tiny.yaml"), [], replace(asked, is_dry=True))
-    assert any("not asked for its machines: Slurm does not answer" in line for line in settled.lines)
+    _, _, lines = prepare(Path("tiny.yaml"), [], asked, is_dry=True)
+    assert any("not asked for its machines: Slurm does not answer" in line for line in lines)
 
 
 def test_the_page_lists_the_words_that_every_target_takes() -> None:
-    from paceline.launch import kubernetes_settings, ray_settings
+    from paceline.launch import kubernetes_options, ray_settings
     from paceline.launch.target import TARGETS
 
     page = (Path(__file__).parents[2] / "docs" / "launch.md").read_text()
     parts = {part.partition("\n")[0].lower(): part for part in page.split("\n## ")}
-    for target, words in (("kubernetes", kubernetes_settings.SETTINGS), ("ray", ray_settings.SETTINGS)):
+    for target, words in (("kubernetes", kubernetes_options.SETTINGS), ("ray", ray_settings.SETTINGS)):
         listed = [
             line.split("`")[1]
             for line in parts[target].splitlines()

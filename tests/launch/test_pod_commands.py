@@ -20,9 +20,8 @@ from free_ports import free_port
 
 from paceline.config import Config, config_from_dict
 from paceline.health.exit_codes import DONE, PREEMPTED
-from paceline.launch.kubernetes import render
+from paceline.launch.kubernetes import CONFIG, PORT, RUNS, render
 from paceline.launch.kubernetes_options import Kind, KubernetesOptions
-from paceline.launch.manifests import CONFIG, PORT, RUNS
 
 PATIENCE_S = 120
 

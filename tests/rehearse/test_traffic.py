@@ -15,9 +15,8 @@ from real_traffic import issued_by_real_ranks
 from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds
 from paceline.cluster.devices import load_cluster
 from paceline.cluster.wires import algorithm_cost
-from paceline.comm.algorithms.topology import state_topology
-from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
-from paceline.comm.dry.communicator import DryWorld, KeptJournal
+from paceline.comm.algorithms.rounds import state_topology
+from paceline.comm.dry.communicator import DryAlgorithmCommunicator, DryWorld, KeptJournal
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError

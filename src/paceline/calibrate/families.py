@@ -21,7 +21,7 @@ from paceline.cluster.kernels import MEMORY_FAMILIES, MemoryFamily
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
-from paceline.train.update import update_if_finite
+from paceline.train.step import update_if_finite
 from paceline.units import KIB
 
 Call = Callable[[], object]

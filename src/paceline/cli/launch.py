@@ -77,14 +77,15 @@ def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOption
 
       paceline launch configs/gpt_pydoc.yaml --on ray --nodes 2 --set address=10.0.0.1:6379
     """
-    from paceline.launch.start import LaunchRequest, prepare
+    from paceline.launch.job import LaunchJob
+    from paceline.launch.start import prepare
     from paceline.launch.start import start as submit
 
     named = _hosts(asked.hosts, asked.hostfile)
     least, most = _counts(asked.nodes or str(len(named) or 1))
     if named and most != len(named):
         raise typer.BadParameter(f"--nodes {asked.nodes} with {len(named)} hosts: name as many, or leave --nodes out")
-    request = LaunchRequest(
+    request = LaunchJob(
         target=asked.on,
         nodes=most,
         least=least,
@@ -98,12 +99,12 @@ def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOption
         port=asked.port,
         settings=_settings(asked.settings or [], asked.on, asked.kind),
         setup=tuple(asked.setup or ()),
-        resume=asked.resume,
-        checks_memory=not asked.no_memory_check,
-        is_dry=asked.dry_run,
     )
-    target, job, settled = prepare(config, overrides or [], request)
-    for line in (f"run {job.run} on {job.target}", *settled.lines):
+    checks = not asked.no_memory_check
+    target, job, lines = prepare(
+        config, overrides or [], request, resumes=asked.resume, checks_memory=checks, is_dry=asked.dry_run
+    )
+    for line in (f"run {job.run} on {job.target}", *lines):
         echo(line, err=True)
     if asked.dry_run:
         echo(target.render(job), nl=False)
@@ -164,7 +165,7 @@ def _leave_or_follow(target: Target, job: LaunchJob, *, is_left: bool) -> None:
 
 
 def _follow(target: Target, job: LaunchJob) -> int:
-    from paceline.launch.follow import follow
+    from paceline.launch.target import follow
 
     try:
         return follow(target, job, lambda text: echo(text, nl=False), lambda text: echo(text, err=True))

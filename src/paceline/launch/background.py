@@ -1,14 +1,17 @@
-"""A process that outlives the command that started it: runs a command, keeps its output, and leaves its exit code.
+"""``--on local``: this machine, in the background; the run outlives the terminal.
 
     python -m paceline.launch.background FOLDER -- COMMAND ...
 
-Signals that ask a run to save and leave go on to the command.
+It runs a command, keeps its output, and leaves its exit code. Signals that ask a run to save and leave go on to the
+command. The processes that hold runs elsewhere (``ssh_hosts.py``, ``ray_hosts.py``, ``kubectl.py``) are started so,
+too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,10 +20,51 @@ from types import FrameType
 
 import psutil
 
-from paceline.errors import LaunchError
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob
+from paceline.cluster.detect import detect_machine
+from paceline.errors import LaunchError, UsageError
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, refuse_options, refuse_settings
+from paceline.launch.target import TargetMachines
 
-_SEPARATOR = ":"
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--time": "this machine has no time limits",
+    "--queue": "this machine has no queues",
+    "--hosts": "it is this machine alone: --on ssh is for others",
+    "--port": "the ranks of one machine meet in a folder, without a port",
+    "--max-requeues": "nothing queues the run again: it leaves with code 75",
+    "--setup": "the run has the environment of this shell",
+}
+
+
+def machines(job: LaunchJob) -> TargetMachines:
+    """Returns what this machine has. Raises UsageError for several nodes, or more GPUs than there are."""
+    refuse_options(job, _NOT_HERE)
+    refuse_settings(job, ())
+    if job.nodes != 1:
+        raise UsageError(f"--nodes {job.nodes} with --on local\n  it is one machine\n  use --on ssh --hosts a,b")
+    here = detect_machine(with_gpus=job.gpus > 0)
+    if job.gpus > len(here.gpus):
+        raise UsageError(
+            f"--gpus-per-node {job.gpus}, and this machine has {len(here.gpus)}\n  every rank needs a GPU of its own"
+        )
+    memory = min(here.gpu_memory_bytes, default=None)
+    return TargetMachines(where="this machine", device_bytes=memory, host_bytes=here.memory_bytes)
+
+
+def render(job: LaunchJob) -> str:
+    """Returns the command."""
+    return f"{shlex.join(job.command())}\n"
+
+
+def submit(job: LaunchJob) -> str:
+    """Starts it in the background."""
+    return start(job, job.command())
+
+
+def hold(job: LaunchJob, module: str) -> str:
+    """Starts the process on this machine that runs a launch elsewhere: ``python -m MODULE FOLDER``."""
+    job.write()
+    return start(job, [sys.executable, "-m", module, job.folder])
 
 
 def start(job: LaunchJob, command: list[str]) -> str:
@@ -35,7 +79,7 @@ def start(job: LaunchJob, command: list[str]) -> str:
             stderr=log,
             start_new_session=True,
         )
-    return f"{process.pid}{_SEPARATOR}{psutil.Process(process.pid).create_time():.2f}"
+    return f"{process.pid}:{psutil.Process(process.pid).create_time():.2f}"
 
 
 def state(job: LaunchJob) -> JobState:
@@ -57,7 +101,7 @@ def cancel(job: LaunchJob) -> None:
 
 
 def _process(job: LaunchJob) -> psutil.Process | None:
-    number, _, created = job.id.partition(_SEPARATOR)
+    number, _, created = job.id.partition(":")
     try:
         process = psutil.Process(int(number))
         is_ours = f"{process.create_time():.2f}" == created and process.status() != psutil.STATUS_ZOMBIE

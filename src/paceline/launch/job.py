@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import shlex
 import sys
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -32,19 +31,19 @@ _FOLDER = ".launches"
 class LaunchJob:
     """What is to be started: ``nodes`` machines, each with ``ranks`` ranks on ``gpus`` GPUs, or on CPUs without.
 
-    ``least`` of the machines are enough.
-    ``config`` and ``workdir`` are absolute paths that the machines of the target see, too. ``settings`` are options of
-    the target's own. ``tasks`` are the numbers of an array of runs, as Slurm writes them.
+    ``least`` of the machines are enough. ``config`` and ``workdir`` are absolute paths that the machines of the target
+    see, too. ``settings`` are options of the target's own. ``tasks`` are the numbers of an array of runs, as Slurm
+    writes them.
     """
 
-    name: str
     target: str
-    run: str
-    config: str
+    name: str = ""
+    run: str = ""
+    config: str = ""
     overrides: tuple[str, ...] = ()
-    workdir: str
-    folder: str
-    python: str
+    workdir: str = ""
+    folder: str = ""
+    python: str = sys.executable
     nodes: int = 1
     least: int = 1
     gpus: int = 0
@@ -62,6 +61,11 @@ class LaunchJob:
     @property
     def log(self) -> Path:
         return Path(self.folder) / "log"
+
+    @property
+    def runs(self) -> Path:
+        """The folder of the runs, which all machines of the target see."""
+        return Path(self.folder).parent.parent
 
     @property
     def exit_file(self) -> Path:
@@ -179,11 +183,6 @@ def refuse_settings(job: LaunchJob, known: Collection[str]) -> None:
             fix = did_you_mean(word, known, "leave it out")
             rule = f"the words are {', '.join(known)}" if known else "it takes none"
             raise UsageError(f"--set {word} with --on {job.target}\n  {rule}\n  {fix}")
-
-
-def shell(words: list[str]) -> str:
-    """Returns a command for a shell."""
-    return shlex.join(words)
 
 
 def read_time(text: str) -> int:

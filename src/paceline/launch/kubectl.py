@@ -1,6 +1,10 @@
-"""Puts a run on the cluster that ``kubectl`` talks to, follows it, and ends it. No torch in here.
+"""``--on kubernetes``: a run as objects of a cluster, through the user's own kubectl. No torch in here.
 
-The job's secret is made here and goes to kubectl's standard input: it is in no file and on no command line.
+``--set`` has the options of a cluster (``kubernetes_options.py``). The job's secret is made here and goes to kubectl's
+standard input: it is in no file and on no command line. A process in the background follows the run: it keeps the log
+of the first pod and, in the end, the exit code.
+
+    python -m paceline.launch.kubectl FOLDER
 """
 
 from __future__ import annotations
@@ -9,15 +13,22 @@ import json
 import secrets
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from paceline.config import Config, load_config
 from paceline.errors import LaunchError, UsageError
 from paceline.health.exit_codes import DONE, FAILED, PREEMPTED
-from paceline.launch.kubernetes_options import KubernetesOptions
-from paceline.launch.manifests import SECRET_KEY, Manifest, labels_of, metadata
+from paceline.launch import background
+from paceline.launch.job import JobState, LaunchJob, refuse_options
+from paceline.launch.kubernetes import Manifest, labels_of, secret_object, to_text
+from paceline.launch.kubernetes import render as render_manifests
+from paceline.launch.kubernetes_options import KubernetesOptions, read_options
+from paceline.launch.target import TargetMachines
 from paceline.terminal import echo
 from paceline.untrusted import parse_json_object
 
@@ -29,6 +40,14 @@ _RESOURCES = {
     "trainjob": "trainjob.trainer.kubeflow.org",
 }
 _SECRET_BYTES = 32
+_NOT_HERE = {
+    "--array": "it is an option of Slurm",
+    "--hosts": "Kubernetes chooses the machines",
+    "--port": "each run has a network name of its own: its pods meet at port 29400",
+    "--max-requeues": "pods that were preempted start again without a limit; --set max_restarts=N counts failures",
+    "--setup": "the pods run what is in the image",
+    "--python": "the pods run the Python of the image",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,9 +108,10 @@ class Kubectl:
                 raise UsageError(
                     f"there is no Secret {self._options.secret} in the cluster\n  the nodes prove themselves with it\n"
                     f"  make it: kubectl create secret generic {self._options.secret} "
-                    f'--from-literal={SECRET_KEY}="$(openssl rand -hex 32)"'
+                    '--from-literal=secret="$(openssl rand -hex 32)"'
                 )
-            self._call(["create", "--filename", "-"], given=json.dumps(self._new_secret()))
+            made = secret_object(self._options, secrets.token_hex(_SECRET_BYTES))
+            self._call(["create", "--filename", "-"], given=json.dumps(made))
         whole = {"apiVersion": "v1", "kind": "List", "items": list(manifests)}
         self._call(["apply", "--filename", "-"], given=json.dumps(whole))
 
@@ -134,14 +154,6 @@ class Kubectl:
             kinds += ",podgroup.scheduling.volcano.sh"
         selector = f"app.kubernetes.io/instance={options.name}"
         self._call(["delete", f"{kinds},{chosen}", "--selector", selector, "--ignore-not-found"])
-
-    def _new_secret(self) -> Manifest:
-        return {
-            "apiVersion": "v1",
-            "kind": "Secret",
-            "metadata": metadata(self._options, self._options.secret_name, "secret"),
-            "stringData": {SECRET_KEY: secrets.token_hex(_SECRET_BYTES)},
-        }
 
     def _exists(self, kind: str, name: str) -> bool:
         found = self._call(["get", kind, name, "--ignore-not-found", "--output", "name"])
@@ -198,3 +210,58 @@ def _pod_state(pod: dict[str, Any]) -> PodState:
     return PodState(
         name=str(_inside(pod, "metadata").get("name")), phase=str(status.get("phase")), exit_code=code, reason=reason
     )
+
+
+def machines(job: LaunchJob) -> TargetMachines:
+    """Returns what a pod is given. Raises UsageError or ConfigError for what no cluster can run."""
+    refuse_options(job, _NOT_HERE)
+    options = read_options(job)
+    render_manifests(options, config_of(job))
+    return replace(given(job), notes=(f"the cluster is {Kubectl(options).check()}",))
+
+
+def given(job: LaunchJob) -> TargetMachines:
+    """Returns what the manifests ask for, which is known without a cluster."""
+    gib = read_options(job).resources.memory_gib
+    return TargetMachines(where=f"a pod with {gib} GiB", host_bytes=gib * 2.0**30)
+
+
+def render(job: LaunchJob) -> str:
+    """Returns the manifests."""
+    return to_text(render_manifests(read_options(job), config_of(job)))
+
+
+def submit(job: LaunchJob) -> str:
+    """Applies the manifests, and follows the run in the background. Returns the id of the process that does."""
+    options = read_options(job)
+    manifests = render_manifests(options, config_of(job))
+    Kubectl(options).apply(manifests)
+    (Path(job.folder) / "script").write_text(to_text(manifests), encoding="utf-8")
+    return background.hold(job, "paceline.launch.kubectl")
+
+
+def state(job: LaunchJob) -> JobState:
+    """Says what the cluster says of the pods."""
+    if (code := job.exit_code()) is not None:
+        return JobState(kind="ended", words="ended", code=code)
+    now = Kubectl(read_options(job)).look()
+    words = ", ".join(f"{pod.name} {pod.reason or pod.phase}" for pod in now.pods) or "no pods yet"
+    is_followed = background.state(job).kind == "running"  # it has yet to write the rest of the log
+    if now.exit_code is not None and not is_followed:
+        return JobState(kind="ended", words=words, code=now.exit_code)
+    is_running = any(pod.phase == "Running" for pod in now.pods)
+    return JobState(kind="running" if is_running else "waiting", words=words)
+
+
+def cancel(job: LaunchJob) -> None:
+    """Removes the objects: the pods are asked to save first. The volume with the runs stays."""
+    Kubectl(read_options(job)).cancel()
+
+
+def config_of(job: LaunchJob) -> Config:
+    """Returns the config that the pods get as a file."""
+    return load_config(Path(job.config), [*job.overrides, f"name={job.run}"])
+
+
+if __name__ == "__main__":
+    sys.exit(Kubectl(read_options(LaunchJob.read(Path(sys.argv[1])))).follow())

@@ -2,8 +2,9 @@
 
     render(KubernetesOptions(name="digits", image="paceline:0.1", nodes=4), config)  ->  manifests for kubectl apply
 
-In each pod runs ``paceline train --nnodes``: one launcher with its ranks. All launchers meet at the first pod. What
-follows a failure of a pod depends on its exit code ([Note: exit codes for Kubernetes]).
+The objects are in ``kubernetes_objects.yaml``, and their values here. No manifest has the job's secret in it: pods name
+the Secret object. In each pod runs ``paceline train --nnodes``: one launcher with its ranks. All launchers meet at the
+first pod. What follows a failure of a pod depends on its exit code ([Note: exit codes for Kubernetes]).
 
 | kind | what starts pods again | after a preemption |
 |---|---|---|
@@ -19,170 +20,200 @@ follows a failure of a pod depends on its exit code ([Note: exit codes for Kuber
 
 from __future__ import annotations
 
-from paceline.config import Config
-from paceline.health.exit_codes import NO_PROGRESS, PREEMPTED, REFUSED
-from paceline.launch import manifests
-from paceline.launch.kubernetes_options import KubernetesOptions, check_options
-from paceline.launch.manifests import Manifest
+import math
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
 
-_KEEP_S = 7 * 24 * 3600  # how long the objects of a finished run stay, with their logs
-_WORKERS = "workers"
-_TRAINER_NODE = "node"  # Kubeflow knows the job and the container that train by this name
+import yaml
+
+from paceline.bounded_yaml import load_shipped
+from paceline.comm.control.wire import SECRET
+from paceline.config import Config, dump_yaml
+from paceline.health.exit_codes import NO_PROGRESS, PREEMPTED, REFUSED
+from paceline.launch.kubernetes_options import KubernetesOptions, check_options
+
+Manifest = dict[str, Any]
+
+RUNS, CONFIG = "/runs", "/etc/paceline/config.yaml"
+PORT = 29400
+USER_ID = 10001  # of the image's user
+_AFTER_GRACE_S = 30  # to end ranks and to write records, once the time to save is over
+_VALUE = re.compile(r"\$(\w+)|\$\{(\w+)\}")
+# Kubeflow knows the job and the container that train by the name node.
+_WORKERS = {"jobset": "workers", "trainjob": "node"}
+
+
+class _ManifestDumper(yaml.SafeDumper):
+    """Writes a value that occurs twice twice, in place of a mark that refers to it."""
+
+    def ignore_aliases(self, _: object) -> bool:
+        return True
+
+
+def _write_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+
+
+_ManifestDumper.add_representer(str, _write_text)  # a file inside a manifest keeps its lines
+
+
+def to_text(manifests: Sequence[Manifest]) -> str:
+    """Returns manifests as YAML, one document for each."""
+    return yaml.dump_all(manifests, Dumper=_ManifestDumper, sort_keys=False, width=120)
 
 
 def render(options: KubernetesOptions, config: Config) -> list[Manifest]:
     """Returns all objects of a run in the order in which kubectl makes them. Raises ConfigError with all problems."""
     check_options(options, config)
-    workloads = {"job": _job, "statefulset": _stateful_set, "jobset": _job_set, "trainjob": _train_job}
-    found = [manifests.config_map(options, config)]
-    if options.volume.claim is None:
-        found.append(manifests.volume_claim(options))
-    found += manifests.network_policies(options)
-    if options.kind in ("job", "statefulset"):  # the others make their own
-        found.append(manifests.headless_service(options))
-    if options.placement.gang == "volcano" and options.kind != "trainjob":
-        found.append(_pod_group(options))
-    found += workloads[options.kind](options, config)
-    if options.shows_page:
-        found += manifests.view(options)
+    values = _values(options, config)
+    values["init_containers"] = [fill("init_container", values)] if options.nodes > 1 else None
+    values["pod"] = fill("pod", values)
+    values["job_set_spec"] = fill("job_set_spec", values)
+    is_volcano = options.placement.gang == "volcano" and options.kind != "trainjob"
+    wanted = {
+        "config_map": True,
+        "volume_claim": options.volume.claim is None,
+        "worker_policy": True,
+        "view_policy": options.shows_page,
+        "service": options.kind in ("job", "statefulset"),  # the others make their own
+        "pod_group": is_volcano,
+        "runtime": options.kind == "trainjob",
+        options.kind: True,
+        "view": options.shows_page,
+        "view_service": options.shows_page,
+    }
+    return [fill(name, values) for name, is_wanted in wanted.items() if is_wanted]
+
+
+def secret_object(options: KubernetesOptions, secret: str) -> Manifest:
+    """Returns the object that has the job's secret, which is in no file."""
+    labels = labels_of(options, "secret")
+    made: Manifest = fill("secret", {**_names(options), "secret_labels": labels, "secret": secret})
+    return made
+
+
+def labels_of(options: KubernetesOptions, component: str) -> dict[str, str]:
+    """Returns the labels by which the pods of this run are found. ``job`` is what people select by hand."""
+    return {
+        "app.kubernetes.io/name": "paceline",
+        "app.kubernetes.io/instance": options.name,
+        "app.kubernetes.io/component": component,
+        "job": options.name,
+    }
+
+
+def fill(name: str, values: Mapping[str, Any]) -> Any:
+    """Returns an object of ``kubernetes_objects.yaml`` with its values; a key or an item that has none is left out."""
+
+    def filled(part: Any) -> Any:
+        if isinstance(part, dict):
+            found = {key: filled(value) for key, value in part.items()}
+            return {key: value for key, value in found.items() if value is not None}
+        if isinstance(part, list):
+            return [value for value in map(filled, part) if value is not None]
+        if not isinstance(part, str):
+            return part
+        whole = _VALUE.fullmatch(part)
+        if whole is not None and whole[1]:
+            return values[whole[1]]
+        return _VALUE.sub(lambda found: str(values[found[1] or found[2]]), part)
+
+    return filled(_objects()[name])
+
+
+@cache
+def _objects() -> dict[str, Any]:
+    text = Path(__file__).with_name("kubernetes_objects.yaml").read_text(encoding="utf-8")
+    found: dict[str, Any] = load_shipped(text)
     return found
 
 
-def _job(options: KubernetesOptions, config: Config) -> list[Manifest]:
-    rules: list[Manifest] = [
-        {"action": "Ignore", "onExitCodes": _codes(PREEMPTED)},
-        {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-        {"action": "FailJob", "onExitCodes": _codes(REFUSED, NO_PROGRESS)},
-    ]
-    pod = manifests.worker_pod(options, config, head=f"{options.name}-0.{options.name}")
-    pod["spec"]["subdomain"] = options.name
-    spec = {
-        **_indexed(options, rules, backoff=options.max_restarts * options.nodes),
-        **({"activeDeadlineSeconds": options.time_limit_s} if options.time_limit_s else {}),
-        "ttlSecondsAfterFinished": _KEEP_S,
+def _names(options: KubernetesOptions) -> dict[str, Any]:
+    return {"name": options.name, "namespace": options.namespace, "secret_name": options.secret_name}
+
+
+def _values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
+    volume, placement, kind = options.volume, options.placement, options.kind
+    is_kueue, is_volcano = placement.gang == "kueue", placement.gang == "volcano"
+    queue = {"kueue.x-k8s.io/queue-name": placement.queue} if is_kueue else {}
+    labels = {f"{each}_labels": labels_of(options, each) for each in ("config", "runs", "worker", "view", "runtime")}
+    step = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
+    return {
+        **_names(options),
+        **labels,
+        **_pod_values(options, config),
+        "workload_labels": labels["worker_labels"] | queue,
+        "config": dump_yaml(config),
+        "claim": options.claim,
+        "access_mode": volume.access_mode,
+        "size_gib": volume.size_gib,
+        "storage_class": volume.storage_class,
+        "group_policy": {"volcano": {}} if is_volcano else None,
+        "nodes": options.nodes,
+        "fewest": options.fewest,
+        "num_ranks": options.resources.num_ranks,
+        "queue": placement.queue,
+        "backoff": options.max_restarts * options.nodes,
+        "max_restarts": options.max_restarts,
+        "time_limit_s": options.time_limit_s,
+        "job_limit_s": options.time_limit_s if kind == "jobset" else None,
         # Pods that never found a machine in an elastic run need not come any more.
-        **({"successPolicy": {"rules": [{"succeededIndexes": "0"}]}} if options.min_nodes is not None else {}),
-        **_suspended(options),
-        "template": pod,
+        "success_policy": {"rules": [{"succeededIndexes": "0"}]} if options.min_nodes is not None else None,
+        # Kueue lets a run go once all of its pods have a place.
+        "suspend": True if is_kueue else None,
+        "job_set_suspend": True if is_kueue and kind == "jobset" else None,
+        "workers": _WORKERS.get(kind),
+        "step_metadata": step if kind == "trainjob" else None,
+        "preempted": PREEMPTED,
+        "refused": REFUSED,
+        "no_progress": NO_PROGRESS,
     }
-    return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": _workload(options), "spec": spec}]
 
 
-def _stateful_set(options: KubernetesOptions, config: Config) -> list[Manifest]:
-    pod = manifests.worker_pod(options, config, head=f"{options.name}-0.{options.name}", stays=True)
-    spec = {
-        "serviceName": options.name,
-        "replicas": options.nodes,
-        "podManagementPolicy": "Parallel",
-        "selector": {"matchLabels": manifests.labels_of(options, "worker")},
-        "template": pod,
-    }
-    return [{"apiVersion": "apps/v1", "kind": "StatefulSet", "metadata": _workload(options), "spec": spec}]
-
-
-def _job_set(options: KubernetesOptions, config: Config) -> list[Manifest]:
-    head = f"{options.name}-{_WORKERS}-0-0.{options.name}"
-    pod = manifests.worker_pod(options, config, head=head)
-    spec = {**_job_set_spec(options, _WORKERS, pod), **_suspended(options)}
-    return [{"apiVersion": "jobset.x-k8s.io/v1alpha2", "kind": "JobSet", "metadata": _workload(options), "spec": spec}]
-
-
-def _train_job(options: KubernetesOptions, config: Config) -> list[Manifest]:
-    """Returns a TrainingRuntime with our pods, and the TrainJob that uses it."""
-    head = f"{options.name}-{_TRAINER_NODE}-0-0.{options.name}"
-    pod = manifests.worker_pod(options, config, head=head, container=_TRAINER_NODE)
-    template = _job_set_spec(options, _TRAINER_NODE, pod)
-    (job,) = template["replicatedJobs"]
-    job["template"]["metadata"] = {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}}
-    runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainingRuntime",
-        "metadata": manifests.metadata(options, options.name, "runtime"),
-        "spec": {
-            "mlPolicy": {"numNodes": options.nodes, "torch": {}},
-            **({"podGroupPolicy": {"volcano": {}}} if options.placement.gang == "volcano" else {}),
-            "template": {"spec": template},
-        },
-    }
-    spec = {
-        "runtimeRef": {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": options.name},
-        "trainer": {"numNodes": options.nodes, "numProcPerNode": options.resources.num_ranks},
-        **({"activeDeadlineSeconds": options.time_limit_s} if options.time_limit_s else {}),
-        **_suspended(options),
-    }
-    job_of_runtime = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": _workload(options),
-        "spec": spec,
-    }
-    return [runtime, job_of_runtime]
-
-
-def _job_set_spec(options: KubernetesOptions, workers: str, pod: Manifest) -> Manifest:
-    """Returns the spec of a JobSet with one indexed Job, all of whose pods start again together.
-
-    A JobSet does not see exit codes, but why its Job failed. So the Job fails by a rule of its own for each code, and
-    the JobSet tells the rules apart by their messages.
-    """
-    disrupted = {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
-    rules: list[Manifest] = [
-        {"action": "FailJob", "onExitCodes": _codes(PREEMPTED)},
-        disrupted,
-        {"action": "FailJob", "onExitCodes": _codes(REFUSED, NO_PROGRESS)},
-    ]
-    deadline = {"activeDeadlineSeconds": options.time_limit_s} if options.time_limit_s else {}
-    job = {**_indexed(options, rules, backoff=0), **(deadline if options.kind == "jobset" else {}), "template": pod}
-    by_rule = {"onJobFailureReasons": ["PodFailurePolicy"]}
+def _pod_values(options: KubernetesOptions, config: Config) -> dict[str, Any]:
+    resources, placement, kind = options.resources, options.placement, options.kind
+    head = "-".join([options.name, *([_WORKERS[kind], "0"] if kind in _WORKERS else []), "0"]) + f".{options.name}"
+    stays = kind == "statefulset"  # where a container that ends would be started again
+    is_volcano = placement.gang == "volcano"
+    devices = {resources.gpu_resource: str(resources.gpus)} if resources.gpus else {}
+    devices |= {name: str(count) for name, count in resources.network.items()}
+    limits = {"memory": f"{resources.memory_gib}Gi", **devices}
+    secret = {"name": SECRET, "valueFrom": {"secretKeyRef": {"name": options.secret_name, "key": "secret"}}}
+    toleration = {"key": resources.gpu_resource, "operator": "Exists", "effect": "NoSchedule"}
+    group = {"scheduling.k8s.io/group-name": options.name}
     return {
-        "network": {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
-        "failurePolicy": {
-            "maxRestarts": options.max_restarts,
-            "rules": [
-                {
-                    "name": "preempted",
-                    "action": "RestartJobSetAndIgnoreMaxRestarts",
-                    **by_rule,
-                    "onJobFailureMessagePatterns": [f"exit code {PREEMPTED} ", "condition DisruptionTarget "],
-                },
-                {"name": "refused", "action": "FailJobSet", **by_rule},
-                {"name": "late", "action": "FailJobSet", "onJobFailureReasons": ["DeadlineExceeded"]},
-            ],
-        },
-        "replicatedJobs": [{"name": workers, "replicas": 1, "template": {"spec": job}}],
+        "image": options.image,
+        "container": "node" if kind == "trainjob" else "paceline",
+        "command": [*(["python", "-m", "paceline.launch.pod", "stay"] if stays else []), "paceline"],
+        "arguments": _train_arguments(options, head),
+        "secret_variable": secret if options.nodes > 1 else None,
+        "requests": {"cpu": str(resources.cpus), **limits},
+        "limits": limits,
+        "capabilities": ["IPC_LOCK"] if resources.network else None,  # RDMA registers memory that must not be paged out
+        "restart_policy": "Always" if stays else "Never",
+        "grace_s": math.ceil(config.recovery.grace_s) + _AFTER_GRACE_S,
+        "shm_mib": math.ceil(resources.shm_gib * 1024),
+        "node_selector": dict(placement.node_selector) or None,
+        "annotations": group if is_volcano and kind != "trainjob" else None,
+        "scheduler": "volcano" if is_volcano else None,
+        "tolerations": [toleration] if resources.gpus else None,
+        "subdomain": options.name if kind == "job" else None,
+        "runs": RUNS,
+        "port": PORT,
+        "user": USER_ID,
+        "head": head,
     }
 
 
-def _indexed(options: KubernetesOptions, rules: list[Manifest], *, backoff: int) -> Manifest:
-    return {
-        "completionMode": "Indexed",
-        "completions": options.nodes,
-        "parallelism": options.nodes,
-        "backoffLimit": backoff,
-        "podReplacementPolicy": "Failed",
-        "podFailurePolicy": {"rules": rules},
-    }
-
-
-def _codes(*codes: int) -> Manifest:
-    return {"operator": "In", "values": list(codes)}
-
-
-def _workload(options: KubernetesOptions) -> Manifest:
-    queue = {"kueue.x-k8s.io/queue-name": options.placement.queue} if options.placement.gang == "kueue" else {}
-    return manifests.metadata(options, options.name, "worker", labels=queue)
-
-
-def _suspended(options: KubernetesOptions) -> Manifest:
-    """Kueue lets a run go once all of its pods have a place."""
-    return {"suspend": True} if options.placement.gang == "kueue" else {}
-
-
-def _pod_group(options: KubernetesOptions) -> Manifest:
-    queue = {} if options.placement.queue is None else {"queue": options.placement.queue}
-    return {
-        "apiVersion": "scheduling.volcano.sh/v1beta1",
-        "kind": "PodGroup",
-        "metadata": manifests.metadata(options, options.name, "worker"),
-        "spec": {"minMember": options.fewest, **queue},
-    }
+def _train_arguments(options: KubernetesOptions, head: str) -> list[str]:
+    """Returns the arguments of ``paceline`` in each pod. ``head`` is the host name of the first one."""
+    words = ["train", CONFIG, f"monitor.folder={RUNS}"]
+    if options.nodes == 1:
+        ranks = [] if options.resources.gpus else [f"parallel.ranks={options.resources.ranks}"]
+        return [*words, *ranks, "--resume", "auto"]
+    nodes = f"{options.nodes}" if options.min_nodes is None else f"{options.min_nodes}:{options.nodes}"
+    where = ["--nnodes", nodes, "--rdzv", f"{head}:{PORT}", "--node-ranks", str(options.resources.num_ranks)]
+    return [*words, "--resume", "auto", *where]

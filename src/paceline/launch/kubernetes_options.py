@@ -1,24 +1,27 @@
 """What a run on Kubernetes is asked to be, and every problem of it at once. No torch in here.
 
-A *node* here is a pod with one launcher and its ranks; Kubernetes puts it on a machine.
+A *node* here is a pod with one launcher and its ranks; Kubernetes puts it on a machine. ``SETTINGS`` are the words of a
+command line: ``--set image=paceline:0.1 --set kind=jobset``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal, get_args
 
 from paceline.config import Config, check_hosts
-from paceline.errors import ConfigError, Problem
+from paceline.errors import ConfigError, Problem, UsageError
+from paceline.launch.job import LaunchJob, read_time, refuse_settings
 
 Kind = Literal["job", "statefulset", "jobset", "trainjob"]
 Gang = Literal["none", "kueue", "volcano"]
 AccessMode = Literal["ReadWriteMany", "ReadWriteOnce"]
 
-PAGE_PORT, TENSORBOARD_PORT = 6070, 6006
-MOST_NAME = 40  # Kubernetes takes 63, and appends indices to the names of pods and services
+_MOST_NAME = 40  # Kubernetes takes 63, and appends indices to the names of pods and services
+_NAME_PARTS = re.compile(r"[^a-z0-9]+")
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _OBJECT_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?")
 _RESOURCE = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?")
@@ -120,10 +123,10 @@ def check_options(options: KubernetesOptions, config: Config) -> None:
 
 
 def _names(options: KubernetesOptions) -> Iterator[Problem]:
-    if not _NAME.fullmatch(options.name) or len(options.name) > MOST_NAME:
+    if not _NAME.fullmatch(options.name) or len(options.name) > _MOST_NAME:
         yield Problem(
             what=f"the name {options.name!r} is no name of Kubernetes",
-            rule=f"a name has at most {MOST_NAME} small letters, digits and dashes, and begins with a letter",
+            rule=f"a name has at most {_MOST_NAME} small letters, digits and dashes, and begins with a letter",
             fix="give another name",
         )
     if not _IMAGE.fullmatch(options.image):
@@ -229,3 +232,103 @@ def _placement(options: KubernetesOptions) -> Iterator[Problem]:
                 rule="a label is a name, with a domain before it or not, and a value of at most 63 characters",
                 fix="kubectl get nodes --show-labels lists those that there are",
             )
+
+
+def _count(text: str) -> int:
+    if not re.fullmatch(r"\d{1,9}", text):
+        raise ValueError("a whole number")
+    return int(text)
+
+
+def _number(text: str) -> float:
+    if not re.fullmatch(r"\d{1,9}(\.\d{1,6})?", text):
+        raise ValueError("a number")
+    return float(text)
+
+
+def _switch(text: str) -> bool:
+    if text not in ("yes", "no"):
+        raise ValueError("yes or no")
+    return text == "yes"
+
+
+def _one_of(kind: Any) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text not in get_args(kind):
+            raise ValueError(f"one of {', '.join(get_args(kind))}")
+        return text
+
+    return read
+
+
+def _device_counts(text: str) -> dict[str, int]:
+    return {name: _count(value) for name, value in _pairs(text).items()}
+
+
+def _pairs(text: str) -> dict[str, str]:
+    words = [word.partition("=") for word in text.split(",")]
+    if not all(name and sign for name, sign, _ in words):
+        raise ValueError("NAME=VALUE, with commas between several")
+    return {name: value for name, _, value in words}
+
+
+# Each word: the record and the field that it sets, and how its value is read.
+SETTINGS: Mapping[str, tuple[str, str, Callable[[str], Any]]] = {
+    "image": ("options", "image", str),
+    "kind": ("options", "kind", _one_of(Kind)),
+    "namespace": ("options", "namespace", str),
+    "secret": ("options", "secret", str),
+    "max_restarts": ("options", "max_restarts", _count),
+    "page": ("options", "shows_page", _switch),
+    "cpus": ("resources", "cpus", _count),
+    "memory_gib": ("resources", "memory_gib", _count),
+    "shm_gib": ("resources", "shm_gib", _number),
+    "gpu_resource": ("resources", "gpu_resource", str),
+    "network": ("resources", "network", _device_counts),
+    "node_selector": ("placement", "node_selector", _pairs),
+    "gang": ("placement", "gang", _one_of(Gang)),
+    "claim": ("volume", "claim", str),
+    "size_gib": ("volume", "size_gib", _count),
+    "storage_class": ("volume", "storage_class", str),
+    "access_mode": ("volume", "access_mode", _one_of(AccessMode)),
+}
+
+
+def read_options(job: LaunchJob) -> KubernetesOptions:
+    """Returns the options. Raises UsageError for a word that there is not, or a value that it does not take."""
+    refuse_settings(job, SETTINGS)
+    found: dict[str, dict[str, Any]] = {"options": {}, "resources": {}, "placement": {}, "volume": {}}
+    for word, text in job.settings.items():
+        record, name, read = SETTINGS[word]
+        try:
+            found[record][name] = read(text)
+        except ValueError as error:
+            raise UsageError(f"--set {word}={text}\n  it is {error}\n  give another value") from None
+    if "image" not in job.settings:
+        raise UsageError(
+            "--on kubernetes without an image\n  pods run a container image with Paceline in it\n"
+            "  build one (make container), push it, and give it: --set image=REGISTRY/paceline:0.1"
+        )
+    queue = {} if job.queue is None else {"queue": job.queue}
+    return KubernetesOptions(
+        name=object_name(job.run),
+        nodes=job.nodes,
+        min_nodes=None if job.least == job.nodes else job.least,
+        time_limit_s=None if job.time is None else read_time(job.time),
+        resources=PodResources(gpus=job.gpus, ranks=job.ranks, **found["resources"]),
+        placement=PodPlacement(**{**queue, **found["placement"]}),
+        volume=RunsVolume(**found["volume"]),
+        **found["options"],
+    )
+
+
+def object_name(name: str) -> str:
+    """Returns the name of a run as Kubernetes takes it: small letters, digits and dashes.
+
+    One that is too long ends with a number made of all of it, so that ``NAME`` and ``NAME-2`` stay two.
+    """
+    found = _NAME_PARTS.sub("-", name.lower()).strip("-")
+    found = found if found[:1].isalpha() else f"run-{found}".strip("-")
+    if len(found) <= _MOST_NAME:
+        return found
+    return f"{found[: _MOST_NAME - 9].strip('-')}-{zlib.crc32(name.encode()):08x}"

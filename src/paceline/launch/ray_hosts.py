@@ -4,14 +4,19 @@
 
 Attempt after attempt: it asks Ray for a placement group, compares the machines, has the run started on each, prints
 what they print, and asks ``health/diagnosis.py`` what to do when they have ended. ``--nodes 2:4`` takes as many hosts
-as the cluster has room for, at each start.
+as the cluster has room for, at each start. What the ends of hosts mean:
+
+    refused by any host              leaves with 2
+    done on any host                 leaves with 0
+    a host lost, or killed           an attempt that failed
+    saved because something asked    an attempt that made room; after ``cancel`` it leaves with 75
+    anything else                    leaves with the code of the launchers, who have restarted ranks themselves
 """
 
 from __future__ import annotations
 
 import contextlib
 import secrets
-import shlex
 import signal
 import sys
 import threading
@@ -22,22 +27,19 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from paceline.comm.control.wire import SECRET
 from paceline.config import load_config
 from paceline.config.sections import RecoveryConfig
 from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure
-from paceline.health.exit_codes import DONE, FAILED, REFUSED
-from paceline.launch.job import LAUNCHED, LaunchJob
+from paceline.health.exit_codes import DONE, FAILED, NO_PROGRESS, PREEMPTED, REFUSED
+from paceline.launch.job import LaunchJob
 from paceline.launch.ray_cluster import LostWorkerError, PlacedWorker, RayCluster
-from paceline.launch.ray_policy import HostEnd, code_of, ended_by
 from paceline.launch.ray_settings import RayOptions, read_options
 from paceline.launch.ray_target import PLACES, command_of, num_hosts
-from paceline.launch.remote import forget_mark
+from paceline.launch.remote import forget_mark, look_order, run_order, start_command
 from paceline.launch.ssh import compare
 from paceline.run.folder import is_in_use
 from paceline.run.notes import read_progress
-from paceline.run.self_watch import HOST
 from paceline.run.whereami import SWITCH
 from paceline.terminal import echo
 
@@ -48,6 +50,27 @@ _LATE_S = 10.0  # for the others, when a host is lost or has failed: they may be
 _DONE_S = 60.0  # for the others, when one is done
 _FREE_S = 60.0  # until a launcher that lost its actor has left the run's folder
 _CANCELLED = 143  # as ended by SIGTERM
+_BY_SIGNAL = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostEnd:
+    """How the command of one actor ended; ``code`` None: the actor is gone, and ``words`` say how."""
+
+    host: str
+    code: int | None
+    words: str = ""
+
+    @property
+    def is_lost(self) -> bool:
+        return self.code is None or self.code > _BY_SIGNAL
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return f"host {self.host} was lost ({self.words})" if self.words else f"host {self.host} was lost"
+        if self.code > _BY_SIGNAL:
+            return f"the launcher on host {self.host} was killed by signal {self.code - _BY_SIGNAL}"
+        return f"host {self.host} left with exit code {self.code}"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +99,7 @@ class Supervisor:
     @property
     def folder(self) -> Path:
         """The run's folder, which all hosts see."""
-        return Path(self.job.folder).parent.parent / self.job.run
+        return self.job.runs / self.job.run
 
     def run(self) -> int:
         """Runs attempts until one says that the run has ended; returns its exit code."""
@@ -119,13 +142,16 @@ class Supervisor:
             group, number = reserved
             hosts = self._start_workers(group)
             answers = self._ask(hosts)
-            if problems := list(compare(self._compared(hosts), answers, _text(self.job.config))):
+            if problems := list(
+                compare(self._compared(hosts), answers, Path(self.job.config).read_text(encoding="utf-8"))
+            ):
                 echo("paceline: " + "\n\n".join(map(str, problems)), err=True)
                 return REFUSED
             first = answers[hosts[0].name]
             assert isinstance(first, dict)
             self._run(hosts, number, int(first["port"]))
-            (Path(self.job.folder) / PLACES).write_text(_places(hosts), encoding="utf-8")
+            places = ", ".join(f"{host.name} on Ray node {host.worker.node[:8]}" for host in hosts)
+            (Path(self.job.folder) / PLACES).write_text(f"{places}\n", encoding="utf-8")
             return self._follow(hosts)
         except LostWorkerError as error:
             return [HostEnd(host="of the cluster", code=None, words=str(error))]
@@ -155,11 +181,8 @@ class Supervisor:
         return _CANCELLED
 
     def _start_workers(self, group: Any) -> list[_Host]:
-        path, job = self.options.pythonpath, self.job
-        start = [*(["env", f"PYTHONPATH={path}"] if path else []), job.python, "-m", "paceline.launch.remote"]
-        if job.setup:
-            start = ["bash", "-c", " && ".join([*job.setup, f"exec {shlex.join(start)}"])]
-        workers = self.cluster.start_workers(group, self.options, start, job.workdir)
+        command = ["bash", "-c", start_command(self.job)]
+        workers = self.cluster.start_workers(group, self.options, command, self.job.workdir)
         names = _names([worker.address for worker in workers])
         return [
             _Host(name=name, worker=worker, is_first=index == 0)
@@ -168,22 +191,16 @@ class Supervisor:
 
     def _ask(self, hosts: Sequence[_Host]) -> dict[str, dict[str, Any] | str]:
         """Asks all machines what they have, the first one before the others: it leaves a mark in the shared folder."""
-        runs, mark = Path(self.job.folder).parent.parent, secrets.token_hex(8)
-        found: dict[str, dict[str, Any] | str] = {}
-        order = {"do": "look", "config": self.job.config, "folder": str(runs), "mark": mark}
+        mark, found = secrets.token_hex(8), dict[str, dict[str, Any] | str]()
         try:
             for some in (hosts[:1], hosts[1:]):
-                orders = [
-                    order
-                    | {"is_first": host.is_first, "port": self.job.port or 0}
-                    | {"address": host.worker.address if host.is_first else ""}
-                    for host in some
-                ]
-                calls = [host.worker.actor.ask.remote(each) for host, each in zip(some, orders, strict=True)]
+                addresses = [host.worker.address if host.is_first else "" for host in some]
+                orders = [look_order(self.job, mark, address) for address in addresses]
+                calls = [host.worker.actor.ask.remote(order) for host, order in zip(some, orders, strict=True)]
                 for host, call in zip(some, calls, strict=True):
                     found[host.name] = self.cluster.call(call, _ANSWER_S)
         finally:
-            forget_mark(runs)
+            forget_mark(self.job.runs)
         return found
 
     def _compared(self, hosts: Sequence[_Host]) -> LaunchJob:
@@ -196,13 +213,10 @@ class Supervisor:
     def _run(self, hosts: Sequence[_Host], number: int, port: int) -> None:
         command = command_of(self.job, self.options, number, hosts[0].worker.address, str(port))
         ranks = list(rank_variables(hosts, port)) if self.options.actor == "rank" else [{SWITCH: "none"}] * len(hosts)
-        calls = []
-        for host, variables in zip(hosts, ranks, strict=True):
-            environment = {SECRET: self.secret, LAUNCHED: self.job.name, HOST: host.name, **variables}
-            if self.options.pythonpath:
-                environment["PYTHONPATH"] = self.options.pythonpath
-            order = {"do": "run", "command": command, "workdir": self.job.workdir, "environment": environment}
-            calls.append(host.worker.actor.run.remote(order))
+        calls = [
+            host.worker.actor.run.remote(run_order(self.job, command, self.secret, host.name, **variables))
+            for host, variables in zip(hosts, ranks, strict=True)
+        ]
         for call in calls:
             self.cluster.call(call, _ANSWER_S)
 
@@ -249,6 +263,40 @@ class Supervisor:
             time.sleep(_LOOK_S)
 
 
+def ended_by(
+    ends: Sequence[HostEnd], steps: TrainedSteps, *, options: RayOptions, is_cancelled: bool
+) -> FailedAttempt | int:
+    """Returns what ended a run whose hosts have all ended, or the exit code of one that does not start again.
+
+    ``steps`` says how far it came.
+    """
+    codes = {end.code for end in ends}
+    for code in (REFUSED, DONE):
+        if code in codes:
+            return code
+    if is_cancelled:
+        return code_of(ends)
+    # Without launchers on the hosts nobody else has started a rank again that failed.
+    is_failure = options.actor == "rank" and PREEMPTED not in codes
+    cause = next((end for end in ends if end.is_lost), ends[0] if is_failure else None)
+    if cause is None and PREEMPTED not in codes:
+        return code_of(ends)
+    return FailedAttempt(
+        first_step=steps.first_step,
+        kind="preempted" if cause is None else "killed" if cause.is_lost else "error",
+        rank=0 if cause is None else list(ends).index(cause),
+        step=steps.last_step,
+        message="the run was asked to leave and saved" if cause is None else str(cause),
+    )
+
+
+def code_of(ends: Sequence[HostEnd]) -> int:
+    """Returns the code that says most: a launcher that lost another one leaves with 1."""
+    codes = [end.code for end in ends if end.code is not None and end.code <= _BY_SIGNAL]
+    special = [code for code in codes if code not in (DONE, FAILED)]
+    return next((code for code in (PREEMPTED, NO_PROGRESS) if code in special), special[0] if special else FAILED)
+
+
 def rank_variables(hosts: Sequence[_Host], port: int) -> Iterator[dict[str, str]]:
     """Yields what torch's own launcher would set for each actor, where an actor is a rank; ranks of a node adjoin."""
     of_node = Counter(host.worker.node for host in hosts)
@@ -276,14 +324,6 @@ def _names(addresses: Sequence[str]) -> list[str]:
         names.append(address if counts[address] == 1 else f"{address}#{seen[address]}")
         seen[address] += 1
     return names
-
-
-def _places(hosts: Sequence[_Host]) -> str:
-    return ", ".join(f"{host.name} on Ray node {host.worker.node[:8]}" for host in hosts) + "\n"
-
-
-def _text(path: str) -> str:
-    return Path(path).read_text(encoding="utf-8")
 
 
 def main(folder: Path) -> int:

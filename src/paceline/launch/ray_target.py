@@ -7,15 +7,16 @@ part in the training: the actors start ``paceline train`` on their machines, whi
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
 from paceline.errors import UsageError
 from paceline.launch import background
-from paceline.launch.job import JobState, LaunchJob, shell
+from paceline.launch.background import cancel as cancel
+from paceline.launch.job import JobState, LaunchJob
 from paceline.launch.ray_cluster import RayCluster, RayNode
 from paceline.launch.ray_settings import RayOptions, read_options
-from paceline.launch.ssh import supervisor_command
 from paceline.launch.target import TargetMachines
 
 PLACES = "places"  # in the launch's folder: which host is where
@@ -67,7 +68,7 @@ def render(job: LaunchJob) -> str:
         ranks = f"rank {bundle}" if each == 1 else f"ranks {bundle * each} to {(bundle + 1) * each - 1}"
         lines.append(f"bundle {bundle}: {ranks}{', where the others meet' if bundle == 0 and hosts > 1 else ''}")
     command = command_of(job, options, hosts, "ADDRESS-OF-BUNDLE-0", str(job.port or "PORT"))
-    lines.append(f"each runs: {shell(command)}")
+    lines.append(f"each runs: {shlex.join(command)}")
     return "".join(f"{line}\n" for line in lines)
 
 
@@ -82,9 +83,8 @@ def command_of(job: LaunchJob, options: RayOptions, hosts: int, address: str, po
 
 def submit(job: LaunchJob) -> str:
     """Starts the process that holds the actors."""
-    job.write()
     (Path(job.folder) / "script").write_text(render(job), encoding="utf-8")
-    return background.start(job, supervisor_command(job, "paceline.launch.ray_hosts"))
+    return background.hold(job, "paceline.launch.ray_hosts")
 
 
 def state(job: LaunchJob) -> JobState:
@@ -96,11 +96,6 @@ def state(job: LaunchJob) -> JobState:
     if found.kind == "running":
         return JobState(kind="waiting", words="waiting for Ray nodes")
     return found
-
-
-def cancel(job: LaunchJob) -> None:
-    """Asks the run to save and leave."""
-    background.cancel(job)
 
 
 def _describe(node: RayNode) -> str:

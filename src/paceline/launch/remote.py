@@ -1,4 +1,4 @@
-"""What ``--on ssh`` runs on each host: it takes orders from standard input, one JSON object on a line.
+"""What ``--on ssh`` and ``--on ray`` run on each host: it takes orders from standard input, one JSON object on a line.
 
     python -m paceline.launch.remote
 
@@ -16,22 +16,56 @@ import contextlib
 import ctypes
 import json
 import os
+import shlex
 import signal
 import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any
 
 from paceline import __version__
 from paceline.cluster.detect import detect_machine
+from paceline.comm.control.wire import SECRET
+from paceline.launch.job import LAUNCHED, LaunchJob
+from paceline.run.nodes import HOST
 from paceline.untrusted import parse_json_object, read_regular
 
 _MARK = ".launch-mark"
 _MOST_BYTES = 2**20
 _PARENT_DEATH_SIGNAL = 1  # of Linux's prctl
+
+
+def start_command(job: LaunchJob) -> str:
+    """Returns what a shell of a host runs to take orders."""
+    path = job.settings.get("pythonpath", "")
+    words = [*(["env", f"PYTHONPATH={path}"] if path else []), job.python, "-m", "paceline.launch.remote"]
+    return " && ".join([*job.setup, f"exec {shlex.join(words)}"])
+
+
+def look_order(job: LaunchJob, mark: str, address: str = "") -> dict[str, Any]:
+    """Returns the order to look; the first host gets the ``address`` at which the others meet, and leaves the mark."""
+    where = {"folder": str(job.runs), "address": address, "port": job.port or 0}
+    return {"do": "look", "config": job.config, "mark": mark, "is_first": bool(address), **where}
+
+
+def run_order(job: LaunchJob, command: Sequence[str], secret: str, host: str, **variables: str) -> dict[str, Any]:
+    """Returns the order to run a command on a host."""
+    environment = {SECRET: secret, LAUNCHED: job.name, HOST: host, **variables}
+    if path := job.settings.get("pythonpath"):
+        environment["PYTHONPATH"] = path
+    return {"do": "run", "command": list(command), "workdir": job.workdir, "environment": environment}
+
+
+def give_order(process: subprocess.Popen[bytes], order: Mapping[str, object]) -> None:
+    """Gives an order to the process that takes them on a host; one that has ended gets none."""
+    assert process.stdin is not None
+    with contextlib.suppress(OSError, ValueError):
+        process.stdin.write(json.dumps(order).encode() + b"\n")
+        process.stdin.flush()
 
 
 def main(orders: IO[bytes], answers: IO[str]) -> int:

@@ -11,7 +11,6 @@ import json
 import secrets
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,10 +19,10 @@ from typing import Any
 from paceline import __version__
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
 from paceline.launch.background import cancel as cancel
-from paceline.launch.background import start
+from paceline.launch.background import hold
 from paceline.launch.background import state as state
-from paceline.launch.job import LAUNCHED, LaunchJob, refuse_options, refuse_settings, shell
-from paceline.launch.remote import forget_mark
+from paceline.launch.job import LAUNCHED, LaunchJob, refuse_options, refuse_settings
+from paceline.launch.remote import forget_mark, look_order, start_command
 from paceline.launch.target import TargetMachines
 from paceline.untrusted import parse_json_object
 
@@ -42,9 +41,7 @@ _OPTIONS = ("-o", "BatchMode=yes", "-o", f"ConnectTimeout={ANSWER_S}", "-o", "Se
 
 def ssh_command(job: LaunchJob, host: str) -> list[str]:
     """Returns the command that takes orders on a host; ``--set ssh="ssh -F FILE"`` is another ssh."""
-    path = job.settings.get("pythonpath", "")
-    start = [*(["env", f"PYTHONPATH={path}"] if path else []), job.python, "-m", "paceline.launch.remote"]
-    remote = f"cd {shlex.quote(job.workdir)} && {' && '.join([*job.setup, 'exec ' + shlex.join(start)])}"
+    remote = f"cd {shlex.quote(job.workdir)} && {start_command(job)}"
     return [*shlex.split(job.settings.get("ssh", "ssh")), *_OPTIONS, host, remote]
 
 
@@ -85,19 +82,13 @@ def _is_host(name: str) -> bool:
 
 def ask_hosts(job: LaunchJob) -> tuple[str, dict[str, dict[str, Any] | str]]:
     """Returns the first host's address, and what each host answers; a text: why there is no answer."""
-    address, mark, runs = _address(job, job.hosts[0]), secrets.token_hex(8), Path(job.folder).parent.parent
-
-    def look(host: str) -> dict[str, Any] | str:
-        is_first = host == job.hosts[0]
-        order = {"do": "look", "config": job.config, "folder": str(runs), "mark": mark, "is_first": is_first}
-        return _ask(job, host, order | {"address": address if is_first else "", "port": job.port or 0})
-
+    address, mark = _address(job, job.hosts[0]), secrets.token_hex(8)
     try:
-        first = look(job.hosts[0])
+        first = _ask(job, job.hosts[0], look_order(job, mark, address))
         with ThreadPoolExecutor(16) as pool:
-            others = list(pool.map(look, job.hosts[1:]))
+            others = list(pool.map(lambda host: _ask(job, host, look_order(job, mark)), job.hosts[1:]))
     finally:
-        forget_mark(runs)
+        forget_mark(job.runs)
     return address, dict(zip(job.hosts, [first, *others], strict=True))
 
 
@@ -126,9 +117,8 @@ def compare(job: LaunchJob, found: dict[str, dict[str, Any] | str], config: str)
             fix = "keep the config and the runs in a folder that all hosts share"
             yield Problem(what=f"host {host} {state} {job.config}", rule="all hosts start the same run", fix=fix)
         if not each["sees"]:
-            runs = Path(job.folder).parent.parent
             yield Problem(
-                what=f"host {host} does not see {runs} of host {first}",
+                what=f"host {host} does not see {job.runs} of host {first}",
                 rule="all hosts write to one folder: each would save a part of every checkpoint",
                 fix="mount the same file system there, or set monitor.folder to one that all hosts have",
             )
@@ -182,16 +172,10 @@ def _address(job: LaunchJob, host: str) -> str:
 def render(job: LaunchJob) -> str:
     """Returns the command of every host."""
     address, port = _address(job, job.hosts[0]), job.port or 29400
-    command = shell(train_command(job, address, port))
+    command = shlex.join(train_command(job, address, port))
     return "".join(f"{host}: cd {shlex.quote(job.workdir)} && {LAUNCHED}={job.name} {command}\n" for host in job.hosts)
 
 
 def submit(job: LaunchJob) -> str:
     """Starts the process that holds the connections."""
-    job.write()
-    return start(job, supervisor_command(job, "paceline.launch.ssh_hosts"))
-
-
-def supervisor_command(job: LaunchJob, module: str) -> list[str]:
-    """Returns the command of a process on this machine that runs a launch elsewhere."""
-    return [sys.executable, "-m", module, job.folder]
+    return hold(job, "paceline.launch.ssh_hosts")

@@ -8,21 +8,18 @@ others meet. With hosts to spare (``--nodes 2:4``), one that is lost or did not 
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from paceline.comm.control.wire import SECRET
 from paceline.health.exit_codes import FAILED
-from paceline.launch.job import LAUNCHED, LaunchJob
+from paceline.launch.job import LaunchJob
+from paceline.launch.remote import give_order, run_order
 from paceline.launch.ssh import ask_hosts, ssh_command, train_command
-from paceline.run.self_watch import HOST
 from paceline.terminal import echo
 
 _AGAIN_S = 5.0
@@ -54,7 +51,7 @@ class _Supervisor:
     def signal(self, number: int) -> None:
         """Hands a signal on to all hosts."""
         for process in list(self.processes.values()):
-            self._order(process, {"do": "signal", "number": int(number)})
+            give_order(process, {"do": "signal", "number": int(number)})
 
     def _keep(self, host: str) -> None:
         """Has a host take part; again and again, where the run goes on without it."""
@@ -69,21 +66,9 @@ class _Supervisor:
     def _start(self, host: str) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         process = subprocess.Popen(ssh_command(self.job, host), stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT)
-        environment = {SECRET: self.secret, LAUNCHED: self.job.name, HOST: host}
-        if path := self.job.settings.get("pythonpath"):
-            environment["PYTHONPATH"] = path
-        order = {"do": "run", "command": self.command, "workdir": self.job.workdir, "environment": environment}
         self.processes[host] = process
-        self._order(process, order)
+        give_order(process, run_order(self.job, self.command, self.secret, host))
         return process
-
-    def _order(self, process: subprocess.Popen[bytes], order: Mapping[str, object]) -> None:
-        assert process.stdin is not None
-        try:
-            process.stdin.write(json.dumps(order).encode() + b"\n")
-            process.stdin.flush()
-        except (OSError, ValueError):  # it has ended
-            return
 
     def _follow(self, host: str, process: subprocess.Popen[bytes]) -> int:
         """Prints what a host prints, with its name before that of all but the first; returns its exit code."""

@@ -1,54 +1,50 @@
-"""From a config and options to a job: the target's machines, the plan for them, and a name that nobody else takes."""
+"""From a config and options to a job: the target's machines, the plan for them, and a name that nobody else takes.
+
+A run that cannot be there is refused before it is queued:
+
+    ranks    nodes x GPUs of a node; without GPUs, those of the config shared out, or two a node
+    memory   what a rank needs on its GPU, or all ranks of a host, by estimate, beside what the target says there is
+"""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from pathlib import Path
 
-from paceline.config import Config, load_config
-from paceline.errors import LaunchError, UsageError
+from paceline.cluster.detect import Machine
+from paceline.config import Config, check_hosts, load_config, with_precision
+from paceline.errors import ConfigError, LaunchError, Problem, UsageError
 from paceline.launch.job import LaunchJob, launches_folder, reserve
-from paceline.launch.settle import SettledRun, ranks_of_node, settle
 from paceline.launch.target import Target, TargetMachines, find_target
+from paceline.predict.memory.activations import describe_model
 from paceline.run.folder import check_folder, is_taken
 from paceline.run.location import run_folder, runs_of
+from paceline.search.automatic import choose
+from paceline.search.choice import Room, apply_choice
+from paceline.search.make_plan import RunMachine, make_plan
+from paceline.search.memory_verdict import MemoryVerdict, needed
+from paceline.units import format_bytes
 
 _LAUNCH_S = "-start-"
+_CPU_RANKS = 2
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchRequest:
-    """What ``paceline launch`` was asked for: the target and how much of it; see ``LaunchJob`` for the rest."""
+def prepare(
+    path: Path,
+    overrides: Sequence[str],
+    asked: LaunchJob,
+    *,
+    resumes: bool = False,
+    checks_memory: bool = True,
+    is_dry: bool = False,
+) -> tuple[Target, LaunchJob, tuple[str, ...]]:
+    """Makes the job of ``asked``, which has the target and how much of it; refuses one that cannot run there.
 
-    target: str
-    nodes: int = 1
-    least: int = 1
-    gpus: int = 0
-    time: str | None = None
-    queue: str | None = None
-    hosts: tuple[str, ...] = ()
-    tasks: str | None = None
-    max_requeues: int | None = None
-    python: str = sys.executable
-    port: int | None = None
-    settings: dict[str, str] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()
-    resume: bool = False
-    checks_memory: bool = True
-    is_dry: bool = False
-
-
-_OF_THE_JOB = {each.name for each in fields(LaunchRequest)} & {each.name for each in fields(LaunchJob)}
-
-
-def prepare(path: Path, overrides: Sequence[str], asked: LaunchRequest) -> tuple[Target, LaunchJob, SettledRun]:
-    """Makes the job, and refuses one that cannot run at the target. Nothing is written.
-
-    Raises UsageError, ConfigError, RunFolderError or LaunchError for what is wrong with it.
+    Returns also lines that tell what was decided. Nothing is written. Raises UsageError, ConfigError, RunFolderError or
+    LaunchError for what is wrong with it.
     """
     target = find_target(asked.target)
     array = [word for word in overrides if "{task}" in word]
@@ -56,36 +52,34 @@ def prepare(path: Path, overrides: Sequence[str], asked: LaunchRequest) -> tuple
         raise UsageError(f"{array[0]} without --array\n  {{task}} is the number of an array's task\n  add --array 0-3")
     config = load_config(path, [word.replace("{task}", "0") for word in overrides])
     check_folder(run_folder(config), resume=True)
-    nodes = asked.nodes
-    ranks = ranks_of_node(config, nodes, asked.gpus)
-    job = LaunchJob(
-        name="",
-        run=_free_run(config, resumes=asked.resume),
+    run = _free_run(config, resumes=resumes)
+    job = replace(
+        asked,
+        name=run,
+        run=run,
         config=str(path.absolute()),
         overrides=tuple(overrides),
         workdir=str(Path.cwd()),
-        folder="",
-        ranks=ranks,
-        **{name: getattr(asked, name) for name in _OF_THE_JOB},
+        folder=str(launches_folder(Path(config.monitor.folder).absolute()) / run),
+        ranks=ranks_of_node(config, asked.nodes, asked.gpus),
     )
-    job = _at(job, config, job.run)
     try:
         machines = target.machines(job)
     except LaunchError as error:  # the target does not answer: what would be submitted can be shown all the same
-        if not asked.is_dry:
+        if not is_dry:
             raise UsageError(str(error)) from error  # nothing was started
         given = getattr(target, "given", None)  # what is known without asking: the memory that a pod asks for
         known = TargetMachines(where=f"--on {asked.target}") if given is None else given(job)
         machines = replace(known, notes=(f"not asked for its machines: {error.headline}",))
-    if not asked.checks_memory:
+    if not checks_memory:
         machines = TargetMachines(where=machines.where, notes=machines.notes)
-    settled = settle(config, machines, least=job.least, nodes=nodes, gpus=asked.gpus)
-    return target, replace(job, overrides=(*overrides, *settled.overrides)), settled
+    decided, lines = settle(config, machines, job)
+    return target, replace(job, overrides=(*overrides, *decided)), lines
 
 
 def start(target: Target, job: LaunchJob) -> LaunchJob:
     """Reserves a name for the launch, submits the job, and writes down where it is."""
-    runs = Path(job.folder).parent.parent
+    runs = job.runs
     names = itertools.chain([job.run], (f"{job.run}{_LAUNCH_S}{number}" for number in itertools.count(2)))
     folder = next(found for name in names if (found := reserve(runs, name)) is not None)
     job = replace(job, name=folder.name, folder=str(folder))
@@ -100,11 +94,6 @@ def start(target: Target, job: LaunchJob) -> LaunchJob:
         raise
     job.write()
     return job
-
-
-def _at(job: LaunchJob, config: Config, name: str) -> LaunchJob:
-    folder = launches_folder(Path(config.monitor.folder).absolute()) / name
-    return replace(job, name=name, folder=str(folder))
 
 
 def _free_run(config: Config, *, resumes: bool) -> str:
@@ -127,3 +116,78 @@ def _free_run(config: Config, *, resumes: bool) -> str:
         and not (launches / name).exists()
         and not runs_of(config.model_copy(update={"name": name}))
     )
+
+
+def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
+    """Returns the ranks of each node. Raises ConfigError where the config asks for other ranks than there would be."""
+    asked, each = config.parallel.ranks, gpus or config.parallel.node_ranks
+    if isinstance(asked, int):
+        each = each or asked // nodes
+        if each * nodes != asked:
+            given = f"{nodes} node{'s' if nodes > 1 else ''}" + (f" with {gpus} GPUs each" if gpus else "")
+            problem = Problem(
+                what=f"parallel.ranks = {asked} on {given}",
+                rule="every node has as many ranks as the others, and a rank a GPU of its own",
+                fix=f"set parallel.ranks = auto, or {max(1, each) * nodes}",
+            )
+            raise ConfigError([problem], source="launch")
+    return each or _CPU_RANKS
+
+
+def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Makes the plan for the target's machines; returns overrides of the config that say so, and lines that tell it.
+
+    Raises ConfigError or UsageError for a run that cannot be there.
+    """
+    each, nodes, device = job.ranks, job.nodes, "cuda" if job.gpus else "cpu"
+    if config.parallel.device not in ("auto", device):
+        problem = Problem(
+            what=f"parallel.device = {config.parallel.device}, and --gpus-per-node is {job.gpus}",
+            rule="ranks on GPUs need as many of them on each node; ranks on CPUs need none",
+            fix="give --gpus-per-node" if device == "cpu" else "leave --gpus-per-node out",
+        )
+        raise ConfigError([problem], source="launch")
+    if config.comm.backend == "virtual":
+        raise UsageError("comm.backend = virtual\n  virtual ranks take turns in one process\n  use paceline train")
+    ranks = each * nodes
+    spread = with_precision(config.with_values("parallel", device=device, ranks=ranks), device)
+    if found := check_hosts(spread, each, range(job.least, nodes + 1)):
+        raise ConfigError(found, source="launch")
+    chosen, memory = _with_memory(spread, machines, each)
+    what = f"{ranks} rank{'s' if ranks > 1 else ''} on {'GPUs' if job.gpus else 'CPUs'}"
+    what += f", {each} on each of {nodes} nodes" if nodes > 1 else ""
+    what += f": {chosen.parallel.strategy}"
+    if "auto" not in (chosen.parallel.strategy, chosen.train.microbatch):
+        plan = make_plan(chosen, RunMachine(device=device, ranks=ranks, node_ranks=each))
+        what += f", microbatch {plan.layout.microbatch}"
+    return (f"parallel.device={device}", f"parallel.ranks={ranks}"), (what, f"memory: {memory}", *machines.notes)
+
+
+def _with_memory(config: Config, machines: TargetMachines, each: int) -> tuple[Config, str]:
+    """Returns the config with the strategy that fits, where it is left open, and what is known of memory.
+
+    Raises where nothing fits.
+    """
+    device, host, is_open = config.parallel.device, machines.host_bytes, config.parallel.strategy == "auto"
+    has = machines.device_bytes if device == "cuda" else host
+    if has is not None and is_open:
+        of_rank, ranks = has if device == "cuda" else has / each, config.parallel.decided_ranks
+        room = Room(
+            device=device, device_bytes=int(of_rank), host_bytes=int(host or 2**60), ranks=ranks, node_ranks=each
+        )
+        model = describe_model(config, device)
+        known = Machine(processor="", cores=each, memory_bytes=float(room.host_bytes))
+        config = config if model is None else apply_choice(config, choose(config, model, room, known))
+    need = needed(config, node_ranks=each)
+    if need is None:
+        return config, "not known before the run (a model of your own code, or a microbatch that ranks find)"
+    if has is None:
+        return config, f"{need.who} {format_bytes(need.total)} by estimate; what {machines.where} has is not known"
+    where = f"a GPU of {machines.where}" if device == "cuda" else machines.where
+    verdict = MemoryVerdict(need=need, where=where, has_bytes=has, free_bytes=has)
+    if verdict.kind == "too large" and not is_open:
+        raise UsageError(
+            f"out of memory: {verdict}\n  a run that does not fit is not queued\n  paceline plan CONFIG --cluster NAME "
+            "finds what fits; parallel.strategy=auto takes it; to start it all the same: --no-memory-check"
+        )
+    return config, str(verdict)

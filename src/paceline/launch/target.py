@@ -6,19 +6,25 @@ A new target is a file and a line in ``TARGETS``.
 from __future__ import annotations
 
 import importlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, cast
 
 from paceline.errors import UsageError
+from paceline.health.exit_codes import FAILED
 from paceline.launch.job import JobState, LaunchJob
 
 TARGETS = {
-    "local": "paceline.launch.local",
+    "local": "paceline.launch.background",
     "slurm": "paceline.launch.slurm",
     "ssh": "paceline.launch.ssh",
     "ray": "paceline.launch.ray_target",
-    "kubernetes": "paceline.launch.kubernetes_target",
+    "kubernetes": "paceline.launch.kubectl",
 }
+_LOOK_S = 0.2
+_ASK_S = 1.0  # the target: Slurm's controller is shared by all users
+_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,3 +69,32 @@ def find_target(name: str) -> Target:
     if name not in TARGETS:
         raise UsageError(f"--on {name} is not a target\n  the targets are {', '.join(TARGETS)}\n  give one of them")
     return cast(Target, importlib.import_module(TARGETS[name]))
+
+
+def follow(target: Target, job: LaunchJob, write: Callable[[str], None], tell: Callable[[str], None]) -> int:
+    """Follows a launched run until it has ended, and returns its exit code.
+
+    ``write`` gets its log as it grows, ``tell`` what the target says of it when that changes.
+    """
+    read, known, next_ask, state = 0, "", 0.0, JobState(kind="waiting", words="")
+    while True:
+        if time.monotonic() >= next_ask:
+            state = target.state(job)
+            next_ask = time.monotonic() + _ASK_S
+            if state.words != known and state.kind != "ended":
+                tell(f"{job.name}: {state.words}")
+            known = state.words
+        # A run that is queued again leaves no code: what is there is of its end.
+        code = None if job.tasks else job.exit_code()
+        if job.log.is_file():
+            with job.log.open("rb") as file:
+                file.seek(read)
+                while block := file.read(_READ_BYTES):
+                    read += len(block)
+                    write(block.decode("utf-8", "replace"))
+        if code is not None or state.kind == "ended":
+            code = code if code is not None else state.code if state.code is not None else FAILED
+            if job.exit_code() is None:
+                tell(f"{job.name}: {state.words}")
+            return code
+        time.sleep(_LOOK_S)

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.run.self_watch import HOST
+from paceline.run.nodes import HOST
 from paceline.untrusted import parse_json_object, read_regular
 
 if TYPE_CHECKING:

@@ -24,6 +24,7 @@ from paceline.errors import UsageError
 _ENDPOINT = re.compile(r"(?P<host>\[[^\]]+\]|[^:\s]+):(?P<port>\d{1,5})")
 _COUNTS = re.compile(r"(?P<least>\d+)(:(?P<most>\d+))?")
 LAST_CALL_S = 3
+HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

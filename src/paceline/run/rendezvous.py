@@ -31,8 +31,7 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from paceline.comm.control.hosts import Hosts
-from paceline.comm.control.server import ControlServer, private_server
+from paceline.comm.control.server import ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
 from paceline.errors import CommunicationError, UsageError

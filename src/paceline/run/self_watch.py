@@ -30,7 +30,7 @@ from paceline.comm.ledger.file import HEARTBEAT, LedgerReader
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.comm.side_channel import TIMEOUT_S, PatientChannel, SideChannel
+from paceline.comm.side_channel import TIMEOUT_S, SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness, RankLook
@@ -39,6 +39,7 @@ from paceline.health.ledger_view import LedgerView
 from paceline.health.straggler import Straggler
 from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
 from paceline.run.left_ranks import LeftRanks, left_key
+from paceline.run.nodes import HOST
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.rank_process import end_children, tell_agent
 from paceline.run.records import note_clock, note_straggler
@@ -147,7 +148,6 @@ class LateHosts:
         return kept
 
 
-HOST = "PACELINE_HOST"  # what this host is called, where several have the same name, as containers may
 _BEAT_S = 2.5  # a thread that has not run for so long does not lead
 _ASK_S = 0.02
 _ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this
@@ -185,7 +185,7 @@ def start_watch(
     run = broadcast_object(comm, f"{time.time_ns()}")
     channel = None
     if len(hosts) > 1:
-        channel = PatientChannel(join_store(TIMEOUT_S), run, farewell=left_key(0))
+        channel = SideChannel(join_store(TIMEOUT_S), run, farewell=left_key(0))
     watch = SelfWatch(folder, comm.ledger, hosts, policy, channel, own, told)
     watch.views(time.monotonic())  # all ledgers are there by now, and steps may be fast
     watch.start()
@@ -203,7 +203,7 @@ class SelfWatch:
     ledger: Ledger
     hosts: Mapping[str, list[int]]
     policy: WatchPolicy
-    channel: PatientChannel | None
+    channel: SideChannel | None
     host: str
     told: Path | None = None  # where the verdict goes; None: into ``folder``
     paired: PairedHosts | None = None  # in a loop of the user's own, on the first rank of one of several hosts

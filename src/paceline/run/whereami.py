@@ -25,7 +25,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -143,12 +143,13 @@ class _VariableReader:
         if default is not None and not self.has(name):
             return default
         given = self.text(name, meaning)
-        if not given:
-            return least
-        if not re.fullmatch(r"\d{1,9}", given) or int(given) < least:
+        if given and (not re.fullmatch(r"\d{1,9}", given) or int(given) < least):
             self.problem(f"{name} = {given}", f"it is {meaning}: a whole number from {least} on")
             return least
-        return int(given)
+        return int(given or least)
+
+    def number_if_set(self, name: str, meaning: str, *, least: int = 0) -> int | None:
+        return self.number(name, meaning, least=least) if self.has(name) else None
 
     def port(self, name: str, default: int | None = None) -> int:
         found = self.number(name, "the port at which the ranks meet", least=1, default=default)
@@ -156,9 +157,12 @@ class _VariableReader:
             self.problem(f"{name} = {found}", "a port is a number below 65536", "choose a free one, such as 29500")
         return found
 
-    def below(self, name: str, number: int, of: str, count: int) -> None:
+    def number_of(self, name: str, meaning: str, of: str, count: int, default: int | None = None) -> int:
+        """Reads which of ``count`` this one is, as the variable ``of`` says how many there are."""
+        number = self.number(name, meaning, default=default)
         if number >= count and not self.problems:
             self.problem(f"{name} = {number} with {of} = {count}", f"{name} counts from 0 to {of} - 1")
+        return number
 
 
 def _recognise(read: _VariableReader) -> Surroundings:
@@ -180,11 +184,7 @@ def _recognise(read: _VariableReader) -> Surroundings:
         return _rank_of_mpi(read)
     if read.has("JOB_COMPLETION_INDEX"):
         return _host_of_environment(read, "Kubernetes", "JOB_COMPLETION_INDEX")
-    return _alone(read)
-
-
-def _alone(read: _VariableReader) -> Surroundings:
-    """Nothing says which rank this is. A meeting point elsewhere, or a world of several, says that there are others."""
+    # Nothing says which rank this is. A meeting point elsewhere, or a world of several, says that there are others.
     address, world = read.environment.get("MASTER_ADDR", ""), read.environment.get("WORLD_SIZE", "1")
     if world != "1" or not _is_loopback(address or "localhost") or read.environment.get("NNODES", "1") != "1":
         names = ("NNODES", "WORLD_SIZE", "MASTER_ADDR")
@@ -198,35 +198,35 @@ def _alone(read: _VariableReader) -> Surroundings:
     return Surroundings(launcher="no launcher")
 
 
+def _rank(read: _VariableReader, launcher: str, names: Sequence[str]) -> Surroundings:
+    """Reads a rank by the ``names`` of its number, of that of all, of its number on its host, and of that of these."""
+    world = read.number(names[1], "the number of ranks", least=1)
+    return Surroundings(
+        launcher=launcher,
+        kind="rank",
+        number=read.number_of(names[0], "the number of this rank", names[1], world),
+        count=world,
+        local_rank=read.number_if_set(names[2], "the number of this rank on its host"),
+        host_ranks=read.number_if_set(names[3], "the ranks of this host", least=1),
+        because=(names[0], names[1]),
+    )
+
+
 def _rank_of_environment(read: _VariableReader, launcher: str) -> Surroundings:
-    rank = read.number("RANK", "the number of this rank")
-    world = read.number("WORLD_SIZE", "the number of ranks", least=1)
-    read.below("RANK", rank, "WORLD_SIZE", world)
-    local = read.number("LOCAL_RANK", "the number of this rank on its host") if read.has("LOCAL_RANK") else None
-    here = read.number("LOCAL_WORLD_SIZE", "the ranks of this host", least=1) if read.has("LOCAL_WORLD_SIZE") else None
-    if local is not None and here is not None:
-        read.below("LOCAL_RANK", local, "LOCAL_WORLD_SIZE", here)
+    found = _rank(read, launcher, ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    if found.local_rank is not None and found.host_ranks is not None and not read.problems:
+        read.number_of("LOCAL_RANK", "the number of this rank on its host", "LOCAL_WORLD_SIZE", found.host_ranks)
     address = read.text("MASTER_ADDR", "the host at which the ranks meet")
     # Our own launcher gives its socket, and in place of the port the number of the meeting, which begins with 0.
     is_ours = address.startswith(("unix:", "tcp:"))
     port = read.number("MASTER_PORT", "the number of the meeting") if is_ours else read.port("MASTER_PORT")
-    return Surroundings(
-        launcher=launcher,
-        kind="rank",
-        number=rank,
-        count=world,
-        local_rank=local,
-        host_ranks=here,
-        address=address,
-        port=port,
-        because=("RANK", "WORLD_SIZE", "MASTER_ADDR"),
-    )
+    return replace(found, address=address, port=port, because=(*found.because, "MASTER_ADDR"))
 
 
 def _host_of_kubeflow(read: _VariableReader) -> Surroundings:
     least, most = _counts(read, "PET_NNODES")
-    number = read.number("PET_NODE_RANK", "the number of this host", default=0 if most == 1 else None)
-    read.below("PET_NODE_RANK", number, "PET_NNODES", most)
+    lone = 0 if most == 1 else None
+    number = read.number_of("PET_NODE_RANK", "the number of this host", "PET_NNODES", most, default=lone)
     ranks = read.environment.get("PET_NPROC_PER_NODE", "auto")
     if ranks not in ("auto", "gpu", "cpu") and not re.fullmatch(r"[1-9]\d{0,5}", ranks):
         read.problem(f"PET_NPROC_PER_NODE = {ranks}", "it is the number of ranks of a host, or auto", "set a number")
@@ -244,50 +244,30 @@ def _host_of_kubeflow(read: _VariableReader) -> Surroundings:
         address = read.text("PET_MASTER_ADDR", "the host at which the others meet")
         port = read.port("PET_MASTER_PORT", _PORT)
     because = tuple(name for name in ("PET_NNODES", "PET_NODE_RANK", "PET_NPROC_PER_NODE") if read.has(name))
-    return Surroundings(
-        launcher="Kubeflow TrainJob",
-        kind="host",
-        number=number,
-        count=most,
-        least=least,
-        host_ranks=host_ranks,
-        address=address,
-        port=port,
-        named_by=named_by,
-        because=because,
-    )
+    found = Surroundings(launcher="Kubeflow TrainJob", kind="host", number=number, count=most, because=because)
+    return replace(found, least=least, host_ranks=host_ranks, address=address, port=port, named_by=named_by)
 
 
 def _host_of_environment(read: _VariableReader, launcher: str, index: str) -> Surroundings:
     """A process on each host. Without NNODES, WORLD_SIZE counts hosts: nobody has counted ranks yet."""
-    if not read.has("NNODES", "WORLD_SIZE"):
+    counts, least, most = "NNODES" if read.has("NNODES") else "WORLD_SIZE", 1, 1
+    if read.has(counts):
+        least, most = _counts(read, counts)
+        lone = 0 if most == 1 else None
+        number = read.number_of(index, "the number of this host", counts, most, default=lone)
+    else:
         read.problem(
             f"{index} = {read.environment.get(index, '')}, and neither NNODES nor WORLD_SIZE is set",
             "one of them is the number of hosts",
         )
-    counts = "NNODES" if read.has("NNODES") else "WORLD_SIZE"
-    least, most = _counts(read, counts) if read.has(counts) else (1, 1)
-    number = read.number(index, "the number of this host", default=0 if most == 1 and read.has(counts) else None)
-    if read.has(counts):
-        read.below(index, number, counts, most)
-    ranks: int | None = None
-    if read.has("LOCAL_WORLD_SIZE"):
-        ranks = read.number("LOCAL_WORLD_SIZE", "the ranks of a host", least=1)
+        number = read.number(index, "the number of this host")
+    ranks = read.number_if_set("LOCAL_WORLD_SIZE", "the ranks of a host", least=1)
     if not read.problems and most == 1:
         return Surroundings(launcher=launcher, because=(index, counts))
     address = read.text("MASTER_ADDR", "the host at which the others meet")
-    port = read.port("MASTER_PORT", _PORT)
-    return Surroundings(
-        launcher=launcher,
-        kind="host",
-        number=number,
-        count=most,
-        least=least,
-        host_ranks=ranks,
-        address=address,
-        port=port,
-        because=(index, counts, "MASTER_ADDR"),
-    )
+    because = (index, counts, "MASTER_ADDR")
+    found = Surroundings(launcher=launcher, kind="host", number=number, count=most, least=least, because=because)
+    return replace(found, host_ranks=ranks, address=address, port=read.port("MASTER_PORT", _PORT))
 
 
 def _rank_of_mpi(read: _VariableReader) -> Surroundings:
@@ -297,34 +277,20 @@ def _rank_of_mpi(read: _VariableReader) -> Surroundings:
         names = ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"]
     else:
         names = ["PMIX_RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"]
-    rank = read.number(names[0], "the number of this rank")
-    world = read.number(names[1], "the number of ranks", least=1)
-    read.below(names[0], rank, names[1], world)
-    if world == 1 and not read.problems:
+    found = _rank(read, "MPI", names)
+    if found.count == 1 and not read.problems:
         return Surroundings(launcher="MPI", because=(names[1],))
-    local = read.number(names[2], "the number of this rank on its host") if read.has(names[2]) else None
-    here = read.number(names[3], "the ranks of this host", least=1) if read.has(names[3]) else None
-    if here == world and not read.has("MASTER_ADDR"):
-        address, port = "127.0.0.1", _port_for(_job_of_mpi(read.environment))
-    else:
-        if not read.has("MASTER_ADDR"):
-            read.problem(
-                "MASTER_ADDR is not set",
-                "MPI does not say on which host rank 0 is, and the ranks of several hosts meet there",
-                "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., with the first host of the list",
-            )
-        address, port = read.environment.get("MASTER_ADDR", ""), read.port("MASTER_PORT", _PORT)
-    return Surroundings(
-        launcher="MPI",
-        kind="rank",
-        number=rank,
-        count=world,
-        local_rank=local,
-        host_ranks=here,
-        address=address,
-        port=port,
-        because=(names[0], names[1]),
-    )
+    if found.host_ranks == found.count and not read.has("MASTER_ADDR"):
+        of_job = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_FD", "PMI_PORT", "HYDI_CONTROL_FD")
+        job = next((read.environment[name] for name in of_job if read.has(name)), "")
+        return replace(found, address="127.0.0.1", port=_port_for(job))
+    if not read.has("MASTER_ADDR"):
+        read.problem(
+            "MASTER_ADDR is not set",
+            "MPI does not say on which host rank 0 is, and the ranks of several hosts meet there",
+            "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., with the first host of the list",
+        )
+    return replace(found, address=read.environment.get("MASTER_ADDR", ""), port=read.port("MASTER_PORT", _PORT))
 
 
 def _task_of_slurm(read: _VariableReader) -> Surroundings:
@@ -340,24 +306,21 @@ def _task_of_slurm(read: _VariableReader) -> Surroundings:
         return Surroundings(launcher="Slurm", because=("SLURM_JOB_ID",))
     tasks = read.number("SLURM_STEP_NUM_TASKS", "the number of tasks of the step", least=1)
     nodes = read.number("SLURM_STEP_NUM_NODES", "the number of nodes of the step", least=1)
-    task = read.number("SLURM_PROCID", "the number of this task")
-    read.below("SLURM_PROCID", task, "SLURM_STEP_NUM_TASKS", tasks)
+    task = read.number_of("SLURM_PROCID", "the number of this task", "SLURM_STEP_NUM_TASKS", tasks)
     if tasks == 1:
         return Surroundings(launcher="Slurm", because=("SLURM_STEP_NUM_TASKS",))
-    address = read.environment.get("MASTER_ADDR") or first_host(
-        read.text("SLURM_STEP_NODELIST", "the nodes of the step")
-    )
-    port = read.port("MASTER_PORT", _port_for(f"{job}.{read.environment['SLURM_STEP_ID']}"))
-    because = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+    address, named_by = read.environment.get("MASTER_ADDR", ""), "MASTER_ADDR"
+    if not address:
+        address, named_by = first_host(read.text("SLURM_STEP_NODELIST", "the nodes of the step")), "SLURM_STEP_NODELIST"
     host = Surroundings(
         launcher="Slurm",
         kind="host",
         number=task,
         count=tasks,
         address=address,
-        port=port,
-        named_by="MASTER_ADDR" if read.has("MASTER_ADDR") else "SLURM_STEP_NODELIST",
-        because=because,
+        port=read.port("MASTER_PORT", _port_for(f"{job}.{read.environment['SLURM_STEP_ID']}")),
+        named_by=named_by,
+        because=("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST"),
     )
     if tasks == nodes:
         return host
@@ -383,11 +346,6 @@ def _is_loopback(address: str) -> bool:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
         return address == "localhost"
-
-
-def _job_of_mpi(environment: Mapping[str, str]) -> str:
-    names = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_FD", "PMI_PORT", "HYDI_CONTROL_FD")
-    return next((environment[name] for name in names if environment.get(name)), "")
 
 
 def _port_for(job: str) -> int:

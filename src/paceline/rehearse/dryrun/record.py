@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from paceline.cluster.devices import Cluster
+from paceline.comm.base import check_peer
 from paceline.comm.dry.communicator import DryWorld
-from paceline.comm.group import check_peer
 from paceline.config import Config, layout_of
 from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup
@@ -47,7 +47,7 @@ from paceline.schedule.lowering import RankProgram
 from paceline.search.choice import MARGIN
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
-from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
+from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import StepCallbacks, train_step
 
 # What memory of a dry run is for: what the engine, its optimizer and all else of a step hold.

@@ -27,7 +27,7 @@ from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
-from paceline.train.model_errors import first_line
+from paceline.train.resolve import first_line
 
 _ROOMS = tuple(f"{Path(__file__).parents[2] / room}" for room in ("engines", "train", "comm"))
 _OURS = str(Path(__file__).parent)

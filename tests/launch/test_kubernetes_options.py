@@ -13,8 +13,15 @@ from paceline.config import config_from_dict
 from paceline.errors import UsageError
 from paceline.launch.job import LaunchJob, read_time
 from paceline.launch.kubernetes import render
-from paceline.launch.kubernetes_options import KubernetesOptions, PodPlacement, PodResources, RunsVolume
-from paceline.launch.kubernetes_settings import SETTINGS, object_name, read_options
+from paceline.launch.kubernetes_options import (
+    SETTINGS,
+    KubernetesOptions,
+    PodPlacement,
+    PodResources,
+    RunsVolume,
+    object_name,
+    read_options,
+)
 
 ASKED = LaunchJob(
     name="digits",

@@ -13,11 +13,9 @@ from paceline.errors import UsageError
 from paceline.health.diagnosis import FailedAttempt, Restart, Stop, TrainedSteps, after_failure
 from paceline.launch import ray_target
 from paceline.launch.job import LaunchJob
-from paceline.launch.ray_cluster import PlacedWorker, RayNode
-from paceline.launch.ray_hosts import _Host, _names, rank_variables
-from paceline.launch.ray_policy import HostEnd, code_of, ended_by
+from paceline.launch.ray_cluster import PlacedWorker, RayNode, RemoteWorker
+from paceline.launch.ray_hosts import HostEnd, _Host, _names, code_of, ended_by, rank_variables
 from paceline.launch.ray_settings import read_options
-from paceline.launch.ray_worker import RemoteWorker
 
 JOB = LaunchJob(
     name="tiny",
