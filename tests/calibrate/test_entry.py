@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.calibrate.collectives import LinkFigures
 from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-from paceline.calibrate.families import FamilyFigures
-from paceline.calibrate.kernels import KernelFigures
-from paceline.calibrate.machine import MachineFigures, median_figures
+from paceline.calibrate.kernels import FamilyFigures, KernelFigures
+from paceline.calibrate.machine import LinkFigures, MachineFigures, median_figures
 from paceline.cluster.detect import Machine, alone_device
 from paceline.cluster.devices import ShapeRate, load_cluster
 from paceline.cluster.entries import read_catalog

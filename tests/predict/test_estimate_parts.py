@@ -21,9 +21,16 @@ from paceline.models.registry import build_model
 from paceline.plan.layout import Layout
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.facts import (
+    ModelFacts,
+    bounds_of,
+    num_in_flight,
+    part_of,
+    parts_of,
+    stage_bounds,
+    stages_of,
+)
 from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
-from paceline.predict.memory.parts import bounds_of, num_in_flight, part_of, parts_of, stage_bounds, stages_of
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 from paceline.train.loss import CrossEntropy

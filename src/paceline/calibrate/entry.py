@@ -21,8 +21,7 @@ from paceline.errors import UsageError
 from paceline.units import GIB
 
 if TYPE_CHECKING:
-    from paceline.calibrate.collectives import LinkFigures
-    from paceline.calibrate.machine import MachineFigures
+    from paceline.calibrate.machine import LinkFigures, MachineFigures
     from paceline.cluster.devices import Device, ShapeRate
 
 _LINK_NAMES = {"shared_memory": "shm", "loopback": "gloo", "nvlink": "nccl"}

@@ -41,9 +41,8 @@ from paceline.config import Config, layout_of, run_checks
 from paceline.errors import ConfigError, UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Offload, Strategy
-from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.facts import ModelFacts, stage_bounds
 from paceline.predict.memory.memory import StateFacts
-from paceline.predict.memory.parts import stage_bounds
 from paceline.search.choice import Judged, Room, judge
 
 _OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, gradients=True, parameters=True))
