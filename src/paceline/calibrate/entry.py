@@ -84,7 +84,6 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, command: s
     written = yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)
     cores = f"{machine.cores} cores" if measured.device == "cpu" else f"{len(machine.gpus)} GPUs"
     told = f"{measured.ranks} ranks at once, {measured.threads} threads each; torch {about['torch']}."
-    links_of = measured.links.items()
     header = [
         f"Measured by: {command}",
         f"on {_what(machine, measured)}, {cores}; {told}",
