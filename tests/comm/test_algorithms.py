@@ -15,8 +15,16 @@ from gloo_pool import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.costs import ALGORITHMS, Algorithm, Placement, Wire, Wires, host_link_bytes, sent_bytes
-from paceline.cluster.measured import MeasuredTable
+from paceline.cluster.costs import (
+    ALGORITHMS,
+    Algorithm,
+    MeasuredTable,
+    Placement,
+    Wire,
+    Wires,
+    host_link_bytes,
+    sent_bytes,
+)
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.lanes import combine
 from paceline.comm.algorithms.rounds import (

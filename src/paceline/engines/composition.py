@@ -30,7 +30,7 @@ from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
 from paceline.models.unfilled import allocate_unfilled
 from paceline.plan.layout import Layout
-from paceline.predict.memory.parts import LayerCost, choose_bounds
+from paceline.predict.memory.facts import LayerCost, choose_bounds
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import make_schedule

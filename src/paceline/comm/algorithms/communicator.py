@@ -31,13 +31,13 @@ import torch
 from paceline.cluster.costs import (
     CHUNK_BYTES,
     Algorithm,
+    MeasuredTable,
     Placement,
     Wires,
     fastest_all_reduce,
     fastest_broadcast,
     fastest_scatter,
 )
-from paceline.cluster.measured import MeasuredTable
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
