@@ -54,7 +54,7 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
             watch=watch,
         )
         with launching(folder, asked) as launcher:
-            launcher.start(rank_command(folder, None))
+            launcher.start(rank_command(launcher, None))
     gc.collect()
     events = [record for record in read_records(folder / "records" / "rank-0.jsonl") if isinstance(record, EventRecord)]
     return [event for event in events if event.name == "straggler"]

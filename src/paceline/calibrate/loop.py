@@ -28,7 +28,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.records.log_sink import LogSink
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
-from paceline.run.sampling import sampling
+from paceline.run.observe import sampling
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import Every
 from paceline.train.step import StepResult, train_step

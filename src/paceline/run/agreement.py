@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.run.nodes import HOST
+from paceline.run.nodes import host_name
 from paceline.untrusted import parse_json_object, read_regular
 
 if TYPE_CHECKING:
@@ -65,11 +63,6 @@ class HostFacts:
             folders=tuple(str(each.absolute()) for each in folders),
             mark=secrets.token_hex(16),
         )
-
-
-def host_name() -> str:
-    """Returns what this host is called in messages."""
-    return os.environ.get(HOST) or socket.gethostname()
 
 
 def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:

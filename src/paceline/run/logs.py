@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
-from paceline.run.polling import polling
+from paceline.run.signals import polling
 from paceline.terminal import echo
 
 _LOGGER = logging.getLogger("paceline")

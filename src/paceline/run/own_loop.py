@@ -49,9 +49,8 @@ from paceline.health.verdict import HangLimits, HangVerdict, judge
 from paceline.run.left_ranks import LeftRanks
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.process_state import look_at_process
-from paceline.run.self_watch import SelfWatch, start_watch
 from paceline.run.stacks import dump_stacks_into, stack_path
-from paceline.run.watch import WatchPolicy
+from paceline.run.watch import Watch, WatchPolicy, start_watch
 from paceline.run.whereami import recognise
 
 if TYPE_CHECKING:
@@ -200,7 +199,7 @@ def _follow(
 class OwnLoop:
     """Tells the ledger of a rank's phases and updates, and gives its last words when it fails."""
 
-    def __init__(self, ledger: Ledger, watch: SelfWatch, *, is_temporary: bool) -> None:
+    def __init__(self, ledger: Ledger, watch: Watch, *, is_temporary: bool) -> None:
         self._ledger, self._watch, self._pid = ledger, watch, os.getpid()
         self._is_temporary = is_temporary
         self._first: int | None = None  # the optimizer whose updates are counted as steps
@@ -298,6 +297,7 @@ class OwnLoop:
         deadline = time.monotonic() + (_DIES_S if isinstance(error, LostRankError) else 0.0)
         while True:
             now = time.monotonic()
+            self._watch.observe(now)
             views = [replace(each, state="running") if each.rank == own else each for each in self._watch.views(now)]
             verdict = judge(views, now, _MISMATCHES)
             if verdict is not None:
@@ -313,7 +313,8 @@ class OwnLoop:
             return None
         if self._watch.left is not None:
             return self._watch.left.explain(views, now)
-        return judge(self._watch.with_lines(views), now, _NO_LIMIT)
+        others = {view.rank: view for view in self._watch.with_lines([each for each in views if each.rank != own])}
+        return judge([others.get(view.rank, view) for view in views], now, _NO_LIMIT)
 
     def _clear(self) -> None:
         """Removes what this rank has in a temporary folder, and the folder with the last one."""
@@ -335,7 +336,7 @@ class StepPairing:
     hosts, see ``pair_hosts.py``.
     """
 
-    def __init__(self, ledger: Ledger, watch: SelfWatch) -> None:
+    def __init__(self, ledger: Ledger, watch: Watch) -> None:
         self._ledger, self._watch, self._mine = ledger, watch, ledger.reader()
         self._notes = UpdateNotes(seldom_s=_SELDOM_S)
         self._issued = 0  # operations before the last update

@@ -35,6 +35,7 @@ from paceline.comm.control.hosts import Hosts
 from paceline.comm.control.server import ControlServer, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
+from paceline.comm.side_channel import PatientChannel
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.agreement import HostFacts, agree, refusal_of, refuse
 from paceline.run.console import say
@@ -174,6 +175,10 @@ class Rendezvous(RendezvousHandler):
         self._store.compare_set(key, "", own)
         keys = [f"ended/{number}" for number in range(1, self._round + 1)]
         return [self._store.get(each).decode() for each in keys if self._store.check([each])]
+
+    def side_channel(self) -> PatientChannel:
+        """Returns a way for texts between the hosts of this round."""
+        return PatientChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")
 
     def is_told(self) -> bool:
         """Says whether a host has told how this round ended."""

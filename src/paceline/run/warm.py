@@ -39,7 +39,6 @@ _RANK_MODULES = (
     "paceline.train.survive.saving",
     "paceline.comm.torch_dist",
     "paceline.run.watch",
-    "paceline.run.self_watch",
     "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
 )
 _PATIENCE_S = 0.5
