@@ -1,4 +1,4 @@
-"""Finds what blocks took over what the formulas say (predict/formulas/measured_blocks.py), shape by shape.
+"""Finds what blocks took over what the formulas say (predict/formulas/constants.py), shape by shape.
 
 Least squares by Gauss and Newton on the logarithms of the two factors, with differences for derivatives: a prediction
 is nearly linear in them. ``PULL_BLOCK`` weighs as much as one row that says 1; a head is some tenth of a step, so that
@@ -12,11 +12,8 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.plan.model_shape import ModelShape
-from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.measured_blocks import BlockShape, Factors, MeasuredBlocks, shape_of
-from paceline.predict.scored.published import PublishedRun
-from paceline.predict.scored.row_prediction import in_metric, predict_case
+from paceline.predict.formulas.constants import BlockShape, Constants, Factors, MeasuredBlocks, shape_of
+from paceline.predict.scored.published import PublishedRun, in_metric, predict_case
 
 PULL_BLOCK = 1.0
 PULL_HEAD = 0.02
@@ -62,7 +59,6 @@ def _has_depths(rows: Sequence[Known]) -> bool:
     depths = set()
     for row in rows:
         model, layout = row.case.workload.model, row.case.workload.layout
-        assert isinstance(model, ModelShape)
         depths.add(model.layers / layout.pipeline)
     return len(depths) > 1
 

@@ -28,11 +28,17 @@ from pathlib import Path
 from fit_blocks import Key, Known, with_blocks
 from fitted_text import domain_of, format_blocks, format_constants, format_domain
 from paceline.plan.workload import Workload
-from paceline.predict.formulas.constants import DEVICE_FIELDS, Constants, ConstantSets, fitted_constants, mean_of
-from paceline.predict.formulas.domain import Domain, kind_of
+from paceline.predict.formulas.constants import (
+    DEVICE_FIELDS,
+    Constants,
+    ConstantSets,
+    Domain,
+    fitted_constants,
+    kind_of,
+    mean_of,
+)
 from paceline.predict.scored.measured_table import read_table
-from paceline.predict.scored.published import read_case
-from paceline.predict.scored.row_prediction import in_metric, predict_case
+from paceline.predict.scored.published import in_metric, predict_case, read_case
 
 START = Constants()
 BOUNDS = {

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.plan.workload import Workload
-from paceline.predict.formulas.constants import CONSTANT_NAMES, FRAMEWORKS, GENERATIONS, ConstantSets
-from paceline.predict.formulas.domain import Domain, Key, sizes_of
-from paceline.predict.formulas.measured_blocks import SHAPE_NAMES, MeasuredBlocks
+from paceline.predict.formulas.constants import (
+    CONSTANT_NAMES,
+    FRAMEWORKS,
+    GENERATIONS,
+    SHAPE_COLUMNS,
+    ConstantSets,
+    Domain,
+    DomainKey,
+    MeasuredBlocks,
+    sizes_of,
+)
 
 
 def format_constants(sets: ConstantSets) -> str:
@@ -26,15 +34,15 @@ def format_constants(sets: ConstantSets) -> str:
 
 def format_blocks(known: Mapping[tuple[str, str], MeasuredBlocks]) -> str:
     """Writes factors as CSV that ``parse_blocks`` reads, the same bytes for the same factors."""
-    lines = [",".join(("generation", "framework", *SHAPE_NAMES, "block", "head"))]
+    lines = [",".join(("generation", "framework", *SHAPE_COLUMNS, "block", "head"))]
     for key in sorted(known):
-        rows = [([str(getattr(shape, name)) for name in SHAPE_NAMES], factors) for shape, factors in known[key].items()]
+        rows = [([str(value) for value in shape], factors) for shape, factors in known[key].items()]
         for row, factors in sorted(rows, key=lambda each: [f"{text:>12}" for text in each[0]]):
             lines.append(",".join((*key, *row, f"{factors.block:.4g}", f"{factors.head:.4g}")))
     return "\n".join(lines) + "\n"
 
 
-def domain_of(workloads: Mapping[Key, list[Workload]]) -> dict[Key, Domain]:
+def domain_of(workloads: Mapping[DomainKey, list[Workload]]) -> dict[DomainKey, Domain]:
     """Returns what some workloads cover, by generation, framework and kind."""
     found = {}
     for key, those in workloads.items():
@@ -46,7 +54,7 @@ def domain_of(workloads: Mapping[Key, list[Workload]]) -> dict[Key, Domain]:
     return found
 
 
-def format_domain(domain: Mapping[Key, Domain]) -> str:
+def format_domain(domain: Mapping[DomainKey, Domain]) -> str:
     """Writes a domain as YAML that ``parse_domain`` reads: generation, framework, kind."""
     lines: list[str] = []
     before: tuple[str, ...] = ("", "")

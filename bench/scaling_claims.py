@@ -13,10 +13,10 @@ from itertools import pairwise
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Compute, Running, Workload
-from paceline.predict.formulas.predict import predict
-from paceline.predict.scored.published import known_samples
+from paceline.predict.formulas.step import predict
+from paceline.predict.scored.published import known_model
 from paceline.search.candidates import TrainingTask
 from paceline.search.scaling import resized
 from paceline.search.search import search
@@ -59,7 +59,7 @@ class Point:
 def convolutional(cluster: Cluster, compute: Compute, counts: Iterable[int]) -> list[Point]:
     """ResNet-50 under data parallelism."""
     found = [predict(_images(count, compute), resized(cluster, count)) for count in counts]
-    rates = [(each.samples_per_s, each.workload.layout.ranks, each.memory.total) for each in found]
+    rates = [(each.samples_per_s, each.workload.layout.ranks, each.memory.device_bytes) for each in found]
     return list(_points(rates))
 
 
@@ -85,8 +85,8 @@ def _images(count: int, compute: Compute) -> Workload:
     )
 
 
-def _resnet() -> SampleModel:
-    model = known_samples("ResNet-50")
+def _resnet() -> ModelShape:
+    model = known_model("ResNet-50")
     assert model is not None
     return model
 

@@ -204,7 +204,7 @@ def test_the_protocol_of_engines_knows_its_children_as_types_alone() -> None:
     """``engine.py`` imports nothing of a strategy, or of what strategies are made of, when it is loaded."""
     loaded = [node for node in tree_of(SOURCE / "engines" / "engine.py").body if isinstance(node, ast.ImportFrom)]
     inner = {node.module for node in loaded if node.module and node.module.startswith("paceline.engines.")}
-    assert inner == {f"paceline.engines.{name}" for name in ("groups", "module_face", "precision")}
+    assert inner == {f"paceline.engines.{name}" for name in ("groups", "precision")}
 
 
 # The rules can fail.

@@ -63,7 +63,9 @@ def run(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("words", [["report"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "show"]])
+@pytest.mark.parametrize(
+    "words", [["report"], ["checkpoint", "ls"], ["checkpoint", "verify"], ["checkpoint", "inspect"]]
+)
 def test_commands_show_what_files_say_escaped(call: Callable[..., Any], run: Path, words: list[str]) -> None:
     called = call(*words, str(run))
     assert called.out + called.err

@@ -22,7 +22,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from paceline.comm.base import DONE, BucketShape, Communicator, Work
+from paceline.comm.base import DONE, BucketShape, Call, Communicator, Work
 from paceline.comm.compress import Compressor
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
@@ -223,8 +223,8 @@ class _TimedCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.seconds = 0.0
 
-    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
+    def issue(self, call: Call) -> Work:
         start = time.thread_time()
-        super()._pass_on(kind, whole, verb, *arguments).wait()
+        super().issue(call).wait()
         self.seconds += time.thread_time() - start
         return DONE

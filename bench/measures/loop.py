@@ -13,7 +13,7 @@ import torch
 
 from paceline.bench.interleave import Timing, Turns, interleave, rotate, time_step, timing_of
 from paceline.calibrate.loop import looped_step, recording_trainer
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work
+from paceline.comm.base import DONE, Call, Communicator, Work
 from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.shared.communicator import share_memory
@@ -55,10 +55,10 @@ def bench_ledger(blocks: int) -> list[dict[str, Any]]:
 
 
 class Nothing(SoloCommunicator):
-    """An all-reduce that is done at once."""
+    """Operations that are done at once."""
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        del tensor, op
+    def issue(self, call: Call) -> Work:
+        del call
         return DONE
 
 

@@ -41,8 +41,7 @@ from paceline.models.registry import build_model
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
-from paceline.predict.replay.program import Program
-from paceline.predict.replay.repeat import play
+from paceline.predict.replay.program import Program, play
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.run.processes import run_processes

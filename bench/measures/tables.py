@@ -56,7 +56,7 @@ _TABLES: dict[str, tuple[str, ...]] = {
     ),
     "restart": (
         *("<arm: {arm}", "kill to first step: {median_s:.2f} s", "of torchrun: {ratio:.2f}"),
-        *("least to most: {least_s:.2f}-{most_s:.2f}", "steps lost: {steps_lost:g}"),
+        *("least to most: {least_s:.2f}-{most_s:.2f}", "steps lost: {steps_lost:g}", "failed rounds: {failed}"),
     ),
     "compression": (
         *(*_POLICY, "sent: {sent_bytes:B}", "fewer: {bytes_ratio:?.1f} x", "loss: {loss:.4f}"),

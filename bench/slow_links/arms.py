@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from paceline.cluster.costs import Placement
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
-from paceline.comm.algorithms.topology import state_topology
+from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.base import BucketShape, Communicator
 from paceline.comm.compress import Compressor
 from paceline.comm.traced import Trace, TracedCommunicator

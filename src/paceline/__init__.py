@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from paceline.classic.trainer import DistributedTrainer as DistributedTrainer
     from paceline.classic.trainer import EnhancedDistributedTrainer as EnhancedDistributedTrainer
     from paceline.comm.base import Communicator as Communicator
-    from paceline.comm.mean import mean as mean
+    from paceline.comm.objects import mean as mean
     from paceline.comm.torch_dist import disconnect as disconnect
     from paceline.comm.virtual.communicator import run_virtual as run_virtual
     from paceline.config.load import load_config as load_config
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
     from paceline.run.own_loop import setup_distributed as setup_distributed
     from paceline.run.own_loop import watch as watch
     from paceline.run.train import train as train
-    from paceline.train.ema import WeightAverage as WeightAverage
     from paceline.train.muon.muon import Muon as Muon
+    from paceline.train.run_state import WeightAverage as WeightAverage
     from paceline.verify.certificate import verify as verify
 
 _NAMES = {
@@ -61,8 +61,8 @@ _NAMES = {
     "paceline.plan.layout": ("Layout", "Offload", "Compression"),
     "paceline.engines.engine": ("Engine",),
     "paceline.data.own_loader": ("loader", "shard"),
-    "paceline.comm.mean": ("mean",),
-    "paceline.train.ema": ("WeightAverage",),
+    "paceline.comm.objects": ("mean",),
+    "paceline.train.run_state": ("WeightAverage",),
     "paceline.train.muon.muon": ("Muon",),
     "paceline.checkpoint.loops": ("save", "load"),
     "paceline.comm.virtual.communicator": ("run_virtual",),

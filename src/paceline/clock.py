@@ -37,11 +37,9 @@ class HostMark(float):
     __slots__ = ()
 
     def is_past(self) -> bool:
-        """Says that it is."""
         return True
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Returns the host time in between."""
         return self - earlier  # type: ignore[operator]
 
 
@@ -55,7 +53,6 @@ class CudaMark:
         self.event.record()
 
     def is_past(self) -> bool:
-        """Asks the event; does not wait."""
         return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def seconds_since(self, earlier: Mark) -> float:

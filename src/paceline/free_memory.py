@@ -47,7 +47,6 @@ class MemoryGauge:
         self._clear = Path("/proc/self/clear_refs")
 
     def reset(self) -> None:
-        """Forgets the peak so far."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -55,7 +54,6 @@ class MemoryGauge:
             self._clear.write_text("5")  # Linux: sets the peak to what is resident now
 
     def peak_bytes(self) -> int:
-        """Returns the peak."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return torch.cuda.max_memory_allocated(self._device)
@@ -66,7 +64,6 @@ class MemoryGauge:
         return peak if sys.platform == "darwin" else peak * 1024
 
     def now_bytes(self) -> int:
-        """Returns what is held now."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return psutil.Process().memory_info().rss

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
 Places: TypeAlias = NDArray[np.int64]
 Spans: TypeAlias = tuple[tuple[int, int], ...]
@@ -65,6 +66,10 @@ class FlatLayout:
         assert self.length % num_shards == 0, (self.length, num_shards)
         size = self.length // num_shards
         return shard * size, (shard + 1) * size
+
+    def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Returns the tensors in a whole buffer."""
+        return [slot.view(buffer) for slot in self.slots]
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -137,7 +142,8 @@ class Region:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of what is left of the tensor, before the interval is taken."""
-        return cut_shape(self.shape, self.cuts)
+        extents = {dim: sum(last - first for first, last in spans) for dim, spans in self.cuts}
+        return tuple(extents.get(dim, size) for dim, size in enumerate(self.shape))
 
     @property
     def is_whole_part(self) -> bool:
@@ -153,12 +159,6 @@ class Region:
         """Returns its elements ``first`` to ``last``, counted in its own order."""
         assert 0 <= first <= last <= self.size, (first, last, self)
         return replace(self, begin=self.begin + first, end=self.begin + last)
-
-
-def cut_shape(shape: Sequence[int], cuts: Sequence[tuple[int, Spans]]) -> tuple[int, ...]:
-    """Returns the shape of what is left of a tensor of whose dims only some spans are held."""
-    extents = {dim: sum(last - first for first, last in spans) for dim, spans in cuts}
-    return tuple(extents.get(dim, size) for dim, size in enumerate(shape))
 
 
 def whole_region(shape: Sequence[int], order: tuple[int, ...] | None = None) -> Region:
@@ -227,19 +227,15 @@ def _runs(region: Region, order: tuple[int, ...] | None) -> Runs:
     offsets = (np.cumsum(lengths) - lengths) * inner
     local = (rows[:, None] * row + offsets).ravel()
     starts = np.array([first for first, _ in spans], dtype=np.int64) * inner
-    place = (_whole_rows(region, rows, dims[:at])[:, None] * whole_row + starts).ravel()
+    whole_rows = rows
+    if len(region.cuts) > 1:  # dims before it are cut too: rows stand elsewhere among those of the whole tensor
+        found = np.unravel_index(rows, [region.local_shape[dim] for dim in dims[:at]])
+        whole_rows = _ravel(region, found, dims[:at], dims[:at])
+    place = (whole_rows[:, None] * whole_row + starts).ravel()
     begin = np.maximum(local, region.begin)
     end = np.minimum(local + np.tile(lengths * inner, len(rows)), region.end)
     kept = end > begin
     return Runs((begin - region.begin)[kept], (place + begin - local)[kept], (end - begin)[kept])
-
-
-def _whole_rows(region: Region, rows: Places, dims: Sequence[int]) -> Places:
-    """Returns where rows of what is left of ``dims`` stand among the rows of the whole tensor."""
-    if len(region.cuts) == 1:  # the dim behind them
-        return rows
-    shape = region.local_shape
-    return _ravel(region, np.unravel_index(rows, [shape[dim] for dim in dims]), dims, dims)
 
 
 def _ravel(region: Region, found: Sequence[NDArray[np.intp]], dims: Sequence[int], order: Sequence[int]) -> Places:
@@ -286,6 +282,12 @@ def own_optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Returns an optimizer's state of what this rank updates, its tensors themselves."""
     with own_states():
         return optimizer.state_dict()
+
+
+def load_own_state(module: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Loads a state into the module's own tensors, also where users may not: see ``torch_helpers.py``."""
+    with own_states():
+        module.load_state_dict(state)
 
 
 def load_own_optimizer_state(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:

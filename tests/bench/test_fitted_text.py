@@ -8,9 +8,14 @@ from fitted_text import domain_of, format_blocks, format_constants, format_domai
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
-from paceline.predict.formulas.constants import fitted_constants, parse_constants
-from paceline.predict.formulas.domain import calibrated_domain, kind_of, parse_domain
-from paceline.predict.formulas.measured_blocks import parse_blocks
+from paceline.predict.formulas.constants import (
+    calibrated_domain,
+    fitted_constants,
+    kind_of,
+    parse_blocks,
+    parse_constants,
+    parse_domain,
+)
 
 SHAPE = ModelShape(
     layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True

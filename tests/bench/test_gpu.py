@@ -14,11 +14,11 @@ from paceline.bench.gpu import loops
 from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
 from paceline.bench.gpu.loops import GpuArm
 from paceline.bench.gpu.process import ArmTurn, Order, run_order
-from paceline.bench.gpu.workloads import TINY_WORKLOADS, WORKLOADS, GpuWorkload
-from paceline.cluster.peaks import Peaks
+from paceline.bench.gpu.workloads import GpuWorkload, all_workloads, workloads_on
+from paceline.cluster.devices import Peaks
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of CPUs without bf16 instructions
-TINY, IMAGES = TINY_WORKLOADS["gpt-tiny"], TINY_WORKLOADS["resnet-tiny"]
+TINY, IMAGES = all_workloads()["gpt-tiny"], all_workloads()["resnet-tiny"]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_an_arm_tells_all_that_a_row_needs(tmp_path: Path) -> None:
 
 
 def test_every_model_has_its_arms() -> None:
-    names = {model: [arm.name for arm in arms_of(workload)] for model, workload in WORKLOADS.items()}
+    names = {model: [arm.name for arm in arms_of(workload)] for model, workload in workloads_on("cuda").items()}
     for arms in names.values():
         assert {"plain autocast", "paceline engine", "paceline train", "accelerate", "lightning fabric"} <= set(arms)
     assert "paceline train fp8" in names["gpt-1.1b"]
@@ -71,7 +71,7 @@ def test_every_model_has_its_arms() -> None:
 
 def test_the_configs_are_those_that_were_promised(tmp_path: Path) -> None:
     def facts(model: str) -> tuple[Any, ...]:
-        workload = replace(WORKLOADS[model], shipped="")
+        workload = replace(all_workloads()[model], shipped="")
         config = workload.config(workload.config_file(tmp_path), 7)
         assert (config.train.steps, config.parallel.ranks) == (7, 1)
         return (

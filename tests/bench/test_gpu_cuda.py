@@ -13,7 +13,7 @@ import torch
 
 from paceline.bench.gpu.arms import run_train
 from paceline.bench.gpu.process import ArmTurn, Order, run_order
-from paceline.bench.gpu.workloads import TINY_WORKLOADS
+from paceline.bench.gpu.workloads import all_workloads
 from paceline.comm.traced import Trace
 from paceline.records.meter import StepMeter
 from paceline.records.records import StepRecord
@@ -25,8 +25,8 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),  # of torch's compiler, which differ by version
 ]
 DEVICE = torch.device("cuda", 0)
-TINY = replace(TINY_WORKLOADS["gpt-tiny"], device="cuda")
-IMAGES = replace(TINY_WORKLOADS["resnet-tiny"], device="cuda")
+TINY = replace(all_workloads()["gpt-tiny"], device="cuda")
+IMAGES = replace(all_workloads()["resnet-tiny"], device="cuda")
 
 
 def turn_of(workload: Any, arm: str, folder: Path) -> ArmTurn:

@@ -6,7 +6,7 @@ import torch
 
 from paceline.calibrate.families import measure_families
 from paceline.calibrate.sampling import Stopwatch
-from paceline.cluster.operations import MEMORY_FAMILIES
+from paceline.cluster.kernels import MEMORY_FAMILIES
 
 
 def test_all_families_are_measured_at_all_sizes() -> None:

@@ -9,7 +9,7 @@ import torch
 from gloo_pool import GlooPool
 
 from paceline.calibrate.collectives import LinkFigures
-from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels, shapes_on_cpu
+from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels, shapes_for
 from paceline.calibrate.machine import (
     RankFigures,
     Wanted,
@@ -110,7 +110,7 @@ def test_bf16_is_measured_like_fp32_where_the_processor_has_instructions_for_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("paceline.calibrate.kernels.bf16_instructions", tuple)
-    emulated = shapes_on_cpu().products
+    emulated = shapes_for("cpu").products
     assert len(emulated["bf16"]) < len(emulated["fp32"])
     monkeypatch.setattr("paceline.calibrate.kernels.bf16_instructions", lambda: ("amx_bf16",))
-    assert shapes_on_cpu().products["bf16"] == emulated["fp32"]
+    assert shapes_for("cpu").products["bf16"] == emulated["fp32"]

@@ -39,7 +39,7 @@ def make_model() -> nn.Module:
 def test_chunks_are_views_of_the_tensors() -> None:
     """Beside the tensors a save on the host takes no memory."""
     flat = torch.zeros(CHUNK_BYTES // 4 + 1000)
-    stream = Stream(name="w", shape=(len(flat),), dtype=flat.dtype, read=lambda: tensor_chunks(flat))
+    stream = Stream(name="w", region=whole_region((len(flat),)), dtype=flat.dtype, read=lambda: tensor_chunks(flat))
     header, *chunks = file_chunks([stream])
     assert len(bytes(header)) < 200
     places = [np.frombuffer(chunk, dtype=np.uint8).ctypes.data - flat.data_ptr() for chunk in chunks]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import CommunicationOptimizer
-from paceline.comm.algorithms.topology import state_topology
+from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.base import Communicator
 from paceline.comm.compress.policies import num_kept
 from paceline.comm.solo import SoloCommunicator

@@ -9,7 +9,7 @@ import pytest
 
 from paceline.cli.foreign_options import translate_options
 from paceline.config import load_config
-from paceline.config.suggest import _OTHER_NAMES
+from paceline.config.suggest import other_names
 from paceline.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -57,7 +57,7 @@ def test_offload_goes_with_shards() -> None:
 
 
 def test_every_name_of_others_leads_to_a_key_that_there_is() -> None:
-    for names in _OTHER_NAMES.values():
+    for names in other_names()["keys"].values():
         for name in names.split():
             try:
                 _, found, _ = translate_options([str(CONFIGS / "digits.yaml"), f"--{name.replace('_', '-')}"], [])

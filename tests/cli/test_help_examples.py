@@ -182,6 +182,7 @@ def read(command: Any, words: list[str]) -> None:
     command.make_context("paceline", words)
 
 
+@pytest.mark.timeout(900)  # some start a dozen runs
 @pytest.mark.parametrize("example", [marked(each) for each in RUN_HERE])
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 def test_an_example_of_a_help_runs(example: str, workshop: Path, call: Call, request: pytest.FixtureRequest) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.predict.formulas.predict import COMPOSED_P90
+from paceline.predict.formulas.step import COMPOSED_P90
 
 Call = Callable[..., Any]
 CONFIG = """

@@ -13,7 +13,7 @@ import pytest
 from paceline.cluster import devices
 from paceline.cluster.devices import Catalog, Cluster, Device, Node, ShapeRate, load_cluster
 from paceline.cluster.entries import _key, find_name, parse_catalog, shipped
-from paceline.cluster.operations import attention_rate, matmul_rate
+from paceline.cluster.kernels import attention_rate, matmul_rate
 from paceline.errors import UsageError
 
 CATALOG = Path(devices.__file__).parent / "catalog"

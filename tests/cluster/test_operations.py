@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.devices import Catalog, Device, ShapeRate, load_cluster
+from paceline.cluster.kernels import Operation, host_seconds, memory_rate, work_seconds
 from paceline.cluster.measured import seconds_between
-from paceline.cluster.operations import Operation, host_seconds, memory_rate, work_seconds
 
 
 def _device(**changes: object) -> Device:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from paceline.cluster.peaks import Peaks, find_peaks
+from paceline.cluster.devices import Peaks, find_peaks
 
 ENTRY = Path("src/paceline/cluster/catalog/h200-measured.yaml")
 

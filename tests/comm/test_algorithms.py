@@ -19,10 +19,16 @@ from paceline.cluster.costs import ALGORITHMS, Algorithm, Placement, Wire, Wires
 from paceline.cluster.measured import MeasuredTable
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.lanes import combine
-from paceline.comm.algorithms.rounds import Round, cut
-from paceline.comm.algorithms.topology import Topology, detect_topology, from_names, share_table, state_topology
+from paceline.comm.algorithms.rounds import (
+    Round,
+    Topology,
+    cut,
+    detect_topology,
+    from_names,
+    share_table,
+    state_topology,
+)
 from paceline.comm.base import Communicator
-from paceline.comm.group import GroupMember
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.errors import CommunicationError, RankFailedError, StuckRankError, UsageError
@@ -491,11 +497,11 @@ def test_a_message_has_the_same_round_on_both_sides(ranks: int) -> None:
 
 def rounds_of(name: Algorithm, rank: int, ranks: int) -> list[list[Round]]:
     topology = from_names([number % 3 for number in range(ranks)])
-    group = AlgorithmCommunicator(_Named(rank, ranks), name, topology)  # type: ignore[arg-type]
+    group = AlgorithmCommunicator(_Named(rank, ranks), name, topology)
     return group._all_reduce_rounds(name, (0, 3 * ranks + 1)) if ranks > 1 else []
 
 
-class _Named(GroupMember):
+class _Named(Communicator):
     """The numbers of a rank, and nothing that could talk."""
 
     def __init__(self, rank: int, size: int) -> None:

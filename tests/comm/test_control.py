@@ -19,8 +19,7 @@ from gloo_pool import GlooPool
 from paceline.comm import meeting
 from paceline.comm.base import Communicator
 from paceline.comm.control import wire
-from paceline.comm.control.hosts import Hosts
-from paceline.comm.control.server import private_server
+from paceline.comm.control.server import Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import HEAD, LONGEST_MESSAGE, NONCE_BYTES, Address, RefusedError, WireLink
 from paceline.comm.meeting import disconnect

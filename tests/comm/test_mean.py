@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.mean import mean
+from paceline.comm.objects import mean
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import UsageError
 

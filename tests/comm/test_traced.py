@@ -144,7 +144,7 @@ def test_around_an_algorithm_it_takes_the_time_of_all_that_is_done_there_once() 
 
 def test_an_error_in_a_wait_ends_it() -> None:
     class Broken(SoloCommunicator):
-        def all_reduce(self, *_: Any) -> NoReturn:
+        def issue(self, *_: Any) -> NoReturn:
             raise CommunicationError("gone")
 
     wrapped = TracedCommunicator(Broken(CPU), Trace(CPU))

@@ -8,8 +8,8 @@ from gloo_pool import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.comm.algorithms.topology import from_names, state_topology
-from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
+from paceline.comm.algorithms.communicator import TwoLevelCommunicator, join_hosts
+from paceline.comm.algorithms.rounds import from_names, state_topology
 from paceline.comm.base import Communicator, ReduceOp
 from paceline.comm.shared.segment import FOLDER
 from paceline.comm.traced import Trace, TracedCommunicator

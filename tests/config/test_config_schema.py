@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 from pydantic import ValidationError
 
-from paceline.config import Config, GPTModelConfig, gpt_shape, json_schema
+from paceline.config import Config, GPTModelConfig, data_sections, gpt_shape, json_schema, schema
+from paceline.config import sections as sections_
 from paceline.config.fields import known_fields, section_paths
+from paceline.config.schema import descriptions
 from paceline.config.sections import GPT_SIZES, GPTSize
+from paceline.config.train_checks import _READ_BY
 from paceline.plan.model_shape import ModelShape
 
 
@@ -50,6 +55,19 @@ def test_every_key_has_a_description_and_an_expectation() -> None:
     assert len(fields) > 110
     assert [each.path for each in fields if not each.description] == []
     assert [each.path for each in fields if not each.expected] == []
+
+
+def test_every_description_is_of_a_key() -> None:
+    path = Path(schema.__file__).parent / "descriptions.yaml"
+    sections = {name: each for module in (sections_, data_sections, schema) for name, each in vars(module).items()}
+    texts = yaml.safe_load(path.read_text())
+    assert not [f"{name}.{key}" for name, keys in texts.items() for key in keys.keys() - sections[name].model_fields]
+
+
+def test_the_description_of_an_optimizers_key_begins_with_the_kinds_that_read_it() -> None:
+    kinds = {key: tuple(text.partition(": ")[0].split(", ")) for key, text in descriptions()["OptimConfig"].items()}
+    found = {key: each for key, each in kinds.items() if set(each) <= {"adamw", "sgd", "muon"}}
+    assert found | {"muon": ("muon",), "args": ("an optimizer given by its path",)} == _READ_BY
 
 
 def test_json_schema_is_fit_for_editors() -> None:

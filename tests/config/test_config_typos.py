@@ -9,7 +9,7 @@ import pytest
 
 from paceline.config import config_from_dict
 from paceline.config.fields import known_fields
-from paceline.config.suggest import _ELSEWHERE, near_folders
+from paceline.config.suggest import near_folders, other_names
 from paceline.errors import ConfigError, Problem
 
 BASE: dict[str, Any] = {"model": {"kind": "mlp"}, "data": {"kind": "digits"}}
@@ -106,8 +106,9 @@ def test_a_key_like_none_lists_those_that_are_there() -> None:
 
 
 def test_names_of_other_frameworks_point_at_keys_that_exist() -> None:
-    assert set(_ELSEWHERE.values()) <= {each.path for each in known_fields()}
-    assert not set(_ELSEWHERE) & {each.key for each in known_fields()}
+    names = other_names()["keys"]
+    assert set(names) <= {each.path for each in known_fields()}
+    assert not {name for theirs in names.values() for name in theirs.split()} & {each.key for each in known_fields()}
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from paceline.data.registry import data_of
 from paceline.data.tokenizers import ByteTokenizer
 from paceline.errors import ConfigError, DataError
 from paceline.train.assemble import build_workload
-from paceline.train.kept_files import kept_files
+from paceline.train.run_state import kept_files
 
 WORDS = ["the", "cat", "sat", "on", "mat"]
 

@@ -99,13 +99,13 @@ def test_small_sets_of_bytes_are_rounded_floats() -> None:
 def test_windows_are_pieces_of_one_text() -> None:
     tokens = make_tokens(**TOKENS)
     assert isinstance(tokens, TokenWindows)
-    inputs, targets = tokens.take(torch.arange(40))
+    inputs, targets = tokens.read(np.arange(40), 0)
     assert inputs.shape == targets.shape == (40, 16)
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert len(set(tokens.starts.tolist())) == 40
-    start = int(tokens.starts[7])
-    assert torch.equal(tokens[7][0], tokens.tokens[start : start + 16])
+    assert len(set(tokens.places.tolist())) == 40
+    text = tokens.tokens.read(tokens.places[7:8], 16)[0]
+    assert torch.equal(tokens[7][0], torch.from_numpy(text))
     again = make_tokens(**TOKENS)
     assert torch.equal(again[7][0], tokens[7][0])
 
@@ -114,7 +114,7 @@ def test_windows_are_pieces_of_one_text() -> None:
 def test_a_text_shorter_than_the_samples_is_used_again() -> None:
     tokens = make_tokens(**{**TOKENS, "samples": 5000})
     assert len(tokens) == 5000
-    inputs, _ = tokens.take(torch.arange(5000))
+    inputs, _ = fetch_batch(tokens, np.arange(5000))
     assert int(inputs.max()) < 11
 
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paceline.data.fetch import fetch_batch
-from paceline.data.text import EncodedText, load_text, split_tokens
-from paceline.data.tokenizers import ByteTokenizer, CharTokenizer
-from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks
+from paceline.data.text import load_text
+from paceline.data.tokenizers import CharTokenizer
+from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, split_tokens
 from paceline.errors import DataError
 
 
-def encoded(num_tokens: int) -> EncodedText:
-    return EncodedText(tokens=np.arange(num_tokens), tokenizer=ByteTokenizer(), source="a text")
+def encoded(num_tokens: int) -> TokenArray:
+    return TokenArray(np.arange(num_tokens))
 
 
 @settings(deadline=None)
@@ -112,23 +112,24 @@ def test_random_windows_are_new_in_each_epoch_and_depend_on_seed_epoch_and_index
 
 
 def test_the_last_part_of_a_text_is_for_evaluation() -> None:
-    train, evaluation = split_tokens(encoded(1000), context=10, eval_fraction=0.2)
+    train, evaluation = split_tokens(encoded(1000), 10, 0.2, "a text")
     assert evaluation is not None
-    assert train.tolist() == list(range(800))
-    assert evaluation.tolist() == list(range(800, 1000))
-    whole, none = split_tokens(encoded(1000), context=10, eval_fraction=0.0)
+    assert (len(train), len(evaluation)) == (800, 200)
+    assert train.read(np.array([0]), 800)[0].tolist() == list(range(800))
+    assert evaluation.read(np.array([0]), 200)[0].tolist() == list(range(800, 1000))
+    whole, none = split_tokens(encoded(1000), 10, 0.0, "a text")
     assert len(whole) == 1000
     assert none is None
 
 
 def test_a_text_that_is_too_short_is_refused_with_its_sizes() -> None:
-    split_tokens(encoded(11), context=10, eval_fraction=0.0)
+    split_tokens(encoded(11), 10, 0.0, "a text")
     with pytest.raises(DataError, match=r"training part of a text has 10 tokens.*context of 10\n  .* needs 11 tokens"):
-        split_tokens(encoded(10), context=10, eval_fraction=0.0)
+        split_tokens(encoded(10), 10, 0.0, "a text")
     with pytest.raises(DataError, match=r"evaluation part of a text has 10 tokens"):
-        split_tokens(encoded(100), context=10, eval_fraction=0.1)
+        split_tokens(encoded(100), 10, 0.1, "a text")
     with pytest.raises(DataError, match="context = 0"):
-        split_tokens(encoded(100), context=0, eval_fraction=0.1)
+        split_tokens(encoded(100), 0, 0.1, "a text")
 
 
 def test_files_that_cannot_be_used_are_named(tmp_path: Path) -> None:

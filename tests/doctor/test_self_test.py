@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.comm.clock_offset import clock_offset
+from paceline.comm.objects import clock_offset
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.doctor.self_test import RankReport, failed_test, report_findings, self_test
 from paceline.errors import PacelineError

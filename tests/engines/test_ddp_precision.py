@@ -23,8 +23,7 @@ from paceline.engines.groups import make_groups
 from paceline.engines.precision import PRECISIONS, Precision
 from paceline.errors import RankFailedError, UsageError
 from paceline.train.loss import CrossEntropy
-from paceline.train.scaler import make_scaler
-from paceline.train.step import StepPolicy, train_step
+from paceline.train.step import StepPolicy, make_scaler, train_step
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -203,12 +203,14 @@ def test_shards_tell_one_another_of_what_only_one_of_them_saw() -> None:
         chosen.apply_ended_pass()
         before = {name: residual.clone() for name, residual in chosen.residuals.items()}
         if comm.rank % SHARDS == 1:  # as if a gradient had run over in this slice
-            real = chosen.note
+            real = chosen.end_pass
 
-            def note(is_finite: torch.Tensor, *rest: Any) -> None:
-                real(torch.zeros_like(is_finite), *rest)
+            def end_pass(shards: Communicator | None = None) -> None:
+                assert chosen.current.is_finite is not None
+                chosen.current.is_finite.zero_()
+                real(shards)
 
-            chosen.note = note  # type: ignore[method-assign]
+            chosen.end_pass = end_pass  # type: ignore[method-assign]
         backward(engine, 1)
         chosen.apply_ended_pass()
         return [float((chosen.residuals[name] - before[name]).norm()) for name in before]

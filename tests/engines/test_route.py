@@ -24,6 +24,7 @@ def reduce(unit: int) -> Leg:
     return Leg(unit, "reduce")
 
 
+NAMES = [f"number {unit}" for unit in range(UNITS)]
 FORWARD = [gather(unit) for unit in range(UNITS)]
 BACKWARD = [leg for unit in reversed(range(UNITS)) for leg in (gather(unit), reduce(unit))]
 
@@ -33,15 +34,14 @@ def walk(
 ) -> list[list[tuple[str, Leg]]]:
     """Reaches the legs of each pass; returns what was issued and released in it."""
     done: list[tuple[str, Leg]] = []
-    route = Route(
-        comm, order, lambda leg: done.append(("issued", leg)), lambda leg: done.append(("released", leg)), prefetch
-    )
+    issue, release = (lambda leg: done.append(("issued", leg))), (lambda leg: done.append(("released", leg)))
+    route = Route(comm, order, NAMES, issue, release, prefetch)
     history = []
     for legs in passes:
         done.clear()
         route.begin()
         for leg in legs:
-            route.reach(leg, str)
+            route.reach(leg)
         route.finish()
         history.append(list(done))
     return history
@@ -100,13 +100,13 @@ def test_every_leg_is_issued_once_and_gathers_at_most_so_far_ahead(legs: list[Le
 def test_reductions_wait_for_those_before_them() -> None:
     def work(comm: Communicator) -> tuple[list[Leg], list[Leg]]:
         issued: list[Leg] = []
-        route = Route(comm, BACKWARD, issued.append, lambda _leg: None, 0)
+        route = Route(comm, BACKWARD, NAMES, issued.append, lambda _leg: None, 0)
         route.begin()
         route.finish()
         route.begin()
         issued.clear()
         ready = {reduce(3)}
-        route.reach(gather(4), str)
+        route.reach(gather(4))
         route.reach_ready(ready.__contains__)  # unit 4 comes first
         before = list(issued)
         ready.add(reduce(4))
@@ -120,16 +120,16 @@ def test_a_leg_that_was_passed_is_an_error_with_a_name() -> None:
     def work(comm: Communicator) -> None:
         walk(comm, FORWARD, [FORWARD, [FORWARD[2], FORWARD[1]]])
 
-    with pytest.raises(RankFailedError, match=r"needs Leg\(unit=1, kind='gather'\) again"):
+    with pytest.raises(RankFailedError, match="needs unit number 1 again"):
         run_virtual(work, ranks=1)
 
 
 def test_what_a_first_pass_repeats_is_known_afterwards() -> None:
     def work(comm: Communicator) -> tuple[set[Leg], list[Leg] | None]:
-        route = Route(comm, FORWARD, lambda _leg: None, lambda _leg: None, 1)
+        route = Route(comm, FORWARD, NAMES, lambda _leg: None, lambda _leg: None, 1)
         route.begin()
         for leg in (gather(0), gather(1), gather(1), gather(2)):
-            route.reach(leg, str)
+            route.reach(leg)
         route.finish(drop=lambda leg: leg == gather(2))
         return route.repeated, route.legs
 

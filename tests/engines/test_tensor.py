@@ -18,13 +18,14 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.comm.base import Communicator, Work
+from paceline.comm.group import WrappedCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layers import ColumnLinear, RowLinear
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plans import GPT_PLAN, SplitRule, TensorPlan, plan_for
+from paceline.engines.tensor.plans import SplitRule, TensorPlan, plan_for, ready_plans
 from paceline.errors import RankFailedError, UsageError
 from paceline.models.gpt import GPT
 from paceline.plan.model_shape import ModelShape
@@ -311,15 +312,12 @@ def test_a_block_takes_two_sums_each_way(is_sequence: bool) -> None:
             assert forward == backward == ["all_reduce"] * 2
 
 
-class Watched:
+class Watched(WrappedCommunicator):
     """A communicator that notes when an all-reduce starts and when it is awaited."""
 
     def __init__(self, inner: VirtualCommunicator, notes: list[str]) -> None:
-        self.inner = inner
+        super().__init__(inner)
         self.notes = notes
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
 
     def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> Work:
         self.notes.append("start")
@@ -631,7 +629,9 @@ def test_a_layer_with_a_forward_of_its_own_or_of_another_kind() -> None:
 
 
 def test_a_pattern_that_fits_nothing() -> None:
-    plan = TensorPlan(name="mine", rules=(*GPT_PLAN.rules, SplitRule(pattern="layers.*.moe", role="input")))
+    plan = TensorPlan(
+        name="mine", rules=(*ready_plans()["paceline GPT"].rules, SplitRule(pattern="layers.*.moe", role="input"))
+    )
     assert "layers.*.moe fits no module" in refused(lambda: make("current"), plan=plan)
 
 

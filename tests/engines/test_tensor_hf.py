@@ -14,7 +14,7 @@ from torch import nn
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plans import GPT2_PLAN, LLAMA_PLAN, plan_for
+from paceline.engines.tensor.plans import plan_for, ready_plans
 from paceline.errors import UsageError
 
 TOLERANCE = 1e-10
@@ -193,8 +193,8 @@ def test_a_model_computes_its_own_loss_from_split_logits(name: str) -> None:
 
 
 def test_the_ready_plans_are_found() -> None:
-    assert plan_for(make("qwen3")) is LLAMA_PLAN
-    assert plan_for(make("gpt2")) is GPT2_PLAN
+    assert plan_for(make("qwen3")) is ready_plans()["Llama"]
+    assert plan_for(make("gpt2")) is ready_plans()["GPT-2"]
 
 
 def test_fused_heads_that_do_not_divide() -> None:

@@ -14,8 +14,8 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.tensor.layout import Split, TensorLayout, split_range
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.engines.tensor.plans import SplitRule
 from paceline.errors import RankFailedError, UsageError
+from paceline.models.lora import matches
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
@@ -52,10 +52,10 @@ def test_a_layout_gathers_pieces_of_different_size() -> None:
     full = torch.arange(10.0).view(5, 2)
 
     def work(comm: VirtualCommunicator) -> torch.Tensor:
-        local = layout.local("split", full, comm.rank, comm.size)
+        local = layout.splits["split"].cut(full, comm.rank, comm.size)
         assert local.untyped_storage().nbytes() == local.numel() * 4
         same = torch.arange(3.0)
-        assert torch.equal(layout.full("whole", same, comm), layout.local("whole", same, comm.rank, comm.size))
+        assert torch.equal(layout.full("whole", same, comm), same)
         return layout.full("split", local, comm)
 
     for found in run_virtual(work, 4):
@@ -64,10 +64,8 @@ def test_a_layout_gathers_pieces_of_different_size() -> None:
 
 def test_a_layout_refuses_other_names_and_shapes() -> None:
     layout = TensorLayout(splits={"weight": Split(shape=(4, 2), dim=0)})
-    with pytest.raises(UsageError, match=r"weight has the shape \[2, 2\], but in the whole model it is \[4, 2\]"):
-        layout.local("weight", torch.zeros(2, 2), 0, 2)
     with pytest.raises(UsageError, match="bias is no tensor of the model; there are weight"):
-        layout.is_split("bias")
+        layout.full_shape("bias")
     with pytest.raises(RankFailedError, match=r"has the shape \[4, 2\], but rank 0 of 2 holds \[2, 2\] of \[4, 2\]"):
         run_virtual(lambda comm: layout.full("weight", torch.zeros(4, 2), comm), 2)
 
@@ -85,7 +83,7 @@ def test_a_layout_refuses_other_names_and_shapes() -> None:
     ],
 )
 def test_patterns(pattern: str, name: str, fits: bool) -> None:
-    assert SplitRule(pattern=pattern, role="input").fits(name) is fits
+    assert matches(name, pattern) is fits
 
 
 # Logits.

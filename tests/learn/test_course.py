@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -18,66 +19,52 @@ from paceline.cli.app import app as whole_app
 from paceline.cli.learn import app
 from paceline.errors import UsageError
 from paceline.learn import course
-from paceline.learn.exercise import Exercise, Verdict, right, wrong
+from paceline.learn.exercise import RIGHT, Exercise, Lesson, Said, lessons, says
 from paceline.learn.progress import Progress, load_progress, parse_progress, save_progress
 
 ROOT = Path(__file__).parents[2]
 runner = CliRunner()
 
 
-def doubles(function: Any) -> Verdict:
-    return right("It doubles.") if function(3) == 6 else wrong("It should double.")
+def doubles(function: Any) -> Said:
+    return RIGHT if function(3) == 6 else says("otherwise")
 
 
-def of_four_ranks(function: Any) -> Verdict:
-    return right("Yes.") if paceline.run_virtual(function, ranks=4) == [0, 1, 2, 3] else wrong("No.")
+def of_four_ranks(function: Any) -> Said:
+    return RIGHT if paceline.run_virtual(function, ranks=4) == [0, 1, 2, 3] else says("otherwise")
+
+
+def exercise(number: str, title: str, asks: str, right: str, otherwise: str, *hints: str, **more: Any) -> Exercise:
+    words = {"right": right, "otherwise": otherwise}
+    return Exercise(number=number, title=title, asks=asks, hints=hints, says=words, **more)
 
 
 EXERCISES = (
-    Exercise(
-        number="1.1",
-        title="A number",
-        asks="How many?",
-        answer="number",
-        hints=("Think.", "Count."),
-        check=lambda value: right("So many.") if value == 96000 else wrong(f"{value} is not it."),
-    ),
-    Exercise(
-        number="1.2",
-        title="A word",
-        asks="Which?",
-        answer="word",
-        hints=("Think.",),
-        check=lambda word: right("That one.") if word == "ring" else wrong("Another."),
-    ),
-    Exercise(
-        number="1.3",
-        title="A function",
-        asks="Write it.",
+    exercise("1.1", "A number", "How many?", "So many.", "{value} is not it.", "Think.", "Count.", answer="number"),
+    exercise("1.2", "A word", "Which?", "That one.", "Another.", "Think.", answer="word"),
+    exercise(
+        *("1.3", "A function", "Write it.", "It doubles.", "It should double.", "Think."),
         answer="function",
         function="double",
-        hints=("Think.",),
-        check=doubles,
     ),
-    Exercise(
-        number="1.4",
-        title="A function of ranks",
-        asks="Write it.",
-        answer="function",
-        function="name",
-        hints=("Think.",),
-        check=of_four_ranks,
-    ),
+    exercise("1.4", "A function of ranks", "Write it.", "Yes.", "No.", "Think.", answer="function", function="name"),
 )
+CHECKS = {
+    "1.1": lambda value: RIGHT if value == 96000 else says("otherwise", value=value),
+    "1.2": lambda word: RIGHT if word == "ring" else says("otherwise"),
+    "1.3": doubles,
+    "1.4": of_four_ranks,
+}
 
 
 @pytest.fixture
 def lesson(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Puts a lesson of its own in place of the course, and the state in a folder of its own, which it returns."""
     module = ModuleType("paceline.learn.lesson_1")
-    module.EXERCISES = EXERCISES  # type: ignore[attr-defined]
+    module.CHECKS = CHECKS  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(course, "LESSONS", {1: "The first", 99: "One that is not there"})
+    for place in ("paceline.learn.course.lessons", "paceline.learn.exercise.lessons"):
+        monkeypatch.setattr(place, lambda: {1: Lesson("The first", EXERCISES)})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -93,17 +80,30 @@ def call(*words: str) -> tuple[int, str]:
 # The course that ships.
 
 
-def test_every_lesson_has_three_exercises_with_hints() -> None:
-    found = course.all_exercises()
-    assert len({each.number for each in found}) == len(found)
-    for number in course.LESSONS:
-        here = course.lesson_exercises(number)
-        assert [each.number for each in here] in ([f"{number}.{place}" for place in (1, 2, 3)], [])
-    for each in found:
-        assert each.title
-        assert each.asks
-        assert each.hints
-        assert (each.answer == "function") == bool(each.function)
+def test_every_lesson_has_three_exercises_with_hints_checks_and_words() -> None:
+    for number, lesson in lessons().items():
+        assert [each.number for each in lesson.exercises] == [f"{number}.{place}" for place in (1, 2, 3)]
+        checks = importlib.import_module(f"paceline.learn.lesson_{number}").CHECKS
+        assert list(checks) == [each.number for each in lesson.exercises]
+        for each in lesson.exercises:
+            assert each.title
+            assert each.asks
+            assert each.hints
+            assert (each.answer == "function") == bool(each.function)
+
+
+def test_every_sentence_of_an_exercise_is_named_by_its_check() -> None:
+    """Of a name that the check does not have, nobody would ever read the sentence."""
+    for number, lesson in lessons().items():
+        source = (Path(course.__file__).parent / f"lesson_{number}.py").read_text(encoding="utf-8")
+        names = {name for each in lesson.exercises for name in each.says} - {
+            "right",
+            "otherwise",
+            "ddp",
+            "zero2",
+            "fsdp",
+        }
+        assert not [name for name in names if f'"{name}"' not in source]
 
 
 def test_every_page_has_the_headings_and_exercises_of_its_lesson() -> None:
@@ -114,7 +114,7 @@ def test_every_page_has_the_headings_and_exercises_of_its_lesson() -> None:
         assert page.startswith(f"# Lesson {lesson}: ")
         prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
         assert re.findall(r"^## (.*)$", prose, re.MULTILINE) == headings, lesson
-        for each in course.lesson_exercises(lesson):
+        for each in lessons()[lesson].exercises:
             assert f"paceline learn check {each.number}" in page
             assert f'learn.check("{each.number}"' in page
 

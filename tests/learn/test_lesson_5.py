@@ -8,15 +8,8 @@ import pytest
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.learn.exercise import Exercise
-from paceline.learn.lesson_5 import EXERCISES, count_gathers, tokens_to_hide
-
-BY_NUMBER: dict[str, Exercise] = {each.number: each for each in EXERCISES}
-
-
-def test_there_are_three_exercises_with_hints() -> None:
-    assert list(BY_NUMBER) == ["5.1", "5.2", "5.3"]
-    assert all(each.hints and each.asks for each in EXERCISES)
+from paceline.learn.course import find, judge
+from paceline.learn.lesson_5 import count_gathers, tokens_to_hide
 
 
 def test_the_engine_gathers_each_unit_twice_but_two() -> None:
@@ -29,7 +22,7 @@ def test_tokens_are_those_of_the_formula() -> None:
 
 
 def test_count_the_gathers() -> None:
-    verdict = BY_NUMBER["5.1"].check(2 * 10 * 3)
+    verdict = judge(find("5.1"), 2 * 10 * 3)
     assert verdict.is_right
     assert "last block" in verdict.words
 
@@ -50,7 +43,7 @@ def test_count_the_gathers() -> None:
     ],
 )
 def test_wrong_counts_get_words_that_help(answer: int, words: str) -> None:
-    verdict = BY_NUMBER["5.1"].check(answer)
+    verdict = judge(find("5.1"), answer)
     assert not verdict.is_right
     assert words in verdict.words
     assert "60" not in verdict.words
@@ -106,7 +99,7 @@ def without_transpose(comm: Communicator, x: torch.Tensor, mine: torch.Tensor, s
 
 
 def test_a_linear_layer_that_is_gathered() -> None:
-    verdict = BY_NUMBER["5.2"].check(sharded_linear())
+    verdict = judge(find("5.2"), sharded_linear())
     assert verdict.is_right, verdict.words
     assert "FSDP" in verdict.words
 
@@ -128,13 +121,13 @@ def test_a_linear_layer_that_is_gathered() -> None:
     ],
 )
 def test_wrong_layers_get_words_that_help(function: Any, words: str) -> None:
-    verdict = BY_NUMBER["5.2"].check(function)
+    verdict = judge(find("5.2"), function)
     assert not verdict.is_right
     assert words in verdict.words
 
 
 def test_enough_tokens() -> None:
-    assert BY_NUMBER["5.3"].check(2 * 400e12 / (2 * 50e9) * 63 / 64).is_right
+    assert judge(find("5.3"), 2 * 400e12 / (2 * 50e9) * 63 / 64).is_right
 
 
 @pytest.mark.parametrize(
@@ -151,7 +144,7 @@ def test_enough_tokens() -> None:
     ],
 )
 def test_wrong_tokens_get_words_that_help(answer: float, words: str) -> None:
-    verdict = BY_NUMBER["5.3"].check(answer)
+    verdict = judge(find("5.3"), answer)
     assert not verdict.is_right
     assert words in verdict.words
     assert "7875" not in verdict.words

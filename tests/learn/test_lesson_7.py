@@ -6,10 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.learn.exercise import Exercise
-from paceline.learn.lesson_7 import EXERCISES, fewest_microbatches
-
-BY_NUMBER: dict[str, Exercise] = {each.number: each for each in EXERCISES}
+from paceline.learn.course import find, judge
+from paceline.learn.lesson_7 import fewest_microbatches
 
 
 def test_the_fewest_microbatches_are_those_of_the_formula() -> None:
@@ -18,7 +16,7 @@ def test_the_fewest_microbatches_are_those_of_the_formula() -> None:
 
 
 def test_7_1_right() -> None:
-    assert BY_NUMBER["7.1"].check(133).is_right
+    assert judge(find("7.1"), 133).is_right
 
 
 @pytest.mark.parametrize(
@@ -32,7 +30,7 @@ def test_7_1_right() -> None:
     ],
 )
 def test_7_1_wrong(answer: int, words: str) -> None:
-    verdict = BY_NUMBER["7.1"].check(answer)
+    verdict = judge(find("7.1"), answer)
     assert not verdict.is_right
     assert words in verdict.words
     assert "133" not in verdict.words
@@ -43,7 +41,7 @@ def in_flight(schedule: str, p: int, m: int, rank: int) -> int:
 
 
 def test_7_2_right() -> None:
-    assert BY_NUMBER["7.2"].check(in_flight).is_right
+    assert judge(find("7.2"), in_flight).is_right
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_7_2_right() -> None:
     ],
 )
 def test_7_2_wrong(answer: Callable[[str, int, int, int], int], words: str) -> None:
-    verdict = BY_NUMBER["7.2"].check(answer)
+    verdict = judge(find("7.2"), answer)
     assert not verdict.is_right
     assert words in verdict.words
 
@@ -83,7 +81,7 @@ def unlimited_row(p: int, m: int, rank: int) -> list[str]:
 
 
 def test_7_3_right() -> None:
-    assert BY_NUMBER["7.3"].check(row).is_right
+    assert judge(find("7.3"), row).is_right
 
 
 @pytest.mark.parametrize(
@@ -101,6 +99,6 @@ def test_7_3_right() -> None:
     ],
 )
 def test_7_3_wrong(answer: Callable[[int, int, int], list[str]], words: str) -> None:
-    verdict = BY_NUMBER["7.3"].check(answer)
+    verdict = judge(find("7.3"), answer)
     assert not verdict.is_right
     assert words in verdict.words

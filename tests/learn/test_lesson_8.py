@@ -7,15 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.learn.exercise import Exercise
-from paceline.learn.lesson_8 import EXERCISES
-
-BY_NUMBER: dict[str, Exercise] = {each.number: each for each in EXERCISES}
+from paceline.learn.course import find, judge
 
 
 def test_8_1_right() -> None:
-    assert BY_NUMBER["8.1"].check(100 * 6 * 6.7e9 * 1_048_576 / (12.9 * 8 * 989e12)).is_right
-    assert BY_NUMBER["8.1"].check(41.3).is_right
+    assert judge(find("8.1"), 100 * 6 * 6.7e9 * 1_048_576 / (12.9 * 8 * 989e12)).is_right
+    assert judge(find("8.1"), 41.3).is_right
 
 
 @pytest.mark.parametrize(
@@ -31,7 +28,7 @@ def test_8_1_right() -> None:
     ],
 )
 def test_8_1_wrong(answer: float, words: str) -> None:
-    verdict = BY_NUMBER["8.1"].check(answer)
+    verdict = judge(find("8.1"), answer)
     assert not verdict.is_right
     assert words in verdict.words
 
@@ -41,7 +38,7 @@ def spacing(x: float, bits: int = 8) -> float:
 
 
 def test_8_2_right() -> None:
-    assert BY_NUMBER["8.2"].check(lambda w, u: u > spacing(w) / 2).is_right
+    assert judge(find("8.2"), lambda w, u: u > spacing(w) / 2).is_right
 
 
 @pytest.mark.parametrize(
@@ -61,14 +58,14 @@ def test_8_2_right() -> None:
     ],
 )
 def test_8_2_wrong(answer: Callable[[float, float], bool], words: str) -> None:
-    verdict = BY_NUMBER["8.2"].check(answer)
+    verdict = judge(find("8.2"), answer)
     assert not verdict.is_right
     assert words in verdict.words
 
 
 def test_8_3_right() -> None:
-    assert BY_NUMBER["8.3"].check(1181).is_right
-    assert BY_NUMBER["8.3"].check(2 * 1979e12 / 3.35e12).is_right
+    assert judge(find("8.3"), 1181).is_right
+    assert judge(find("8.3"), 2 * 1979e12 / 3.35e12).is_right
 
 
 @pytest.mark.parametrize(
@@ -82,6 +79,6 @@ def test_8_3_right() -> None:
     ],
 )
 def test_8_3_wrong(answer: float, words: str) -> None:
-    verdict = BY_NUMBER["8.3"].check(answer)
+    verdict = judge(find("8.3"), answer)
     assert not verdict.is_right
     assert words in verdict.words

@@ -7,16 +7,14 @@ from collections.abc import Callable
 
 import pytest
 
-from paceline.learn.exercise import Exercise
-from paceline.learn.lesson_9 import EXERCISES, state_bytes
-
-BY_NUMBER: dict[str, Exercise] = {each.number: each for each in EXERCISES}
+from paceline.learn.course import find, judge
+from paceline.learn.lesson_9 import state_bytes
 
 
 def test_9_1_right() -> None:
-    assert BY_NUMBER["9.1"].check(6 * 6.7e9 * 1e12 / (80 * 989e12 * 0.4) / 86_400).is_right
-    assert BY_NUMBER["9.1"].check(14.7).is_right
-    assert BY_NUMBER["9.1"].check(15).is_right
+    assert judge(find("9.1"), 6 * 6.7e9 * 1e12 / (80 * 989e12 * 0.4) / 86_400).is_right
+    assert judge(find("9.1"), 14.7).is_right
+    assert judge(find("9.1"), 15).is_right
 
 
 @pytest.mark.parametrize(
@@ -33,7 +31,7 @@ def test_9_1_right() -> None:
     ],
 )
 def test_9_1_wrong(answer: float, words: str) -> None:
-    verdict = BY_NUMBER["9.1"].check(answer)
+    verdict = judge(find("9.1"), answer)
     assert not verdict.is_right
     assert words in verdict.words
 
@@ -46,8 +44,8 @@ def test_states_are_those_of_the_table(strategy: str, each: float) -> None:
 
 
 def test_9_2_right() -> None:
-    assert BY_NUMBER["9.2"].check("zero2").is_right
-    assert BY_NUMBER["9.2"].check("zero 2").is_right
+    assert judge(find("9.2"), "zero2").is_right
+    assert judge(find("9.2"), "zero 2").is_right
 
 
 @pytest.mark.parametrize(
@@ -60,13 +58,13 @@ def test_9_2_right() -> None:
     ],
 )
 def test_9_2_wrong(answer: str, words: str) -> None:
-    verdict = BY_NUMBER["9.2"].check(answer)
+    verdict = judge(find("9.2"), answer)
     assert not verdict.is_right
     assert words in verdict.words
 
 
 def test_9_3_right() -> None:
-    assert BY_NUMBER["9.3"].check(lambda save, failure, devices: math.sqrt(2 * save * failure / devices)).is_right
+    assert judge(find("9.3"), lambda save, failure, devices: math.sqrt(2 * save * failure / devices)).is_right
 
 
 @pytest.mark.parametrize(
@@ -82,6 +80,6 @@ def test_9_3_right() -> None:
     ],
 )
 def test_9_3_wrong(answer: Callable[[float, float, int], float], words: str) -> None:
-    verdict = BY_NUMBER["9.3"].check(answer)
+    verdict = judge(find("9.3"), answer)
     assert not verdict.is_right
     assert words in verdict.words

@@ -19,13 +19,13 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
 from paceline.learn.play import MEMORY_PARTS, NUMBERS, STEP_PARTS, PlayInputs, answer_for, choices
-from paceline.learn.play_server import make_play_app, make_play_server, play_page
+from paceline.learn.play_server import make_play_app, play_page
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.formulas.step import StepParts
 from paceline.search.plan_for import plan_for
 from paceline.search.request import request_for
 from paceline.search.search import Ranked
-from paceline.view.server import listen
+from paceline.view.server import listen, make_server
 
 if TYPE_CHECKING:
     from browser import Browser
@@ -135,7 +135,7 @@ def test_every_choice_is_answered() -> None:
 def url() -> Iterator[str]:
     """A server of the page."""
     found = listen("127.0.0.1", None)
-    server = make_play_server(make_play_app())
+    server = make_server(make_play_app())
     thread = threading.Thread(target=server.run, kwargs={"sockets": [found]})
     thread.start()
     yield f"http://127.0.0.1:{found.getsockname()[1]}"

@@ -14,7 +14,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import config_from_dict
 from paceline.models.gpt import GPT, gpt_config
-from paceline.models.head_chunk import Chunk
 from paceline.models.head_loss import head_loss
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy
@@ -50,8 +49,7 @@ def test_the_kernel_gives_what_float64_gives(dtype: torch.dtype, vocabulary: int
     for is_trained in (False, True):
         losses, found = torch.empty(37, device="cuda"), torch.empty(37, dtype=torch.int64, device="cuda")
         before = logits.clone()
-        rest: dict[str, Any] = {"ignored": -100, "smoothing": smoothing, "is_trained": is_trained}
-        go_over_on_gpu(Chunk(logits=logits, targets=targets, losses=losses, hits=found, **rest))
+        go_over_on_gpu(logits, targets, losses, found, ignored=-100, smoothing=smoothing, is_trained=is_trained)
         torch.testing.assert_close(losses.double(), expected.detach(), rtol=2e-5, atol=2e-5)
         assert torch.equal(found, hits)
         assert is_trained or torch.equal(logits, before)

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from paceline.errors import UsageError
-from paceline.models.gpt import GPT, gpt_config
-from paceline.models.key_values import KeyValues
+from paceline.models.gpt import GPT, KeyValues, gpt_config
 
 SHAPES: dict[str, dict[str, Any]] = {
     "current": {"kv_heads": 1},

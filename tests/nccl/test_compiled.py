@@ -11,7 +11,7 @@ from kept_records import Kept
 from nccl_cases import GLOO_TOO, NCCL, mean_losses
 from torch import nn
 
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import Call, Communicator, Work
 from paceline.comm.group import WrappedCommunicator
 from paceline.config import config_from_dict
 from paceline.engines.apply import parallelize
@@ -29,10 +29,10 @@ class Noting(WrappedCommunicator):
         super().__init__(inner)
         self.in_backward = 0
 
-    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Any, *arguments: object) -> Work:
+    def issue(self, call: Call) -> Work:
         is_backward = torch._C._current_graph_task_id() != -1
-        self.in_backward += is_backward and kind in ("all_reduce", "reduce_scatter")
-        return super()._pass_on(kind, whole, verb, *arguments)
+        self.in_backward += is_backward and call.kind in ("all_reduce", "reduce_scatter")
+        return super().issue(call)
 
     def split(self, ranks: Any) -> Communicator:
         return self.inner.split(ranks)

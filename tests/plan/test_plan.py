@@ -17,7 +17,7 @@ from paceline.data.order import DataOrder
 from paceline.errors import ConfigError
 from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.planned import with_memory
+from paceline.predict.memory.memory import with_memory
 from paceline.schedule.schedules import make_schedule
 from paceline.schedule.text import format_csv
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import typer
 from gone_processes import wait_until_gone
+from proposed_fixes import unreadable_fixes
 
 from paceline.records.records import Record, RunRecord, read_records
 
@@ -157,6 +158,7 @@ def call(
         with pytest.raises(SystemExit) as left:
             run_command(verbs)
         shown = capsys.readouterr()
+        assert unreadable_fixes(shown.err, typed=" ".join(("paceline", *arguments[:2]))) == []
         code = left.value.code
         return Called(code=code if isinstance(code, int) else int(code is not None), out=shown.out, err=shown.err)
 

@@ -44,7 +44,6 @@ from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
 from paceline.learn.play import PlayInputs, answer_for
 from paceline.learn.progress import parse_progress
-from paceline.predict.replay.program import Program
 from paceline.profile.merge import beside
 from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_line
 from paceline.run.warm_server import parse_request
@@ -388,7 +387,6 @@ _SIZES = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_siz
 _HF = json.dumps({"model_type": "gpt2", **_SIZES}).encode()
 _PREDICTED = b'{"step_s": 0.5, "step_s_low": 0.4, "step_s_high": 0.6, "memory_bytes": 1e9, "assumed": ["a"]}'
 _PREDICTIONS = parser_inputs([_PREDICTED], lambda value: json.dumps(value).encode())
-_PROGRAM = b'{"events": [["Run", {"name": "mm"}, 0]], "order": [[0, 1, 2]], "ranks": 2}'
 _REQUEST = b'{"command": ["paceline.run.worker", "a"], "folder": "/a", "environment": {"RANK": "0"}}'
 
 
@@ -457,5 +455,4 @@ TARGETS: tuple[Target, ...] = (
         lambda text: answer_for(PlayInputs.of(dict(parse_qsl(_text(text), keep_blank_values=True)))),
         parser_inputs([b"size=gpt-1.1b&gpus=16&strategy=zero1&tensor=2&network=", b"layers=4&width=256&pipeline=2"]),
     ),
-    parser("programs", lambda text: Program.of_text(_text(text)), parser_inputs([_PROGRAM], _as_bytes)),
 )

@@ -21,6 +21,8 @@ def count_bytes(program: Program) -> Counter[str]:
 def _count_travels(program: Program, place: int) -> Counter[str]:
     found: Counter[str] = Counter()
     for event in program.all_events:
-        for travel in event.travels if isinstance(event, Issue) else ():
-            found[travel[0]] += int(travel[place])
+        if isinstance(event, Issue):
+            own = (event.kind, 1, event.num_bytes)
+            for travel in event.messages if event.algorithm else (own,):
+                found[travel[0]] += int(travel[place])
     return found

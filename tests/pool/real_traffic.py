@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
-from paceline.comm.algorithms.topology import state_topology
+from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.config import Config, config_batch, layout_of

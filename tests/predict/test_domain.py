@@ -10,9 +10,9 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Framework, Running, Workload
-from paceline.predict.formulas.domain import calibrated_domain, outside_of
-from paceline.predict.formulas.predict import predict
-from paceline.predict.scored.published import known_samples, known_transformer
+from paceline.predict.formulas.constants import calibrated_domain, outside_of
+from paceline.predict.formulas.step import predict
+from paceline.predict.scored.published import known_model
 
 SHAPE = ModelShape(
     layers=24, width=2048, heads=16, kv_heads=16, mlp_width=8192, vocab_size=51200, mlp="gelu", tied=True
@@ -48,13 +48,13 @@ def test_a_tiny_model_is_outside_by_its_width() -> None:
 
 
 def test_models_of_a_kind_that_was_not_fitted_are_outside() -> None:
-    image = known_samples("ResNet-50")
+    image = known_model("ResNet-50")
     assert image is not None
     run = Running(global_batch=1024, micro_batch=128, seq_len=1, compute="fp16")
     work = Workload(model=image, layout=Layout().for_ranks(8), run=run)
     assert predict(work, AMPERE).outside == ()
     assert "no model of this kind (convolution)" in predict(work, HOPPER).outside[0]
-    experts = known_transformer("Mixtral 8x7B")
+    experts = known_model("Mixtral 8x7B")
     assert experts is not None
     assert "mixture of experts" in predict(replace(INSIDE, model=experts), AMPERE).outside[0]
 

@@ -17,7 +17,7 @@ from paceline.plan.layout import Layout, Strategy
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Framework, Running, Workload
 from paceline.predict.formulas.constants import FRAMEWORKS
-from paceline.predict.formulas.predict import Prediction, predict
+from paceline.predict.formulas.step import Prediction, predict
 
 DEVICES = ("v100-sxm-32gb", "t4", "a100-sxm-80gb", "a10g", "l4", "rtx-4090", "h100-sxm", "h200", "b200", "gb300")
 LINKED = ("v100-sxm-32gb", "a100-sxm-80gb", "h100-sxm", "h200", "b200", "gb300")
@@ -66,7 +66,7 @@ def run_on(
     cluster = Catalog().of_devices(device, devices, node_devices=min(8, devices))
     found = predict(Workload(model=model, layout=layout, run=run), cluster)
     assert all(math.isfinite(getattr(found.step, name)) and getattr(found.step, name) >= 0 for name in FIGURES)
-    assert 0 < found.memory.total < math.inf
+    assert 0 < found.memory.device_bytes < math.inf
     return found
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paceline.cluster.devices import load_cluster
-from paceline.cluster.operations import Family, Operation
+from paceline.cluster.kernels import Family, Operation
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.replay.events import Event, Issue, Run
 from paceline.predict.replay.kernel_costs import KernelCosts, _kept, fuse_blocks

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.predict.scored.published import known_samples, known_transformer
+from paceline.predict.scored.published import known_model
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from paceline.predict.scored.published import known_samples, known_transformer
     ],
 )
 def test_dense_models_have_their_published_parameters(name: str, billions: float) -> None:
-    model = known_transformer(name)
+    model = known_model(name)
     assert model is not None
     assert model.params / 1e9 == pytest.approx(billions, rel=0.002)
 
@@ -39,7 +39,7 @@ def test_dense_models_have_their_published_parameters(name: str, billions: float
     ],
 )
 def test_mixtures_have_their_published_active_parameters(name: str, billions: float, active: float) -> None:
-    model = known_transformer(name)
+    model = known_model(name)
     assert model is not None
     assert model.params / 1e9 == pytest.approx(billions, rel=0.002)
     # Layers that are not alike (three dense ones in DeepSeek-V3) make the sum over equal layers a little larger.
@@ -50,13 +50,13 @@ def test_mixtures_have_their_published_active_parameters(name: str, billions: fl
 
 @pytest.mark.parametrize(("name", "active"), [("GPT OSS 120B", 5.1), ("GPT OSS 20B", 3.6)])
 def test_some_count_no_embedding_as_active(name: str, active: float) -> None:
-    model = known_transformer(name)
+    model = known_model(name)
     assert model is not None
     assert model.active_matmul_params / 1e9 == pytest.approx(active, rel=0.01)
 
 
 def test_latent_attention_has_its_weights_and_scores() -> None:
-    model = known_transformer("DeepSeekV3")
+    model = known_model("DeepSeekV3")
     assert model is not None
     queries, keys = 7168 * 1536 + 1536 * 128 * 192, 7168 * 576 + 512 * 128 * 256
     assert model.attention_params == pytest.approx(queries + keys + 128 * 128 * 7168, rel=0.005)
@@ -69,6 +69,6 @@ def test_sentence_models_cost_the_weights_that_a_token_meets() -> None:
     recurrent = (2 * 8 + 12 + 2 * 8) * 1024**2, (4 * 12 + 2) * 1024**2 + 32320 * 1024
     expected = {"Transformer-big": 2 * translation, "GNMT v2": sum(recurrent)}
     for name, flops in expected.items():
-        model = known_samples(name)
+        model = known_model(name)
         assert model is not None
         assert model.flops == pytest.approx(flops, rel=0.03), name

@@ -10,9 +10,15 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
-from paceline.predict.formulas.constants import Constants, ConstantSets, constants_for, fitted_constants
-from paceline.predict.formulas.measured_blocks import Factors, shape_of
-from paceline.predict.formulas.predict import predict
+from paceline.predict.formulas.constants import (
+    Constants,
+    ConstantSets,
+    Factors,
+    constants_for,
+    fitted_constants,
+    shape_of,
+)
+from paceline.predict.formulas.step import predict
 
 CLUSTER = load_cluster("4x a100-sxm-80gb")
 WORK = Workload(

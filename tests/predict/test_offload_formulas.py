@@ -13,7 +13,7 @@ from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.formulas.offload import Offloaded, OffloadedUnit
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages

@@ -15,7 +15,7 @@ from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
 from paceline.predict.formulas.block import CALL_S, FUSED_LOGITS, PASSES
 from paceline.predict.formulas.constants import Constants, constants_for
-from paceline.predict.formulas.predict import predict
+from paceline.predict.formulas.step import predict
 from paceline.predict.memory.footprint import footprint
 from paceline.units import GIB
 
@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_said() -> None:
     )
     found = predict(large, cluster(), SETS)
     assert not found.fits
-    assert found.memory.total > 80 * GIB
+    assert found.memory.device_bytes > 80 * GIB
 
 
 def test_megatron_keeps_eighteen_bytes_a_parameter() -> None:
@@ -178,7 +178,7 @@ def test_logits_and_a_recomputed_block_are_not_held_at_once() -> None:
     """Where every block is computed again, logits count as far as they take more than such a block."""
     one = workload(data=1, sharding="none", recompute="full")
     totals = [
-        footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))).total - 16 * vocab * SHAPE.width
+        footprint(replace(one, model=replace(SHAPE, vocab_size=vocab))).device_bytes - 16 * vocab * SHAPE.width
         for vocab in (128, 1024, 512000)
     ]
     assert totals[0] == pytest.approx(totals[1])

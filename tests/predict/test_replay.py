@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from paceline.cluster.devices import Cluster, load_cluster
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.errors import UsageError
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.predict import COMPOSED_P90, FITTED_P90
+from paceline.predict.formulas.step import COMPOSED_P90, FITTED_P90
 from paceline.predict.replay.events import Drop, Event, Hold, Issue, Run, Wait
 from paceline.predict.replay.kernel_costs import fuse_blocks
 from paceline.predict.replay.program import Program
@@ -295,8 +295,3 @@ def test_one_stage_of_several_and_unknown_ranks_are_refused() -> None:
         replay(program([kernel()]), cluster(), slow={9: 2.0})
     with pytest.raises(UsageError, match="which has 8 devices"):
         replay(program([kernel()], ranks=16), cluster())
-
-
-def test_what_is_no_program_is_refused() -> None:
-    with pytest.raises(UsageError, match="not a program"):
-        Program.of_text("{}")

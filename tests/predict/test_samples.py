@@ -8,19 +8,19 @@ import pytest
 
 from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import SampleModel
 from paceline.plan.workload import Compute, Running, Workload
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.samples import sample_step
-from paceline.predict.scored.published import known_samples
+from paceline.predict.formulas.step import sample_step
+from paceline.predict.scored.published import known_model
 
 CONSTANTS = Constants()
 ONE = load_cluster("1x a100-sxm-80gb")
 
 
 def work(name: str, batch: float, compute: Compute = "fp16", ranks: int = 1) -> Workload:
-    model = known_samples(name)
-    assert isinstance(model, SampleModel)
+    model = known_model(name)
+    assert model is not None
+    assert model.is_sampled
     run = Running(global_batch=batch * ranks, micro_batch=batch, seq_len=1, compute=compute)
     return Workload(model=model, layout=Layout().for_ranks(ranks), run=run)
 
@@ -29,7 +29,7 @@ def work(name: str, batch: float, compute: Compute = "fp16", ranks: int = 1) -> 
 def test_sixteen_bits_are_faster_and_no_step_beats_the_memory(name: str) -> None:
     narrow, wide = (sample_step(work(name, 4096, each), ONE, CONSTANTS) for each in ("fp16", "tf32"))
     assert narrow.total < wide.total
-    model = known_samples(name)
+    model = known_model(name)
     assert model is not None
     assert narrow.total > 4096 * model.activations * 2 / ONE.device.memory_bandwidth
 
@@ -46,7 +46,6 @@ def test_a_recurrence_reads_its_weights_for_every_token_of_a_sentence() -> None:
 
 def test_planes_cost_more_than_channels_last_in_sixteen_bits_alone() -> None:
     base = work("SSD300 ResNet-50", 64)
-    assert isinstance(base.model, SampleModel)
     last = replace(base, model=replace(base.model, kind="convolution"))
     assert sample_step(base, ONE, CONSTANTS).compute > sample_step(last, ONE, CONSTANTS).compute
     wide = [replace(each, run=replace(each.run, compute="tf32")) for each in (base, last)]

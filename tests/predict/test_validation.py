@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from paceline.predict.scored.measured_table import read_table
-from paceline.predict.scored.published import read_case
-from paceline.predict.scored.row_prediction import predict_case
+from paceline.predict.scored.published import predict_case, read_case
 from paceline.predict.scored.validation import rows_csv, to_json, validate
 
 MakeTable = Callable[..., Path]

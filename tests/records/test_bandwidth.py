@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,6 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
-from paceline.records.bandwidth import achieved_bytes_per_s, bus_bytes_per_s, bus_factor
 from paceline.records.meter import StepMeter
 from paceline.records.records import CommRecord, parse_line, to_line
 
@@ -31,12 +32,13 @@ RECORD = CommRecord(
     ],
 )
 def test_bus_bandwidth_counts_what_a_link_carries(kind: str, ranks: int, expected: float) -> None:
-    assert bus_factor(kind, ranks) == expected
+    record = replace(RECORD, kind=kind, ranks=ranks)
+    assert record.bus_bandwidth == expected * record.bandwidth
 
 
 def test_bandwidths_are_bytes_over_seconds() -> None:
-    assert achieved_bytes_per_s(RECORD) == 16_000
-    assert bus_bytes_per_s(RECORD) == 24_000
+    assert RECORD.bandwidth == 16_000
+    assert RECORD.bus_bandwidth == 24_000
     assert parse_line(to_line(RECORD)) == RECORD
 
 

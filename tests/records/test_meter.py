@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.clock import CudaMark
-from paceline.comm.base import DONE, Work
+from paceline.comm.base import DONE, Call, Work
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
@@ -46,8 +46,8 @@ class SlowCommunicator(SoloCommunicator):
         self._clock = clock
         self.seconds = 0.0
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any = "sum") -> Work:
-        super().all_reduce(tensor, op)
+    def issue(self, call: Call) -> Work:
+        super().issue(call)
         clock, seconds = self._clock, self.seconds
 
         class Slow:

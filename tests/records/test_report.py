@@ -17,7 +17,8 @@ from rich.console import Console
 from paceline.errors import RunFolderError
 from paceline.records.facts import MemoryUse
 from paceline.records.records import EndRecord, EndStatus, EvalRecord, EventRecord, RunRecord, StepRecord, to_line
-from paceline.records.report import RankSummary, RunSummary, render, summarize, to_json
+from paceline.records.report import RankSummary, RunSummary, summarize, to_json
+from paceline.records.tables import render
 from paceline.search.expectation import Expectation, read_expectation
 from paceline.view.words import summary_of
 
@@ -135,6 +136,8 @@ def test_two_ranks_with_ragged_counts(tmp_path: Path) -> None:
         host="node-a",
         steps=4,
         samples=13,
+        count=13,
+        loss_sum=20.0,
         step_s=2.0,
         total_s=15.0,
         data_s=0.5,

@@ -48,7 +48,7 @@ def test_sums_give_loss_shares_and_efficiency() -> None:
     assert (totals.steps, totals.loss, totals.compute_s, totals.comm_share) == (2, 2.0, 3.0, 0.25)
     assert totals.efficiency(2, 2.0) == 0.75
     nothing = add_up([])
-    assert (nothing.loss, nothing.median_s, nothing.comm_share, nothing.efficiency(2, 0.0)) == (None, 0.0, 0.0, 0.0)
+    assert (nothing.loss, nothing.step_s, nothing.comm_share, nothing.efficiency(2, 0.0)) == (None, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("numbers", [range(1, 3), range(2, 9)])

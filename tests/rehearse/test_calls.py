@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.config import Config, config_from_dict
+from paceline.predict.replay.program import Program
 from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall
 from paceline.rehearse.dryrun.record import record_stages
 
@@ -30,8 +31,8 @@ def make_config(**parallel: Any) -> Config:
     )
 
 
-def texts(config: Config, calls: KnownCalls | None = None) -> list[str]:
-    return [program.to_text() for program in record_stages(config, ranks=4, calls=calls)]
+def programs(config: Config, calls: KnownCalls | None = None) -> tuple[Program, ...]:
+    return record_stages(config, ranks=4, calls=calls)
 
 
 @pytest.mark.some(2)
@@ -50,16 +51,16 @@ def test_a_recording_is_the_same_without_what_is_known(
     parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(**parallel)
-    known = texts(config)
+    known = programs(config)
     monkeypatch.setattr("paceline.rehearse.dryrun.calls._kind", lambda _: "")  # of no kind that is remembered
-    assert texts(config) == known
+    assert programs(config) == known
 
 
 def test_a_recording_is_the_same_with_what_another_has_learnt() -> None:
     config, calls = make_config(strategy="fsdp"), KnownCalls()
-    first = texts(config, calls)
-    texts(make_config(strategy="zero2"), calls)
-    assert texts(config, calls) == first
+    first = programs(config, calls)
+    programs(make_config(strategy="zero2"), calls)
+    assert programs(config, calls) == first
 
 
 def on_meta(*shape: int) -> torch.Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from paceline.cluster.devices import Catalog
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts

@@ -28,7 +28,10 @@ LATE, LATE_S = 2, 3.0
 def channels(tmp_path: Path) -> Iterator[dict[str, SideChannel]]:
     with private_server(tmp_path) as (address, secret):
         clients = {host: ControlClient(address, lambda: read_secret(secret)) for host in HOSTS}
-        yield {host: SideChannel(ControlStore(client), "test") for host, client in clients.items()}
+        made = {host: SideChannel(ControlStore(client), "test") for host, client in clients.items()}
+        yield made
+        for channel in made.values():
+            channel.close()
         for client in clients.values():
             client.close()
 

@@ -8,7 +8,7 @@ import pytest
 
 from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import rank_estimates
 from paceline.search.expect import expected_memory
 from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, needed, needed_in_turns, ways_out
 from paceline.units import GIB

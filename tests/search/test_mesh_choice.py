@@ -16,7 +16,7 @@ from paceline.plan.describe import mesh_text
 from paceline.plan.layout import Layout, Offload
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.planned import with_memory
+from paceline.predict.memory.memory import with_memory
 from paceline.search import automatic
 from paceline.search.choice import Choice, Room, apply_choice
 from paceline.search.ladder import overhead_of

@@ -13,9 +13,8 @@ from made_plans import plan_of
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.model_shape import SampleModel
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory
 from paceline.search.from_config import planned_values, planned_yaml, task_of, workload_as_written
 from paceline.search.hugging_face import HuggingFaceModel, read_hugging_face
 from paceline.search.request import request_for, request_for_hugging_face
@@ -116,7 +115,7 @@ def test_the_shape_of_a_config_is_that_of_its_size(config: Config) -> None:
 def test_models_that_are_no_transformers_have_data_parallel_plans(name: str) -> None:
     config = load_config(CONFIG.parent / f"{name}.yaml")
     task = task_of(config, 8)
-    assert isinstance(task.model, SampleModel)
+    assert task.model.is_sampled
     found = search(replace(task, need=EngineMemory.of(config)), load_cluster("dgx-h100"))
     assert {each.layout.strategy for each in found.ranked} == {"ddp", "zero1", "zero2", "fsdp"}
     assert all(each.layout.data == 8 for each in found.ranked)

@@ -15,9 +15,8 @@ from paceline.plan.describe import count_differences, layout_text
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Workload
-from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned
-from paceline.predict.formulas.predict import COMPOSED_P90, Prediction, predict
-from paceline.predict.formulas.tuning import zero_bubble_share
+from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned, zero_bubble_share
+from paceline.predict.formulas.step import COMPOSED_P90, Prediction, predict
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
 from paceline.search.candidates import TrainingTask, candidates_for
@@ -95,7 +94,7 @@ def test_recomputation_is_taken_only_where_less_does_not_fit(found: Search) -> N
     for each in found.ranked:
         if each.workload.recompute == "full":
             less = replace(each.workload, layout=replace(each.layout, checkpoint_activations="matmuls"))
-            assert engine_footprint(less).total > budget_of(NODES)
+            assert engine_footprint(less).device_bytes > budget_of(NODES)
 
 
 def test_another_estimate_of_memory_counts_where_it_is_larger(found: Search) -> None:
@@ -191,13 +190,13 @@ def test_small_buckets_cost_latency_and_one_bucket_hides_nothing() -> None:
 def test_what_stays_gathered_is_sent_less_and_takes_memory() -> None:
     usual, kept = (price(whole("fsdp", reshard_after_forward=reshard), NODES) for reshard in (True, False))
     assert kept.step.exposed + kept.step.hidden < usual.step.exposed + usual.step.hidden
-    assert kept.memory.total > usual.memory.total + LARGE.params
+    assert kept.memory.device_bytes > usual.memory.device_bytes + LARGE.params
     assert kept.step.compute == usual.step.compute
 
 
 def test_offload_trades_memory_for_time() -> None:
     found = [price(whole("fsdp", *offload), NODES) for offload in ((), ("optimizer",), ("optimizer", "parameters"))]
-    sizes, times = [each.memory.total for each in found], [each.seconds for each in found]
+    sizes, times = [each.memory.device_bytes for each in found], [each.seconds for each in found]
     assert sizes == sorted(sizes, reverse=True)
     assert times == sorted(times)
     assert found[1].step.optimizer > 5 * found[0].step.optimizer

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from gloo_pool import GlooPool
 from kept_records import Kept
 
-from paceline.comm.base import Communicator, ReduceOp, Work
+from paceline.comm.base import Call, Communicator, Work
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
@@ -51,26 +50,8 @@ class Timed(WrappedCommunicator):
         self.seconds.append(time.perf_counter() - start)
         return found
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return TimedWork(self.time(lambda: self.inner.all_reduce(tensor, op)), self)
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return TimedWork(self.time(lambda: self.inner.reduce_scatter(output, tensor, op)), self)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        return TimedWork(self.time(lambda: self.inner.all_gather(output, tensor)), self)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        return TimedWork(self.time(lambda: self.inner.broadcast(tensor, source)), self)
-
-    def all_to_all(self, output: torch.Tensor, tensor: torch.Tensor, *splits: Any) -> Work:
-        return TimedWork(self.time(lambda: self.inner.all_to_all(output, tensor, *splits)), self)
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        return TimedWork(self.time(lambda: self.inner.send(tensor, to, tag)), self)
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        return TimedWork(self.time(lambda: self.inner.recv(tensor, source, tag)), self)
+    def issue(self, call: Call) -> Work:
+        return TimedWork(self.time(lambda: self.inner.issue(call)), self)
 
     def barrier(self) -> None:
         self.time(self.inner.barrier)

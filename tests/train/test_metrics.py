@@ -20,8 +20,8 @@ from paceline.config import CheckpointConfig, config_from_dict
 from paceline.config.schema import EarlyStopConfig
 from paceline.errors import ConfigError, RankFailedError, UsageError
 from paceline.train.assemble import build_trainer
+from paceline.train.evaluate import EarlyStop, load_hooks
 from paceline.train.hooks import EvaluateHook, Every
-from paceline.train.metrics import EarlyStop, load_hooks
 from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 

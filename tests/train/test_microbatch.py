@@ -18,7 +18,7 @@ from paceline.engines.apply import parallelize
 from paceline.errors import RankFailedError, TrainingError
 from paceline.free_memory import MemoryGauge, measure_room
 from paceline.train.assemble import build_trainer
-from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_bytes
+from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.loss import CrossEntropy
 
 FEATURES = 4

@@ -23,9 +23,8 @@ from paceline.engines.apply import parallelize
 from paceline.errors import ConfigError, UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.train.muon import rounds as rounds_module
-from paceline.train.muon.hidden import hidden_matrices
-from paceline.train.muon.orthogonal import orthogonal_flops, orthogonalise
-from paceline.train.muon.rounds import Matrix, cut_into_rounds, make_rounds, share_out
+from paceline.train.muon.muon import hidden_matrices
+from paceline.train.muon.rounds import Matrix, cut_into_rounds, make_rounds, orthogonal_flops, orthogonalise, share_out
 from paceline.train.optim import build_optimizer
 
 STEPS = 3

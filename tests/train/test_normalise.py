@@ -17,8 +17,7 @@ from paceline.data.datasets import DataShape
 from paceline.data.registry import build_data
 from paceline.errors import DataError
 from paceline.train.assemble import build_trainer
-from paceline.train.loss import build_loss
-from paceline.train.normalise import Normalise
+from paceline.train.loss import Normalise, build_loss
 from paceline.verify.case import ConfigCase
 from paceline.verify.certificate import certify
 from paceline.verify.settings import Settings

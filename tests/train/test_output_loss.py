@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from paceline.errors import UsageError
-from paceline.train.output_loss import OutputLoss
+from paceline.train.loss import OutputLoss
 
 INPUTS, TARGETS = torch.tensor([1.0, 2.0, 6.0]), torch.zeros(3)
 

@@ -19,10 +19,8 @@ from paceline.engines.precision import PRECISIONS, check_precision, mixed_precis
 from paceline.errors import TrainingError
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.scaler import make_scaler
-from paceline.train.step import Passes, StepPolicy, train_step
-from paceline.train.survive.bad_steps import BadSteps
-from paceline.train.survive.overflow import find_overflow
+from paceline.train.step import Passes, StepPolicy, make_scaler, train_step
+from paceline.train.survive.bad_steps import BadSteps, find_overflow
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.train.update import update_if_finite
+from paceline.train.step import update_if_finite
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),

@@ -13,7 +13,7 @@ from gloo_pool import GlooPool
 from torch import nn
 
 import paceline
-from paceline.train.scaler import LossScaler
+from paceline.train.step import LossScaler
 from paceline.verify import certificate as certificates
 from paceline.verify.case import FunctionCase
 from paceline.verify.certificate import Certificate

@@ -49,7 +49,7 @@ from planted_bugs import (
 )
 from torch import nn
 
-from paceline.comm.base import DONE, Communicator
+from paceline.comm.base import DONE, Call, Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.data.order import share
@@ -60,7 +60,6 @@ from paceline.engines.ddp import DataParallel
 from paceline.errors import CollectiveMismatchError
 from paceline.shards import flat_layout
 from paceline.train import step as steps
-from paceline.train import update
 from paceline.verify.case import FunctionCase
 from paceline.verify.certificate import certify
 
@@ -299,11 +298,12 @@ def order_not_agreed(original: Any) -> Any:
 def narrow(original: Any) -> Any:
     """Gradients travel in single precision."""
 
-    def all_reduce(self: VirtualCommunicator, tensor: torch.Tensor, op: Any = "sum") -> Any:
-        tensor.data.copy_(tensor.data.float().double())
-        return original(self, tensor, op)
+    def issue(self: VirtualCommunicator, call: Call) -> Any:
+        if call.kind == "all_reduce":
+            call.tensor.data.copy_(call.tensor.data.float().double())
+        return original(self, call)
 
-    return all_reduce
+    return issue
 
 
 # Used or not.
@@ -447,8 +447,8 @@ BUGS: dict[str, Bug] = {
         shows="norm",
         settings=dataclasses.replace(SETTINGS, clip=1e9),
     ),
-    "measured and not clipped": Bug(plant=replacing(update, "_scale", leave_unclipped), case=KNOWN, shows="gradient"),
-    "clipped one by one": Bug(plant=replacing(update, "_scale", clip_one_by_one), case=KNOWN, shows="gradient"),
+    "measured and not clipped": Bug(plant=replacing(steps, "_scale", leave_unclipped), case=KNOWN, shows="gradient"),
+    "clipped one by one": Bug(plant=replacing(steps, "_scale", clip_one_by_one), case=KNOWN, shows="gradient"),
     "clipped before weighing": Bug(plant=clip_before_weighing(), case=PLAIN, shows="norm"),
     "sum instead of average": Bug(
         plant=replacing(DataParallel, "_launch", scaled(lambda size: size)), case=KNOWN, shows="gradient"
@@ -488,7 +488,7 @@ BUGS: dict[str, Bug] = {
         plant=replacing(DataParallel, "_learn", order_not_agreed), case=known(Branches), shows="gradient", step=1
     ),
     "gradients travel in single precision": Bug(
-        plant=replacing(VirtualCommunicator, "all_reduce", narrow), case=KNOWN, shows="gradient"
+        plant=replacing(VirtualCommunicator, "issue", narrow), case=KNOWN, shows="gradient"
     ),
     "flags of use ignored": Bug(
         plant=replacing(DataParallel, "_fill_missing", flags_ignored), case=known(Branches), shows="gradient"

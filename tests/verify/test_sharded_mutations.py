@@ -40,18 +40,16 @@ from planted_bugs import (
 )
 from torch import nn
 
-from paceline.comm.base import DONE
+from paceline.comm.base import DONE, Call
 from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.checkpointing import Replay
 from paceline.engines.flat.flat import FlatGroup
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.norms import clip_pieces
 from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.shard_gradients import ShardGradients
+from paceline.engines.flat.shard_gradients import ShardGradients, clip_pieces
 from paceline.engines.flat.unit import Unit
-from paceline.engines.flat.used_flags import UsedFlags
-from paceline.engines.fsdp import FullySharded
+from paceline.engines.fsdp import FullySharded, UsedFlags
 from paceline.engines.groups import ParameterGroups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.zero import ZeroParallel
@@ -144,7 +142,11 @@ def own_slice_alone(original: Any) -> Any:
     """A rank does not wait for the others' slices: it computes with what was in memory."""
 
     def gather(self: FlatGroup) -> Any:
-        before = self.full.data.clone() if self.is_allocated else torch.zeros_like(self.master).repeat(self.comm.size)
+        before = (
+            self.full.data.clone()
+            if self.full.untyped_storage().size()
+            else torch.zeros_like(self.master).repeat(self.comm.size)
+        )
         original(self).wait()
         mine = self.full.data[self.layout.start : self.layout.stop].clone()
         self.full.data.copy_(before)
@@ -192,13 +194,15 @@ def gathered_once(original: Any) -> Any:
 def first_values_differ(original: Any) -> Any:
     """Every rank keeps its slice of its own values."""
 
-    def broadcast(self: VirtualCommunicator, tensor: torch.Tensor, *args: Any) -> Any:
-        kept = tensor.clone()
-        original(self, tensor, *args).wait()
-        tensor.data.copy_(kept)
+    def issue(self: VirtualCommunicator, call: Call) -> Any:
+        kept, work = call.tensor.clone(), original(self, call)
+        if call.kind != "broadcast":
+            return work
+        work.wait()
+        call.tensor.data.copy_(kept)
         return DONE
 
-    return broadcast
+    return issue
 
 
 # Gradients.
@@ -412,7 +416,7 @@ BUGS: dict[str, Bug] = {
     ),
     **in_each(
         "first values not sent",
-        replacing(VirtualCommunicator, "broadcast", first_values_differ),
+        replacing(VirtualCommunicator, "issue", first_values_differ),
         "forward",
         "fsdp zero1 hybrid",
         case=DIFFERS,

@@ -61,7 +61,7 @@ def test_the_page_has_the_tables_of_the_report(tmp_path: Path) -> None:
         again = replace(run, time=run.time + 100.0)
         write_records(folder, rank, run, *steps_of(rank, 1, 8), again, *steps_of(rank, 1, 12))
     tables = {table["title"]: table for table in summary_of(folder)["tables"]}
-    assert set(tables) >= {"What each rank did", "phases, seconds of a step", "goodput and lost work"}
+    assert set(tables) >= {"what each rank did", "phases, seconds of a step", "goodput and lost work"}
     assert [row[0] for row in tables["goodput and lost work"]["rows"]] == [
         "steps that count",
         "steps made again",
@@ -79,7 +79,7 @@ def test_a_page_keeps_the_prediction_from_before_the_start_and_labels_a_later_on
     shown = data_of(report_page(read_runs([folder])))["runs"][0]
     assert (shown["predicted"]["step_s"], shown["predicted"]["is_later"]) == (0.555, False)
     assert (shown["predicted"]["later"]["step_s"], shown["predicted"]["later"]["is_later"]) == (0.274, True)
-    rows = {table["title"]: table["rows"] for table in shown["words"]["tables"]}["Predicted and measured"]
+    rows = {table["title"]: table["rows"] for table in shown["words"]["tables"]}["predicted and measured"]
     assert [row[:2] for row in rows if row[0].startswith("step")] == [
         ["step", "555.0 ms"],
         ["step, predicted while it ran", "274.0 ms"],

@@ -49,7 +49,7 @@ def test_what_is_answered_of_runs(serve: Serve, tmp_path: Path) -> None:
     assert found[0]["state"]["sentence"] == "done after 30 steps in 5.0 s"
     assert ask(url, f"/api/heat?id={run}&name=step_s")["ranks"] == [0, 1]
     assert ask(url, f"/api/timeline?id={run}&first=29&last=30")["steps"] == [29, 30]
-    assert ask(url, f"/api/words?id={run}")["tables"][0]["title"] == "What each rank did"
+    assert ask(url, f"/api/words?id={run}")["tables"][0]["title"] == "what each rank did"
     assert [get(url, f"/api/heat?id={run}&name=x")[0], get(url, "/api/words?id=x")[0]] == [404, 404]
     for wrong in ("points=many", "first=nan", "points=-5", "points=1e300"):
         assert ask(url, f"/api/runs?ids={run}&{wrong}")["runs"][0]["name"] == "one"

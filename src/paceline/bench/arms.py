@@ -32,7 +32,7 @@ from paceline.engines.compiled import compile_model
 from paceline.engines.precision import Precision, precision_named
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
-from paceline.train.update import update_if_finite
+from paceline.train.step import update_if_finite
 
 _CLIP = 1.0
 SHARED = "shared memory"
@@ -136,31 +136,32 @@ def _mean_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def arms_on_ranks(workload: BenchWorkload, ranks: int) -> list[Arm]:
-    """Returns the arms on several ranks, in fp32."""
-    torch_ddp, ddp, fsdp2, hybrid2 = "torch ddp", "paceline ddp", "torch fsdp2", "torch fsdp2 hybrid"
+    """Returns the arms on several ranks, in fp32; ours also through shared memory, as CPUs of one host have it."""
+    torch_ddp, fsdp2, hybrid2 = "torch ddp", "torch fsdp2", "torch fsdp2 hybrid"
+
+    def ours(strategy: str, peer: str, **how: Any) -> Arm:
+        name = f"paceline {strategy}" + (f" {SHARED}" if how.get("shares_memory") else "")
+        return Arm(name=name, peer=peer, wrap=partial(_wrap_ours, strategy=strategy, **how))
+
     arms = [
-        Arm(name=ddp, peer=torch_ddp, wrap=partial(_wrap_ours, strategy="ddp")),
+        ours("ddp", torch_ddp),
         Arm(name=torch_ddp, peer=torch_ddp, wrap=_wrap_ddp),
         Arm(name=f"{torch_ddp}, gradient_as_bucket_view", peer=torch_ddp, wrap=partial(_wrap_ddp, as_view=True)),
         Arm(name=f"{torch_ddp} {OUR_GROUP}", peer=torch_ddp, wrap=partial(_wrap_ddp, on_our_group=True)),
-        Arm(name="paceline zero1", peer=ddp, wrap=partial(_wrap_ours, strategy="zero1")),
-        Arm(name="paceline zero2", peer=ddp, wrap=partial(_wrap_ours, strategy="zero2")),
-        Arm(name="paceline fsdp", peer=fsdp2, wrap=partial(_wrap_ours, strategy="fsdp")),
+        ours("zero1", "paceline ddp"),
+        ours("zero2", "paceline ddp"),
+        ours("fsdp", fsdp2),
         Arm(name=fsdp2, peer=fsdp2, wrap=_wrap_fsdp2),
         Arm(name=f"{fsdp2} {OUR_GROUP}", peer=fsdp2, wrap=partial(_wrap_fsdp2, on_our_group=True)),
-    ]
-    shared = partial(_wrap_ours, shares_memory=True)  # what ranks on CPUs of one host do unless told otherwise
-    arms += [
-        Arm(name=f"{ddp} {SHARED}", peer=torch_ddp, wrap=partial(shared, strategy="ddp")),
-        Arm(name=f"paceline zero1 {SHARED}", peer=f"{ddp} {SHARED}", wrap=partial(shared, strategy="zero1")),
-        Arm(name=f"paceline zero2 {SHARED}", peer=f"{ddp} {SHARED}", wrap=partial(shared, strategy="zero2")),
-        Arm(name=f"paceline fsdp {SHARED}", peer=fsdp2, wrap=partial(shared, strategy="fsdp")),
+        ours("ddp", torch_ddp, shares_memory=True),
+        ours("zero1", f"paceline ddp {SHARED}", shares_memory=True),
+        ours("zero2", f"paceline ddp {SHARED}", shares_memory=True),
+        ours("fsdp", fsdp2, shares_memory=True),
     ]
     if workload.model == "mlp":  # its layers are so small that one unit may suit it better
         arms.append(Arm(name=f"{fsdp2} root only", peer=fsdp2, wrap=partial(_wrap_fsdp2, root_only=True)))
     if ranks >= 4 and ranks % 2 == 0:
-        ours = partial(_wrap_ours, strategy="hybrid", shard_ranks=ranks // 2)
-        arms.append(Arm(name="paceline hybrid", peer=hybrid2, wrap=ours))
+        arms.append(ours("hybrid", hybrid2, shard_ranks=ranks // 2))
         arms.append(Arm(name=hybrid2, peer=hybrid2, wrap=partial(_wrap_fsdp2, shard_ranks=ranks // 2)))
     return arms
 
@@ -272,22 +273,19 @@ def _wrap_fsdp2(
     """Shards the model's blocks and its root, as FSDP2's tutorial does; of a model without blocks, its layers."""
     policy = precision_named(precision)
     mixed = MixedPrecisionPolicy(param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
-    mesh = _mesh(comm, shard_ranks, on_our_group=on_our_group)
+    group = None if on_our_group or shard_ranks else _torch_group(comm)
+    if shard_ranks is not None:  # torch makes the groups of the two dimensions by itself
+        shape = (comm.size // shard_ranks, shard_ranks)
+        mesh = init_device_mesh(comm.device.type, shape, mesh_dim_names=("replicate", "shard"))
+    elif group is None:
+        mesh = init_device_mesh(comm.device.type, (comm.size,))
+    else:
+        mesh = DeviceMesh.from_group(group, comm.device.type)
     units = model_blocks(model) or [module for module in model.modules() if isinstance(module, nn.Linear)]
     for unit in [] if root_only else units:
         fully_shard(unit, mesh=mesh, mp_policy=mixed)
     fully_shard(model, mesh=mesh, mp_policy=mixed)
     return _wrap_torch(model, model, comm, policy)
-
-
-def _mesh(comm: Communicator, shard_ranks: int | None, *, on_our_group: bool) -> DeviceMesh:
-    if shard_ranks is not None:  # torch makes the groups of the two dimensions by itself
-        shape = (comm.size // shard_ranks, shard_ranks)
-        return init_device_mesh(comm.device.type, shape, mesh_dim_names=("replicate", "shard"))
-    group = None if on_our_group else _torch_group(comm)
-    if group is None:
-        return init_device_mesh(comm.device.type, (comm.size,))
-    return DeviceMesh.from_group(group, comm.device.type)
 
 
 def _torch_group(comm: Communicator) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ import torch
 
 from paceline.bench.interleave import Timing, Turns, interleave
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
-from paceline.comm.algorithms.topology import state_topology
+from paceline.comm.algorithms.rounds import state_topology
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError
@@ -93,14 +93,12 @@ def _repeats(num_bytes: int) -> int:
 
 
 def _step(arm: _ReduceArm, num_bytes: int) -> Callable[[], None]:
-    tensor = arm.comm.shared_buffer(num_bytes // 4, torch.float32) if arm.in_buffer else None
-    if tensor is None:
-        tensor = torch.zeros(num_bytes // 4)
-    reduced, repeats = tensor, _repeats(num_bytes)
+    own = arm.comm.shared_buffer(num_bytes // 4, torch.float32) if arm.in_buffer else None
+    tensor = torch.zeros(num_bytes // 4) if own is None else own
 
     def reduce() -> None:
-        for _ in range(repeats):
-            arm.comm.all_reduce(reduced, "avg").wait()
+        for _ in range(_repeats(num_bytes)):
+            arm.comm.all_reduce(tensor, "avg").wait()
 
     return reduce
 

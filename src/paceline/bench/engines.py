@@ -7,10 +7,9 @@ losses of the first steps are compared too: arms that compute different things m
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -59,20 +58,26 @@ def bench_fp32(workload: BenchWorkload, turns: Turns, ranks: int, wanted: Wanted
     if not arms:
         return []
     measured = run_processes(_measure, ranks, args=(arms, workload, turns), timeout_s=_TIMEOUT_S)[0]
-    return _rows(workload, measured, ranks, "gloo" if ranks > 1 else "none", FP32_TOLERANCE)
+    check_losses(workload, measured, FP32_TOLERANCE)
+    return [_row(workload, each, ranks, "gloo" if ranks > 1 else "none") for each in measured]
 
 
 def bench_bf16(
     workload: BenchWorkload, turns: Turns, device: torch.device, wanted: Wanted = None, *, compiled: bool = True
 ) -> list[dict[str, Any]]:
     """Times our engines against torch's at world size 1 in bf16, compiled: what a GPU runs."""
-    if device.type == "cuda":
-        with _process_group(device):
-            measured = _measure_bf16(SoloCommunicator(device), workload, turns, wanted, compiled)
+    args = (workload, turns, wanted, compiled)
+    if device.type == "cuda":  # a world of one for the peers, which do not work without a process group
+        torch.cuda.set_device(device)
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+        try:
+            measured = _measure_bf16(SoloCommunicator(device), *args)
+        finally:
+            dist.destroy_process_group()
     else:
-        args = (workload, turns, wanted, compiled)
         measured = run_processes(_measure_bf16, 1, args=args, timeout_s=_TIMEOUT_S)[0]
-    return _rows(workload, measured, 1, "none", BF16_TOLERANCE)
+    check_losses(workload, measured, BF16_TOLERANCE)
+    return [_row(workload, each, 1, "none") for each in measured]
 
 
 def _measure_bf16(
@@ -99,7 +104,9 @@ def _measure(
     """Sets the arms up one after another, lets them warm up, and times them in turns."""
     steps: dict[str, TrainingStep] = {}
     peaks: dict[str, int | None] = {}
-    _load_libraries(comm.device)
+    # Libraries of matrix products take what they work in, which stays, before the first arm is measured.
+    small = torch.ones(16, 16, device=comm.device, requires_grad=True)
+    (small @ small).sum().backward()  # type: ignore[no-untyped-call]
     for arm in arms:
         steps[arm.name], peaks[arm.name] = _warm_up(arm, comm, workload, turns.warm_up, compiled)
     warm, peers = replace(turns, warm_up=0), {arm.name: arm.peer for arm in arms}
@@ -126,31 +133,6 @@ def _warm_up(
     gauge.reset()
     step()
     return step, gauge.peak_bytes() - before
-
-
-def _load_libraries(device: torch.device) -> None:
-    """Lets libraries of matrix products take what they work in, which stays, before the first arm is measured."""
-    small = torch.ones(16, 16, device=device, requires_grad=True)
-    (small @ small).sum().backward()  # type: ignore[no-untyped-call]
-
-
-@contextlib.contextmanager
-def _process_group(device: torch.device) -> Iterator[None]:
-    """A world of one for the peers, which do not work without a process group."""
-    torch.cuda.set_device(device)
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("nccl", store=store, rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _rows(
-    workload: BenchWorkload, measured: Sequence[MeasuredArm], ranks: int, backend: str, tolerance: float
-) -> list[dict[str, Any]]:
-    check_losses(workload, measured, tolerance)
-    return [_row(workload, each, ranks, backend) for each in measured]
 
 
 def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], tolerance: float) -> None:

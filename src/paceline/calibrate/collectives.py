@@ -7,7 +7,8 @@ squares fit of the times relative to what was measured, so that small messages c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -36,13 +37,12 @@ class LinkFigures:
 
 def measure_link(comm: Communicator, sizes: Sequence[int], watch: Stopwatch, name: str) -> LinkFigures:
     """Times all-reduces of float32 by the communicator's own algorithm; all ranks call this together."""
-    points, spreads = [], {}
+    watch, points = replace(watch, spreads={}), []
     for size in sizes:
         tensor = torch.zeros(size // 4, device=comm.device)
         repeats = 10 if size <= 256 * KIB else 2
-        timed = watch.time_together(lambda each=tensor: comm.all_reduce(each, "sum").wait(), repeats)  # type: ignore[misc]
-        points.append((size, timed.seconds))
-        spreads[f"{name} {size // KIB} KiB"] = timed.spread
+        call = partial(_all_reduce, comm, tensor)
+        points.append((size, watch.time_together(call, repeats, f"{name} {size // KIB} KiB")))
     latency, bandwidth = fit_ring(points, comm.size)
     worst = max(abs(ring_seconds(size, comm.size, latency, bandwidth) / took - 1) for size, took in points)
     return LinkFigures(
@@ -50,10 +50,14 @@ def measure_link(comm: Communicator, sizes: Sequence[int], watch: Stopwatch, nam
         bandwidth=bandwidth,
         worst=worst,
         points=tuple(points),
-        spreads=spreads,
+        spreads=watch.spreads,
         by_ranks={comm.size: tuple(points)},
         busy=_busy(comm, watch),
     )
+
+
+def _all_reduce(comm: Communicator, tensor: torch.Tensor) -> None:
+    comm.all_reduce(tensor, "sum").wait()
 
 
 def _busy(comm: Communicator, watch: Stopwatch) -> float:
@@ -77,8 +81,8 @@ def _busy(comm: Communicator, watch: Stopwatch) -> float:
         compute()
         handle.wait()
 
-    alone = watch.time_together(lambda: comm.all_reduce(tensor, "sum").wait(), 2).seconds
-    products, together = watch.time_together(compute, 1).seconds, watch.time_together(both, 1).seconds
+    alone = watch.time_together(partial(_all_reduce, comm, tensor), 2)
+    products, together = watch.time_together(compute, 1), watch.time_together(both, 1)
     return min(_MOST_BUSY, max(_LEAST_BUSY, (together - products) / alone))
 
 

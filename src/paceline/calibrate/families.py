@@ -10,24 +10,21 @@ Bytes are those that a dry run counts (rehearse/dryrun/operators.py), so that wh
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.nn.functional as F
 
-from paceline.calibrate.loop import measure_loop
-from paceline.calibrate.recorded import recorded
-from paceline.calibrate.sampling import Stopwatch, Timed
-from paceline.cluster.operations import MEMORY_FAMILIES, MemoryFamily
+from paceline.calibrate.loop import measure_loop, recorded
+from paceline.calibrate.sampling import Stopwatch
+from paceline.cluster.kernels import MEMORY_FAMILIES, MemoryFamily
 from paceline.comm.solo import SoloCommunicator
 from paceline.engines.apply import parallelize
 from paceline.models.gpt import GPT, gpt_config
-from paceline.train.update import update_if_finite
-from paceline.units import KIB, MIB
+from paceline.train.step import update_if_finite
+from paceline.units import KIB
 
 Call = Callable[[], object]
-ON_CPU_BYTES = (32 * KIB, 256 * KIB, 1 * MIB, 4 * MIB, 32 * MIB)
-ON_CUDA_BYTES = (16 * MIB, 64 * MIB, 256 * MIB)  # less takes the host longer to launch than the device to run
 _ROW = 512  # elements of a row, where kernels go row by row
 _TINY_BYTES = 2 * KIB  # one row
 _TENSORS, _FEW_TENSORS = 32, 8
@@ -48,35 +45,32 @@ class FamilyFigures:
 
 def measure_families(device: torch.device, sizes: tuple[int, ...], watch: Stopwatch) -> FamilyFigures:
     """Measures all families at tensors of so many bytes."""
-    spreads: dict[str, float] = {}
+    watch = replace(watch, spreads={})
     rates: dict[str, tuple[tuple[int, float], ...]] = {}
     for family in MEMORY_FAMILIES:
         points = []
         # A GPU's calls return before the kernel runs; and the embedding's backward clears its table however few rows.
         is_counted = device.type == "cpu" and family != "embedding_backward"
-        empty = watch.time(make_call(family, device, _TINY_BYTES)).seconds if is_counted else 0.0
+        empty = watch.time(make_call(family, device, _TINY_BYTES)) if is_counted else 0.0
         for size in sizes:
             call = make_call(family, device, size)
             counted = sum(each.num_bytes for each in recorded(call))
-            timed = watch.time(call)
-            spreads[f"{family} {size // KIB} KiB"] = timed.spread
-            points.append((counted, counted / max(timed.seconds - empty, 0.1 * timed.seconds)))
+            seconds = watch.time(call, f"{family} {size // KIB} KiB")
+            points.append((counted, counted / max(seconds - empty, 0.1 * seconds)))
         rates[family] = tuple(points)
-    tensor = _tensor(device, watch)
-    spreads["tensors of a list"] = tensor.spread
+    tensor_s = _tensor(device, watch)
     if device.type != "cpu":
-        operation = _operation(device, watch, tensor.seconds)
-        spreads["operations"] = operation.spread
-        return FamilyFigures(rates=rates, operation_s=operation.seconds, tensor_s=tensor.seconds, spreads=spreads)
+        operation_s = _operation(device, watch, tensor_s)
+        return FamilyFigures(rates=rates, operation_s=operation_s, tensor_s=tensor_s, spreads=watch.spreads)
     watch.meet()
-    loop = measure_loop(tensor.seconds, rounds=3 * watch.samples)
+    loop = measure_loop(tensor_s, rounds=3 * watch.samples)
     return FamilyFigures(
         rates=rates,
         operation_s=loop.operation_s,
-        tensor_s=tensor.seconds,
+        tensor_s=tensor_s,
         step_s=loop.step_s,
         loop_s=loop.loop_s,
-        spreads=spreads | {"operations": loop.spread},
+        spreads=watch.spreads | {"operations": loop.spread},
     )
 
 
@@ -127,7 +121,7 @@ def _optimizer_step(device: torch.device, num_bytes: int, tensors: int = 1) -> C
     return torch.optim.AdamW(parameters, lr=1e-6, fused=True).step
 
 
-def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed:
+def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> float:
     """Times a training step whose kernels have nothing to do: dispatch, autograd, the engine, the optimizer."""
     model = GPT(gpt_config(None, layers=4, heads=2, width=8, context=4, vocab_size=8)).to(device)
     engine = parallelize(model, SoloCommunicator(device), "ddp")
@@ -142,16 +136,15 @@ def _operation(device: torch.device, watch: Stopwatch, tensor_s: float) -> Timed
 
     step()
     found = recorded(step)
-    timed = watch.time_host(step)
+    seconds = watch.time_host(step, "operations")
     lists = sum(each.tensors - 1 for each in found) * tensor_s
-    return Timed(seconds=max(timed.seconds - lists, 0.5 * timed.seconds) / len(found), spread=timed.spread)
+    return max(seconds - lists, 0.5 * seconds) / len(found)
 
 
-def _tensor(device: torch.device, watch: Stopwatch) -> Timed:
+def _tensor(device: torch.device, watch: Stopwatch) -> float:
     """Times the optimizer's update of many empty tensors; on a CPU less one of few, as steps are priced besides."""
-    timed = watch.time_host(_optimizer_step(device, _TINY_BYTES, _TENSORS))
+    many = watch.time_host(_optimizer_step(device, _TINY_BYTES, _TENSORS), "tensors of a list")
     if device.type != "cpu":
-        return Timed(seconds=timed.seconds / _TENSORS, spread=timed.spread)
+        return many / _TENSORS
     few = watch.time_host(_optimizer_step(device, _TINY_BYTES, _FEW_TENSORS))
-    more = max(timed.seconds - few.seconds, 0.1 * timed.seconds)
-    return Timed(seconds=more / (_TENSORS - _FEW_TENSORS), spread=timed.spread)
+    return max(many - few, 0.1 * many) / (_TENSORS - _FEW_TENSORS)

@@ -13,16 +13,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib import resources
 from itertools import cycle
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 
-from paceline.calibrate.families import ON_CPU_BYTES, ON_CUDA_BYTES, FamilyFigures, measure_families
+from paceline.bounded_yaml import load_shipped
+from paceline.calibrate.families import FamilyFigures, measure_families
 from paceline.calibrate.sampling import Stopwatch
 from paceline.cluster.detect import bf16_instructions
 from paceline.cluster.devices import ShapeRate
-from paceline.units import MIB
+from paceline.units import KIB, MIB
 
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _COLD_BYTES, _MOST_COPIES = 64 * MIB, 64
@@ -44,67 +47,24 @@ class Shapes:
     family_bytes: tuple[int, ...] = ()
 
 
-_SMALL = tuple((size, size, size) for size in (128, 256, 512))
-_LARGE = (
-    *((size, size, size) for size in (1024, 2048, 4096, 8192)),
-    *((8192, 768, 3072), (8192, 2048, 8192), (8192, 4096, 4096), (16384, 4096, 14336)),
-)
-ON_CPU = Shapes(
-    products={
-        "fp32": (*_SMALL, (1024, 1024, 1024)),
-        "bf16": _SMALL[:2],  # of a processor that emulates it, at a hundredth of the rate or less
-    },
-    attention=(
-        *((2, 4, 128, 32), (8, 4, 128, 32), (8, 4, 64, 16), (4, 6, 128, 64), (8, 6, 256, 64)),
-        (2, 12, 1024, 64),
-    ),
-    stream_bytes=64 * MIB,
-    linears=tuple(
-        (rows, inner, outer)
-        for rows in (32, 256, 1024)
-        for inner, outer in (
-            *((32, 32), (128, 128), (128, 512), (384, 384), (512, 128), (384, 1024), (784, 512), (512, 10)),
-            *((128, 98), (1024, 384)),
-        )
-    ),
-    family_bytes=ON_CPU_BYTES,
-)
+def shapes_for(kind: Literal["cpu", "all_cores", "cuda"]) -> Shapes:
+    """Returns what is measured on a device (shapes.yaml); on a processor bf16 like fp32 where it has instructions."""
+    table = load_shipped(resources.files("paceline.calibrate").joinpath("shapes.yaml").read_text())[kind]
+    products = {dtype: _sizes(shapes) for dtype, shapes in table["products"].items()}
+    if kind == "cpu" and bf16_instructions():
+        products = dict.fromkeys(products, products["fp32"])
+    return Shapes(
+        products=products,
+        attention=_sizes(table["attention"]),
+        stream_bytes=table["stream_mib"] * MIB,
+        linears=tuple((rows, *features) for rows in table["rows"] for features in table["features"]),
+        linear_dtype=table["linear_dtype"],
+        family_bytes=tuple(size * KIB for size in table["family_kib"]),
+    )
 
 
-def shapes_on_cpu() -> Shapes:
-    """Returns what is measured on this host's processor: bf16 like fp32 where it has instructions for it."""
-    has_bf16 = bool(bf16_instructions())
-    return replace(ON_CPU, products=dict.fromkeys(ON_CPU.products, ON_CPU.products["fp32"])) if has_bf16 else ON_CPU
-
-
-# Of a rank that has all cores: how threads pay, not every shape again.
-ON_ALL_CORES = Shapes(
-    products={"fp32": (*_SMALL, (1024, 1024, 1024))},
-    attention=((8, 4, 128, 32), (8, 6, 256, 64)),
-    stream_bytes=64 * MIB,
-    linears=tuple(
-        (rows, inner, outer)
-        for rows in (32, 256)
-        for inner, outer in ((32, 32), (128, 128), (128, 512), (512, 128), (784, 512), (512, 10))
-    ),
-    family_bytes=ON_CPU_BYTES[::2],
-)
-ON_CUDA = Shapes(
-    products=dict.fromkeys(("fp32", "tf32", "fp16", "bf16"), _LARGE),
-    attention=(*((each, 12, 1024, 64) for each in (8, 32)), (8, 16, 2048, 128), (2, 32, 4096, 128), (1, 32, 8192, 128)),
-    stream_bytes=512 * MIB,
-    # Widths of GPT-2 and Llama, with their vocabularies: tiles fill a device unevenly, so that neighbours differ.
-    linears=tuple(
-        (rows, inner, outer)
-        for rows in (4096, 16384, 32768)
-        for inner, outer in (
-            *((768, 768), (768, 3072), (3072, 768), (768, 50304), (2048, 2048), (2048, 1024), (2048, 5632)),
-            *((5632, 2048), (2048, 32000), (4096, 4096), (4096, 14336), (14336, 4096)),
-        )
-    ),
-    linear_dtype="bf16",
-    family_bytes=ON_CUDA_BYTES,
-)
+def _sizes(rows: list[list[int]]) -> Any:
+    return tuple(map(tuple, rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,68 +82,51 @@ class KernelFigures:
 
 def measure_kernels(device: torch.device, shapes: Shapes, watch: Stopwatch, *, with_compiled: bool) -> KernelFigures:
     """Measures one device. Where several ranks do so at once, each gets what is left to it, as in a run."""
-    spreads: dict[str, float] = {}
-    timer = _Timer(device, watch, spreads)
-    rates = (*_products(timer, shapes), *_linears(timer, shapes), *_attention(timer, shapes))
+    watch = replace(watch, spreads={})
+    rates = (*_products(device, shapes, watch), *_linears(device, shapes, watch), *_attention(device, shapes, watch))
     first, second, out = (torch.ones(shapes.stream_bytes // 4, device=device) for _ in range(3))
-    stream = watch.time(partial(torch.add, first, second, out=out))
-    launch = watch.time_host(_eager_chain(device))
-    spreads |= {"memory": stream.spread, "launches": launch.spread}
+    stream = watch.time(partial(torch.add, first, second, out=out), "memory")
+    launch = watch.time_host(_eager_chain(device), "launches")
     families = measure_families(device, shapes.family_bytes, watch) if shapes.family_bytes else None
-    spreads |= families.spreads if families else {}
     compiled = _compiled_launch(device, watch) if with_compiled else None
     return KernelFigures(
         rates=rates,
-        memory_bandwidth=3 * shapes.stream_bytes / stream.seconds,
-        launch_s=launch.seconds / (2 * _CHAIN),
+        memory_bandwidth=3 * shapes.stream_bytes / stream,
+        launch_s=launch / (2 * _CHAIN),
         compiled_launch_s=compiled,
         families=families,
-        spreads=spreads,
+        spreads=watch.spreads | (families.spreads if families else {}),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Timer:
-    """Times calls on one device, and keeps how far their samples spread."""
-
-    device: torch.device
-    watch: Stopwatch
-    spreads: dict[str, float]
-
-    def random(self, dtype: str, *sizes: int) -> torch.Tensor:
-        return torch.randn(sizes, device=self.device).to(_DTYPES[dtype])
-
-    def rate(self, name: str, call: Callable[[], object], flops: float) -> float:
-        """Returns FLOPs per second of a call that has so many."""
-        timed = self.watch.time(call)
-        self.spreads[name] = timed.spread
-        return flops / timed.seconds
+def _random(device: torch.device, dtype: str, *sizes: int) -> torch.Tensor:
+    return torch.randn(sizes, device=device).to(_DTYPES[dtype])
 
 
-def _products(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
+def _products(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
     for dtype, products in shapes.products.items():
         for rows, inner, columns in products:
-            left, right = timer.random(dtype, rows, inner), timer.random(dtype, inner, columns)
-            out = torch.empty(rows, columns, device=timer.device, dtype=left.dtype)
-            name, call = f"{dtype} {rows}x{inner}x{columns}", partial(torch.mm, left, right, out=out)
+            left, right = _random(device, dtype, rows, inner), _random(device, dtype, inner, columns)
+            out = torch.empty(rows, columns, device=device, dtype=left.dtype)
             with _tf32(dtype == "tf32"):
-                flops = timer.rate(name, call, 2.0 * rows * inner * columns)
+                seconds = watch.time(partial(torch.mm, left, right, out=out), f"{dtype} {rows}x{inner}x{columns}")
+            flops = 2.0 * rows * inner * columns / seconds
             yield ShapeRate(kind="matmul", dtype=dtype, sizes=(rows, inner, columns), flops=flops)
 
 
-def _linears(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
+def _linears(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
     """Measures the three products of each linear layer, with operands as a training step has them."""
     dtype = shapes.linear_dtype
     for rows, inner, outer in shapes.linears:
-        inputs, weight = timer.random(dtype, rows, inner), timer.random(dtype, outer, inner)
-        gradient = timer.random(dtype, rows, outer)
+        inputs, weight = _random(device, dtype, rows, inner), _random(device, dtype, outer, inner)
+        gradient = _random(device, dtype, rows, outer)
         for layout, sizes, left, right in (
             ("nt", (rows, inner, outer), inputs, weight.t()),
             ("nn", (rows, outer, inner), gradient, weight),
             ("tn", (outer, rows, inner), gradient.t(), inputs),
         ):
-            name = f"{dtype} {'x'.join(map(str, sizes))} {layout}"
-            flops = timer.rate(name, _by_turns(left, right), 2.0 * rows * inner * outer)
+            seconds = watch.time(_by_turns(left, right), f"{dtype} {'x'.join(map(str, sizes))} {layout}")
+            flops = 2.0 * rows * inner * outer / seconds
             yield ShapeRate(kind="matmul", dtype=dtype, sizes=sizes, flops=flops, layout=layout)
 
 
@@ -208,23 +151,19 @@ def _tf32(is_allowed: bool) -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _attention(timer: _Timer, shapes: Shapes) -> Iterator[ShapeRate]:
-    dtype = "bf16" if timer.device.type == "cuda" else "fp32"
+def _attention(device: torch.device, shapes: Shapes, watch: Stopwatch) -> Iterator[ShapeRate]:
+    dtype = "bf16" if device.type == "cuda" else "fp32"
     for sizes in shapes.attention:
         batch, heads, length, size = sizes
-        query, key, value = parts = [timer.random(dtype, *sizes) for _ in range(3)]
+        query, key, value = parts = [_random(device, dtype, *sizes) for _ in range(3)]
         name, flops = f"attention {'x'.join(map(str, sizes))}", 2.0 * batch * heads * length**2 * size
-        forward = timer.rate(name, partial(F.scaled_dot_product_attention, query, key, value, is_causal=True), flops)
-        yield ShapeRate(kind="attention", dtype=dtype, sizes=sizes, flops=forward)
-        backward = timer.rate(f"{name} backward", _attention_backward(parts), 2.5 * flops)
-        yield ShapeRate(kind="attention_backward", dtype=dtype, sizes=sizes, flops=backward)
-
-
-def _attention_backward(parts: list[torch.Tensor]) -> Callable[[], object]:
-    query, key, value = needed = [each.requires_grad_() for each in parts]
-    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    gradient = torch.randn_like(out)
-    return lambda: torch.autograd.grad(out, needed, gradient, retain_graph=True)
+        attend = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+        yield ShapeRate(kind="attention", dtype=dtype, sizes=sizes, flops=flops / watch.time(attend, name))
+        needed = [each.requires_grad_() for each in parts]
+        out = attend()
+        backward = partial(torch.autograd.grad, out, needed, torch.randn_like(out), retain_graph=True)
+        rate = 2.5 * flops / watch.time(backward, f"{name} backward")
+        yield ShapeRate(kind="attention_backward", dtype=dtype, sizes=sizes, flops=rate)
 
 
 def _eager_chain(device: torch.device) -> Callable[[], None]:
@@ -254,7 +193,7 @@ def _compiled_launch(device: torch.device, watch: Stopwatch) -> float | None:
         compiled = torch.compile(block)
         with torch.no_grad():
             compiled(start)
-            timed = watch.time_host(lambda: compiled(start))
+            seconds = watch.time_host(lambda: compiled(start))
     except Exception:  # no compiler, no Triton, a Python too new: a device is worth measuring all the same
         return None
-    return timed.seconds / (2 * _COMPILED_PAIRS)
+    return seconds / (2 * _COMPILED_PAIRS)

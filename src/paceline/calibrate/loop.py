@@ -15,31 +15,31 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.calibrate.recorded import recorded
 from paceline.calibrate.sampling import summarize
+from paceline.cluster.kernels import Operation
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, config_from_dict
 from paceline.records.log_sink import LogSink
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
+from paceline.rehearse.dryrun.operators import Operators
 from paceline.run.observe import sampling
 from paceline.train.assemble import build_trainer
 from paceline.train.hooks import Every
-from paceline.train.step import StepResult, train_step
+from paceline.train.step import train_step
 from paceline.train.trainer import Trainer
 
 _LAYERS = (1, 3)
 _MOST_STEPS = 1_000_000  # of which a few hundred are run
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoopFigures:
+class LoopFigures(NamedTuple):
     """Host seconds: of an operation, of a step besides, and of what surrounds a step in a run."""
 
     operation_s: float
@@ -63,7 +63,7 @@ def measure_loop(tensor_s: float, *, rounds: int, steps: int = 4) -> LoopFigures
         (few, max(short - lists[0], 0.5 * short)),
         (many, max(long - lists[1], 0.5 * long)),
         loop_s=looped - short,
-        spread=summarize(samples[0]).spread,
+        spread=summarize(samples[0])[1],
     )
 
 
@@ -108,7 +108,7 @@ def recording_trainer(config: Config, comm: Communicator) -> Iterator[Trainer]:
         every_s = config.monitor.sample_s if comm.rank == 0 else None
         stack.enter_context(sampling(folder, every_s, lambda: {comm.rank: os.getpid()}, logger.log))
         with contextlib.closing(Fanout(sinks)) as sink:
-            hooks = [Every(100, _idle), Every(7, _idle)]  # called when due
+            hooks = [Every(100, lambda *_: None), Every(7, lambda *_: None)]  # called when due
             yield build_trainer(config, comm, hooks=hooks, sink=sink)
 
 
@@ -138,10 +138,6 @@ def _count(step: Callable[[], object]) -> tuple[int, int]:
     return len(found), sum(each.tensors - 1 for each in found)
 
 
-def _idle(trainer: Trainer, result: StepResult) -> None:
-    """Does nothing: a hook that is called when it is due."""
-
-
 def _config(layers: int) -> Config:
     sections: dict[str, Any] = {
         "model": {"kind": "gpt", "layers": layers, "heads": 2, "width": 8, "context": 4, "dropout": 0.0},
@@ -151,3 +147,24 @@ def _config(layers: int) -> Config:
         "parallel": {"strategy": "ddp", "device": "cpu", "ranks": 1},
     }
     return config_from_dict(sections)
+
+
+def recorded(call: Callable[[], object]) -> list[Operation]:
+    """Runs a call, and returns its kernels as a dry run notes them."""
+    recorder = _KernelRecorder()
+    with recorder:
+        call()
+    return recorder.operations
+
+
+class _KernelRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[Operation] = []
+        self._operators = Operators(lambda tensor: int(tensor.untyped_storage()._cdata))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        result = func(*args, **(kwargs or {}))
+        self.operations += self._operators.kernels(func, args, kwargs or {}, result)
+        return result

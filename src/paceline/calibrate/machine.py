@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from paceline.calibrate.collectives import SIZES, LinkFigures, measure_link
-from paceline.calibrate.kernels import ON_ALL_CORES, ON_CUDA, KernelFigures, Shapes, measure_kernels, shapes_on_cpu
+from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels, shapes_for
 from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.cluster.detect import usable_cores
 from paceline.comm.base import Communicator
@@ -75,7 +75,7 @@ def measure_machine(wanted: Wanted) -> MachineFigures:
         links = run_processes(_measure_links, count, args=(wanted,), threads=1, timeout_s=_TIMEOUT_S)[0]
         measured = replace(measured, links=with_more_ranks(measured.links, links))
     if wanted.alone and wanted.device == "cpu" and 1 < wanted.ranks <= len(usable_cores()):
-        one = replace(wanted, ranks=1, shapes=wanted.shapes or ON_ALL_CORES, with_compiled=False)
+        one = replace(wanted, ranks=1, shapes=wanted.shapes or shapes_for("all_cores"), with_compiled=False)
         found = run_processes(measure_rank, 1, args=(one,), threads=len(usable_cores()), timeout_s=_TIMEOUT_S)
         measured = replace(measured, alone=combine_ranks(found, one, len(usable_cores())))
     return measured
@@ -171,7 +171,7 @@ def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:
     watch = Stopwatch(samples=wanted.samples, meet=comm.barrier)
     if is_cuda:
         watch = replace(watch, finish=torch.cuda.synchronize, shortest_s=_GPU_SAMPLE_S)
-    shapes = wanted.shapes or (ON_CUDA if is_cuda else shapes_on_cpu())
+    shapes = wanted.shapes or shapes_for("cuda" if is_cuda else "cpu")
     kernels = measure_kernels(device, shapes, watch, with_compiled=wanted.with_compiled and comm.rank == 0)
     comm.barrier()
     links = _links(comm, device, wanted, watch) if comm.size > 1 else {}

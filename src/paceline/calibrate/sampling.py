@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paceline.errors import UsageError
 
@@ -20,19 +20,12 @@ LEAST_SHARE = 0.90
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Timed:
-    """Seconds of one run: the median of all samples; and how far apart their quartiles are, over it."""
-
-    seconds: float
-    spread: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Stopwatch:
-    """Times steps. ``meet`` brings ranks together first, ``finish`` waits for a device.
+    """Times steps: seconds of one run. ``meet`` brings ranks together first, ``finish`` waits for a device.
 
     Takes ``samples``, or fewer, three at least, of a step that would take longer than ``most_s`` together. A sample
-    is as many runs as take ``shortest_s``: a GPU's clocks fall under load, which a short one does not see.
+    is as many runs as take ``shortest_s``: a GPU's clocks fall under load, which a short one does not see. ``spreads``
+    keeps how far the samples of what has a name spread.
     """
 
     samples: int = 9
@@ -40,8 +33,9 @@ class Stopwatch:
     shortest_s: float = 1e-3
     meet: Callable[[], None] = lambda: None
     finish: Callable[[], None] = lambda: None
+    spreads: dict[str, float] = field(default_factory=dict)
 
-    def time(self, step: Callable[[], object]) -> Timed:
+    def time(self, step: Callable[[], object], name: str = "") -> float:
         """Times a step that a rank runs by itself; the ranks meet once, since one may take fewer samples."""
         step()
         self.finish()
@@ -49,9 +43,9 @@ class Stopwatch:
         once = max(self._once(step, 1), 1e-7)
         repeats = max(1, round(self.shortest_s / once))
         samples = min(self.samples, max(_FEWEST, int(self.most_s / (once * repeats))))
-        return summarize([self._once(step, repeats) / repeats for _ in range(samples)])
+        return self._median(name, [self._once(step, repeats) / repeats for _ in range(samples)])
 
-    def time_together(self, step: Callable[[], object], repeats: int) -> Timed:
+    def time_together(self, step: Callable[[], object], repeats: int, name: str = "") -> float:
         """Times a step that all ranks run together, as often on each; they meet before each sample."""
         step()
         self.finish()
@@ -59,11 +53,12 @@ class Stopwatch:
         for _ in range(self.samples):
             self.meet()
             found.append(self._once(step, repeats) / repeats)
-        return summarize(found)
+        return self._median(name, found)
 
-    def time_host(self, step: Callable[[], object]) -> Timed:
+    def time_host(self, step: Callable[[], object], name: str = "") -> float:
         """Times the host alone: a device's queue is empty before, and what it still has to do after is not counted."""
-        return Stopwatch(samples=4 * self.samples, meet=self.finish).time_together(step, repeats=1)
+        watch = Stopwatch(samples=4 * self.samples, meet=self.finish, spreads=self.spreads)
+        return watch.time_together(step, 1, name)
 
     def _once(self, step: Callable[[], object], repeats: int) -> float:
         start = time.perf_counter()
@@ -72,11 +67,18 @@ class Stopwatch:
         self.finish()
         return time.perf_counter() - start
 
+    def _median(self, name: str, samples: list[float]) -> float:
+        seconds, spread = summarize(samples)
+        if name:
+            self.spreads[name] = spread
+        return seconds
 
-def summarize(samples: list[float]) -> Timed:
+
+def summarize(samples: list[float]) -> tuple[float, float]:
+    """Returns the median, and how far apart the quartiles are, over it."""
     middle = statistics.median(samples)
     low, _, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [middle] * 3
-    return Timed(seconds=middle, spread=(high - low) / middle)
+    return middle, (high - low) / middle
 
 
 def processor_share(step: Callable[[], object], seconds: float = 0.3) -> float:

@@ -152,10 +152,10 @@ def make_report(
     num_failures = sum(each.how in ("restarted", "stopped") for each in handlings)
     observed = mtbf_s or (wall / num_failures if num_failures else None)
     totals = add_up(steps.values())
-    step_s = totals.median_s
+    step_s = totals.step_s
     last = max(steps, default=0)
     # Steps whose records a killed rank had not written count as the median one.
-    useful = totals.step_s + step_s * (last - len(steps))
+    useful = totals.total_s + step_s * (last - len(steps))
     interval = None
     if save is not None and observed is not None and step_s:
         interval = recommend(save, step_s=step_s, mtbf_s=observed, is_observed=mtbf_s is None)

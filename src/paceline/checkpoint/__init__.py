@@ -1,12 +1,7 @@
 """Checkpoints: the whole state of a run, saved so that it is either there whole or not at all, and read by any ranks.
 
-    checkpoints/step-00000100/
-      rank-00000.f32.safetensors    what a rank wrote, one file for each dtype
-      rank-00000.json               what is in them, and the rank's own values (random states)
-      manifest.json                 every tensor's shape and pieces, every file's size and hash, the config
-
-This package knows shards (``shards.py``), and no engines. Names that need torch are loaded on first use, so that a
-checkpoint can be looked for before anything is started.
+``write.py`` shows the files of one. This package knows shards (``shards.py``), and no engines. Names that need torch
+are loaded on first use, so that a checkpoint can be looked for before anything is started.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]
         except (OSError, CheckpointError):  # such as one that nobody may look into: whoever takes it hears why
             lines[path] = None
     known = max((line for line in lines.values() if line is not None), key=lambda line: line.number, default=Line())
-    return {path: Spot(line=line or known, step=step_of(path) or 0) for path, line in lines.items()}
+    return {path: Spot(line=line or known, step=_step(path)) for path, line in lines.items()}
 
 
 def _step_folders(folder: Path, storage: FileStore) -> list[Path]:
@@ -139,16 +139,10 @@ def verify_checkpoint(path: Path, depth: Depth = "full", storage: FileStore | No
             for name, digest in zip(manifest.files, digests, strict=True):
                 if digest != manifest.files[name].sha256:
                     raise damaged(f"{path / name} is damaged: its hash is not the manifest's")
-        _check_content(path, manifest, storage)
+        # Files with the right hashes may still not hold what a run goes on from.
+        for problem in (*piece_problems(path, manifest, storage), *value_problems(path, manifest, storage)):
+            raise damaged(f"{path} is damaged: {problem}")
     return manifest
-
-
-def _check_content(path: Path, manifest: Manifest, storage: FileStore) -> None:
-    """Raises CheckpointError where files with the right hashes do not hold what a run goes on from."""
-    for problem in piece_problems(path, manifest, storage):
-        raise damaged(f"{path} is damaged: {problem}")
-    for problem in value_problems(path, manifest, storage):
-        raise damaged(f"{path} is damaged: {problem}")
 
 
 def value_problems(path: Path, manifest: Manifest, storage: FileStore) -> Iterator[str]:
@@ -257,27 +251,19 @@ def _find_in(path: Path, depth: Depth, tell: Callable[[PassedOver], None] | None
     for folder in places_of(path):
         candidates = list_checkpoints(folder, own=own)
         choice = choose_checkpoint(candidates, "fast" if depth == "none" else depth)
-        if choice is not None:
-            if tell is not None:
-                unfinished = _unfinished(choice, folder, candidates)
-                for each in (*choice.passed_over, *unfinished, *_left_behind(choice, candidates)):
-                    tell(each)
-            return choice.path
+        if choice is None:
+            continue
+        if tell is not None:
+            above = [each for each in _step_folders(folder, storage_of(folder)) if _step(each) > _step(choice.path)]
+            unfinished = [PassedOver(path=each, reason=_UNFINISHED) for each in above if each not in candidates]
+            older = candidates[: candidates.index(choice.path)]
+            reason = f"the run has gone back from it, and {choice.path.name} is on its line"
+            left = [PassedOver(path=each, reason=reason) for each in older if _step(each) > _step(choice.path)]
+            for passed in (*choice.passed_over, *unfinished, *left):
+                tell(passed)
+        return choice.path
     return None
 
 
-def _unfinished(choice: ChosenCheckpoint, folder: Path, candidates: Sequence[Path]) -> list[PassedOver]:
-    """Returns the folders of higher steps that have no manifest: they look like newer checkpoints, and are none."""
-    step, known = step_of(choice.path) or 0, set(candidates)
-    return [
-        PassedOver(path=path, reason=_UNFINISHED)
-        for path in _step_folders(folder, storage_of(folder))
-        if path not in known and (step_of(path) or 0) > step
-    ]
-
-
-def _left_behind(choice: ChosenCheckpoint, candidates: Sequence[Path]) -> list[PassedOver]:
-    """Returns those of higher steps that are not the newest all the same: the run has gone back from them."""
-    older, step = candidates[: candidates.index(choice.path)], step_of(choice.path) or 0
-    reason = f"the run has gone back from it, and {choice.path.name} is on its line"
-    return [PassedOver(path=path, reason=reason) for path in older if (step_of(path) or 0) > step]
+def _step(path: Path) -> int:
+    return step_of(path) or 0

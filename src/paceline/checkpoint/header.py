@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.checkpoint.manifest import ITEM_BYTES, MALFORMED, damaged, overlaps, parse_dtype, parse_shape, reason_of
+from paceline.checkpoint.manifest import ITEM_BYTES, MALFORMED, overlaps, parse_dtype, parse_shape, reason_of
 from paceline.checkpoint.storage import FileStore, cannot_read
+from paceline.errors import CheckpointError
 from paceline.untrusted import is_count, parse_json_object
 
 _MOST_BYTES = 100_000_000
@@ -35,7 +36,6 @@ class TensorPlace:
 
     @property
     def num_bytes(self) -> int:
-        """How large it is."""
         return self.end - self.begin
 
 
@@ -48,17 +48,19 @@ class Header:
 
 
 def read_header(storage: FileStore, path: Path) -> Header:
-    """Reads the header of a checkpoint's file. Raises CheckpointError for another kind of file."""
+    """Reads the header of a file. Raises CheckpointError for another kind of file."""
     try:
-        return parse_header(storage, path)
+        return _parse_header(storage, path)
     except OSError as error:
         raise cannot_read(path, error) from error
     except ValueError as error:
-        raise damaged(f"{path} is not a file of tensors: {error}") from error
+        raise CheckpointError(
+            f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
+            "  use another checkpoint; or check the path and --format, copy or download it again"
+        ) from error
 
 
-def parse_header(storage: FileStore, path: Path) -> Header:
-    """Reads the header of a file. Raises ValueError, in a sentence, for another kind of file; OSError without any."""
+def _parse_header(storage: FileStore, path: Path) -> Header:
     total = storage.size(path) or 0
     if total < 8:
         raise ValueError(f"it has {total} bytes")
@@ -72,12 +74,11 @@ def parse_header(storage: FileStore, path: Path) -> Header:
         storage.read_into(path, [(8, memoryview(text))])
     except EOFError as error:
         raise ValueError(str(error)) from error
-    start = 8 + size
     found = parse_json_object(text)
     texts = found.pop(_METADATA, {})
     if not isinstance(texts, dict) or not all(isinstance(each, str) for each in texts.values()):
         raise ValueError(f"{_METADATA} is texts by name")
-    tensors = {name: _place(name, entry, start, total) for name, entry in found.items()}
+    tensors = {name: _place(name, entry, 8 + size, total) for name, entry in found.items()}
     if overlaps([(place.begin, place.end) for place in tensors.values()]):
         raise ValueError("two of its tensors share bytes")
     return Header(tensors=tensors, metadata=texts)

@@ -15,10 +15,7 @@ folder. The line with the highest number is the current one; its checkpoints, an
 all others, however high the steps of these are.
 
 A manifest is input: whoever wrote it may have meant harm. ``parse_manifest`` refuses names that lead out of the folder,
-and shapes, regions and sizes that cannot be or that the files have no room for; ``coverage.py`` says whether the
-pieces make up each tensor.
-
-``State`` is what is saved: this rank's shards, and plain values. Pure values; no torch.
+and shapes, regions and sizes that cannot be or that the files have no room for. Pure values; no torch.
 """
 
 from __future__ import annotations
@@ -54,7 +51,6 @@ MALFORMED = (ValueError, KeyError, TypeError, AttributeError, IndexError, Overfl
 
 
 def damaged(what: str) -> CheckpointError:
-    """Returns the error of a checkpoint that cannot be used."""
     return CheckpointError(f"{what}\n  use an older checkpoint")
 
 
@@ -77,7 +73,6 @@ class Line:
         return length == len(self.turns) or step <= self.turns[length][1]
 
     def to_json(self) -> list[list[int]]:
-        """Returns it as JSON values."""
         return [list(turn) for turn in self.turns]
 
 
@@ -146,7 +141,6 @@ class SavedFile:
     sha256: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
         return {"bytes": self.num_bytes, "sha256": self.sha256}
 
 
@@ -182,7 +176,6 @@ class SavedTensor:
 
     @property
     def num_bytes(self) -> int:
-        """How large the whole tensor is."""
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
@@ -207,7 +200,6 @@ class Manifest:
 
     @property
     def spot(self) -> Spot:
-        """Where it lies among others."""
         return Spot(line=self.line, step=self.step)
 
     @property
@@ -331,7 +323,6 @@ def head_line(head: bytes) -> Line | None:
 
 
 def tensor_entry(tensor: SavedTensor) -> dict[str, Any]:
-    """Returns a tensor as JSON values."""
     pieces = [{"file": piece.file, **_region_entry(piece.region)} for piece in tensor.pieces]
     return {"dtype": tensor.dtype, "shape": list(tensor.shape), "pieces": pieces}
 
@@ -456,5 +447,4 @@ class State:
 
 
 def prefixed(prefix: str, shards: Iterable[Shard]) -> list[Shard]:
-    """Returns shards under longer names."""
     return [replace(shard, name=f"{prefix}{shard.name}") for shard in shards]

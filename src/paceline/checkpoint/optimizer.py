@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,21 +44,16 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
         label = f"{GROUP}{zlib.crc32(json.dumps(encode(settings, 'a parameter group')).encode()):08x}"
         for number, parameter in zip(saved["params"], group["params"], strict=True):
             shard = _shard_of(by_id, parameter)
-            state = packed["state"].get(number, {})
-            own, whole = _split_state(shard, parameter, state)
+            own, whole = _split_state(shard, parameter, packed["state"].get(number, {}))
             tensors += own
             if shard.region.has_first and shard.copy == 0:
                 found[label] = settings
                 found[f"{OPTIMIZER}{shard.name}"] = {"group": label, "values": whole}
-    found |= _rest(packed, {number for saved in packed["param_groups"] for number in saved["params"]})
-    return tensors, found
-
-
-def _rest(packed: Mapping[str, Any], numbers: Collection[int]) -> dict[str, Any]:
-    """Returns what an optimizer of the user's own keeps besides, in the packed state and beside it."""
+    # What an optimizer of the user's own keeps besides, in the packed state and beside it.
+    numbers = {number for saved in packed["param_groups"] for number in saved["params"]}
     state = {key: value for key, value in packed["state"].items() if key not in numbers}
     beside = {key: value for key, value in packed.items() if key not in ("state", "param_groups")}
-    return {REST: {"state": state, "beside": beside}} if state or beside else {}
+    return tensors, found | ({REST: {"state": state, "beside": beside}} if state or beside else {})
 
 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:

@@ -15,11 +15,11 @@ from typing import Any
 
 from torch import nn
 
-from paceline.checkpoint.header import TensorPlace
+from paceline.checkpoint.header import TensorPlace, read_header
 from paceline.checkpoint.manifest import HasShards, Manifest, SavedPiece, SavedTensor
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles
-from paceline.checkpoint.tools.incoming import safetensors_files, safetensors_header
+from paceline.checkpoint.tools.incoming import safetensors_files
 from paceline.errors import MisfitError
 from paceline.models.hugging_face import renamed
 from paceline.models.lora import A, B, fits
@@ -51,7 +51,7 @@ def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -
     files, _ = safetensors_files(folder)
     places: dict[str, tuple[str, TensorPlace]] = {}
     for file in files:
-        places |= {name: (file.name, place) for name, place in safetensors_header(file).tensors.items()}
+        places |= {name: (file.name, place) for name, place in read_header(LocalFiles(), file).tensors.items()}
     patterns = list(fresh)
     by_model = {name: name for name in places}
     names, problems = _match(model, {name: place.shape for name, (_, place) in places.items()}, patterns)

@@ -42,7 +42,6 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
         return self.manifest.step
 
     @property
@@ -89,7 +88,6 @@ class Checkpoint:
         return {name.removeprefix(prefix): found[name].shape for name in found if name.startswith(prefix)}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Returns the dtype of a tensor."""
         return dtype_of(self._saved(name).dtype)
 
     def read(self, name: str, region: Region | None = None) -> torch.Tensor:
@@ -201,7 +199,6 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
 
 
 def _check_names(saved: Mapping[str, tuple[int, ...]], shards: Iterable[Shard], known: Collection[str]) -> None:
-    """Raises CheckpointError where names are missing or unknown, or shapes are others."""
     problems = [f"unexpected {name}" for name in saved if name not in known]
     for shard in shards:
         shape = saved.get(shard.name)

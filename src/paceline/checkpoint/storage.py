@@ -167,8 +167,6 @@ class LocalFiles:
 
 
 class RemoteFiles:
-    """A file system of fsspec."""
-
     def __init__(self, files: Any) -> None:
         self._files = files
 

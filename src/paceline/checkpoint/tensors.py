@@ -1,11 +1,7 @@
-"""Tensors in safetensors files, written as a stream and read in ranges.
-
-    | length of the header, 8 bytes | header: JSON, name -> dtype, shape, offsets | bytes of the tensors, in order |
+"""Tensors in safetensors files (``header.py``), written as a stream, read in ranges; and plain values (``values.py``).
 
 A writer needs the sizes first, which it knows, and then one chunk of one tensor at a time. A reader needs the header,
-and then the ranges of bytes that it wants. Any other program for this format reads the files, too.
-
-``values.py`` says how plain values are kept.
+and then the ranges of bytes that it wants.
 """
 
 from __future__ import annotations
@@ -74,17 +70,21 @@ def ignore_progress(num_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """A tensor that is read when it is needed: ``read`` yields its bytes in row-major order, part by part."""
+    """A tensor, or a region of one, that is read when needed: ``read`` yields its bytes in order, part by part."""
 
     name: str
-    shape: tuple[int, ...]
+    region: Region
     dtype: torch.dtype
     read: Callable[[], Iterator[memoryview]]
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """What it is stored as: the shape of the part itself where it is one, else flat."""
+        return self.region.local_shape if self.region.is_whole_part else (self.region.size,)
+
+    @property
     def num_bytes(self) -> int:
-        """How large it is."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        return self.region.size * self.dtype.itemsize
 
     def whole(self) -> torch.Tensor:
         """Returns the tensor itself: all of it in memory."""
@@ -183,11 +183,6 @@ def _read_window(storage: FileStore, path: Path, start: int, runs: Runs, out: me
     view = memoryview(window)
     for ours, theirs, length in zip(*(part.tolist() for part in runs), strict=True):
         _part(out, ours, length, itemsize)[:] = _part(view, theirs - first, length, itemsize)
-
-
-def shown_shape(region: Region) -> tuple[int, ...]:
-    """Returns the shape that a piece is stored in: that of the part itself where it is one, else flat."""
-    return region.local_shape if region.is_whole_part else (region.size,)
 
 
 def encode(value: Any, where: str = "the state", level: int = 0) -> Any:

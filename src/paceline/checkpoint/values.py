@@ -34,7 +34,6 @@ def decode_with(value: Any, make_tensor: MakeTensor) -> Any:
 
 
 def check_values(value: Any) -> None:
-    """Raises CheckpointError where a value could not be read back."""
     decode_with(value, lambda raw, dtype, shape: (len(raw), dtype, shape))
 
 

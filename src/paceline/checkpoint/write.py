@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,6 @@ from paceline.checkpoint.tensors import (
     file_chunks,
     flat_view,
     ignore_progress,
-    shown_shape,
     tensor_chunks,
 )
 from paceline.errors import CheckpointError
@@ -69,7 +68,6 @@ class SaveTarget:
 
     @property
     def final(self) -> Path:
-        """The checkpoint."""
         return self.folder / f"step-{self.step:08d}"
 
     @property
@@ -85,25 +83,6 @@ class RankShare:
     name: str
     region: Region
     flat: torch.Tensor
-
-    def piece(self) -> StreamedPiece:
-        """Returns it as it is written: chunk by chunk, from the host."""
-        read = partial(tensor_chunks, self.flat)
-        return StreamedPiece(name=self.name, region=self.region, dtype=self.flat.dtype, read=read)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamedPiece:
-    """What a rank is to have of a tensor, and how it is read: in the order of its region."""
-
-    name: str
-    region: Region
-    dtype: torch.dtype
-    read: Callable[[], Iterator[memoryview]]
-
-    def stream(self) -> Stream:
-        """Returns it as a tensor of a file."""
-        return Stream(name=self.name, shape=shown_shape(self.region), dtype=self.dtype, read=self.read)
 
 
 def own_shares(shards: Iterable[Shard]) -> list[RankShare]:
@@ -145,29 +124,32 @@ def plain_state(state: State) -> State:
 def write_part(target: SaveTarget, shares: Iterable[RankShare], plain: State) -> int:
     """Writes this rank's files as ``write_rank`` does. Raises CheckpointError, naming the cause, if it cannot."""
     try:
-        return write_rank(target, [share.piece() for share in shares], plain)
+        streams = [
+            Stream(name=each.name, region=each.region, dtype=each.flat.dtype, read=partial(tensor_chunks, each.flat))
+            for each in shares
+        ]
+        return write_rank(target, streams, plain)
     except OSError as error:
         raise unwritten(target, error) from error
 
 
 def write_rank(
-    target: SaveTarget, pieces: Iterable[StreamedPiece], plain: State, progress: Progress = ignore_progress
+    target: SaveTarget, streams: Iterable[Stream], plain: State, progress: Progress = ignore_progress
 ) -> int:
     """Writes one rank's files, and last the one that says what is in them; returns their size."""
     storage, stem = target.storage, f"rank-{target.rank:05d}"
     storage.make_folder(target.partial)
-    groups: dict[str, list[StreamedPiece]] = {}
-    for piece in pieces:
-        groups.setdefault(dtype_code(piece.dtype), []).append(piece)
+    groups: dict[str, list[Stream]] = {}
+    for stream in streams:
+        groups.setdefault(dtype_code(stream.dtype), []).append(stream)
     files: dict[str, SavedFile] = {}
     tensors: dict[str, Any] = {}
     for code, group in groups.items():
         name = f"{stem}.{code.lower()}.safetensors"
-        chunks = file_chunks([piece.stream() for piece in group], progress=progress)
-        files[name] = storage.write(target.partial / name, chunks)
-        for piece in group:
-            saved = (SavedPiece(file=name, region=piece.region),)
-            tensors[piece.name] = tensor_entry(SavedTensor(shape=piece.region.shape, dtype=code, pieces=saved))
+        files[name] = storage.write(target.partial / name, file_chunks(group, progress=progress))
+        for each in group:
+            saved = (SavedPiece(file=name, region=each.region),)
+            tensors[each.name] = tensor_entry(SavedTensor(shape=each.region.shape, dtype=code, pieces=saved))
     part = {
         "rank": target.rank,
         "values": plain.own,
@@ -208,7 +190,6 @@ def discard(target: SaveTarget) -> None:
 
 
 def unwritten(target: SaveTarget, error: object) -> CheckpointError:
-    """Returns the error of a checkpoint that cannot be written."""
     return CheckpointError(f"cannot write a checkpoint to {target.final}: {error}\n  older checkpoints are intact")
 
 
@@ -227,7 +208,9 @@ def _merged(target: SaveTarget, plain: State) -> Manifest:
         for each, entry in part["tensors"].items():
             _add(tensors, each, parse_tensor(entry))
         found |= part["found"]
-    _check_complete(target, tensors)
+    for each, tensor in tensors.items():
+        for problem in coverage_problems(each, tensor):  # a bug of who made the shards
+            raise CheckpointError(f"cannot write a checkpoint to {target.final}: {each}: {problem}")
     return Manifest(
         step=plain.step,
         position=plain.position,
@@ -253,10 +236,3 @@ def _add(tensors: dict[str, SavedTensor], name: str, found: SavedTensor) -> None
     regions = {piece.region for piece in known.pieces}
     new = tuple(piece for piece in found.pieces if piece.region not in regions)
     tensors[name] = SavedTensor(shape=known.shape, dtype=known.dtype, pieces=(*known.pieces, *new))
-
-
-def _check_complete(target: SaveTarget, tensors: Mapping[str, SavedTensor]) -> None:
-    """Raises CheckpointError where the ranks have not written all of a tensor: a bug of who made the shards."""
-    for name, tensor in tensors.items():
-        for problem in coverage_problems(name, tensor):
-            raise CheckpointError(f"cannot write a checkpoint to {target.final}: {name}: {problem}")

@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.health.straggler import find_straggler
 from paceline.notebook import Shown, curve, is_notebook, new_figure, table
 from paceline.records.comparison import scaling_between
 from paceline.records.facts import RunFacts
-from paceline.records.goodput import find_goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import EvalRecord, HostRecord, RunRecord, StepRecord, strict_json
-from paceline.records.summary import PHASES, RunRecords, StepTable, add_up, open_run
+from paceline.records.summary import PHASES, RunRecords, StepTable, open_run
 from paceline.terminal import echo
 from paceline.units import format_bytes, format_seconds
 
@@ -82,10 +80,9 @@ class TrainingMetrics(Mapping[str, _Curve]):
         curves = {name: [row[name] for row in rows] for name in rows[0]}
         found = cls(curves, ranks=len(records.ranks), strategy=run.strategy, total_steps=len(steps))
         found.run = run
-        totals = [add_up(steps.of_rank(rank)) for rank in records.ranks]
-        found.phases = {phase: [getattr(each, phase) for each in totals] for phase in PHASES}
-        goodput, straggler = find_goodput(records.lead), find_straggler(steps.rows)
-        found.limits = judge_run(RunFacts(run=run, steps=steps, goodput=goodput, straggler=straggler))
+        ranks = list(map(records.of_rank, records.ranks))
+        found.phases = {phase: [getattr(each, phase) for each in ranks] for phase in PHASES}
+        found.limits = judge_run(RunFacts.of(records))
         return found
 
     @property
@@ -131,6 +128,12 @@ def _epoch_row(
     totals, ranks, took_s = table.totals(), len(table.rows[0]), table.took_s
     first, last = (next(iter(table.rows[place].values())) for place in (0, -1))
     begin_s, end_s = first.time - first.step_s, last.time
+    used = [  # what the drivers of all GPUs said
+        value
+        for each in hosts
+        for name, value in each.values.items()
+        if begin_s <= each.time <= end_s and name.partition("/")[0] == "hw.gpu.utilization"
+    ]
     evaluation = next((each for each in reversed(evaluations) if first.step <= each.step <= last.step), None)
     return {
         "epoch": epoch,
@@ -141,18 +144,10 @@ def _epoch_row(
         "epoch_time": took_s,
         "compute_time": totals.compute_s / ranks,
         "communication_time": totals.comm_s / ranks,
-        "compute_share": 100 * totals.compute_s / totals.step_s if totals.step_s else 0.0,
-        "gpu_utilization": _utilization([each for each in hosts if begin_s <= each.time <= end_s]),
+        "compute_share": 100 * totals.compute_s / totals.total_s if totals.total_s else 0.0,
+        "gpu_utilization": 100 * sum(used) / len(used) if used else None,
         "memory_bytes": float(totals.memory_bytes),
     }
-
-
-def _utilization(hosts: Sequence[HostRecord]) -> float | None:
-    """Returns the mean of what the drivers of all GPUs said, in percent; None where nobody asked them."""
-    read = [
-        value for each in hosts for name, value in each.values.items() if name.partition("/")[0] == "hw.gpu.utilization"
-    ]
-    return 100 * sum(read) / len(read) if read else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -183,33 +178,46 @@ class PerformanceReport(Shown):
         return dict(strict_json(asdict(self)))
 
     def facts(self) -> Mapping[str, object]:
-        return dict(line.strip().split("  ", 1) for line in str(self).splitlines()[1:])
-
-    def __str__(self) -> str:
-        lines = [f"{self.strategy} on {self.ranks} ranks: {self.epochs} epochs, {self.steps} steps"]
+        told: dict[str, object] = {}
         if self.final_train_loss is not None:
-            lines.append(f"  training loss        {self.final_train_loss:.4f}")
+            told["training loss"] = f"{self.final_train_loss:.4f}"
         if self.final_accuracy is not None:
-            lines.append(f"  test accuracy        {100 * self.final_accuracy:.1f} %")
+            told["test accuracy"] = f"{100 * self.final_accuracy:.1f} %"
+        told["throughput"] = f"{self.samples_per_s:,.0f} samples/s"
+        told["time of the steps"] = format_seconds(self.training_s)
         exposed = f"{self.communication_percent:.1f} % exposed"
-        lines += [
-            f"  throughput           {self.samples_per_s:,.0f} samples/s",
-            f"  time of the steps    {format_seconds(self.training_s)}",
-            f"  communication        {format_seconds(self.communication_s)}, {exposed}",
-            f"  ranks compute        {self.compute_percent:.1f} % of the time",
-        ]
+        told["communication"] = f"{format_seconds(self.communication_s)}, {exposed}"
+        told["ranks compute"] = f"{self.compute_percent:.1f} % of the time"
         if self.gpu_utilization_percent is not None:
             source = "modelled" if self.is_simulated else "measured"
-            lines.append(f"  GPU utilization      {self.gpu_utilization_percent:.1f} %, {source}")
-        if self.scaling_efficiency is not None and self.speed_up is not None:
-            lines.append(f"  speed-up             {self.speed_up:.2f} x of one rank, ideal {self.ranks} x")
-            kept = f"; {self.scaling}" if self.scaling else ""
-            lines.append(f"  scaling efficiency   {100 * self.scaling_efficiency:.1f} %, speed-up / ranks{kept}")
+            told["GPU utilization"] = f"{self.gpu_utilization_percent:.1f} %, {source}"
+        if self.scaling_efficiency is None or self.speed_up is None:
+            told["scaling efficiency"] = "not known: give the run on one rank as baseline=..."
         else:
-            lines.append("  scaling efficiency   not known: give the run on one rank as baseline=...")
+            told["speed-up"] = f"{self.speed_up:.2f} x of one rank, ideal {self.ranks} x"
+            kept = f"; {self.scaling}" if self.scaling else ""
+            told["scaling efficiency"] = f"{100 * self.scaling_efficiency:.1f} %, speed-up / ranks{kept}"
         if self.memory_bytes:
-            lines.append(f"  memory of a rank     {format_bytes(self.memory_bytes)}")
-        return "\n".join([*lines, f"  bottleneck           {self.bottleneck}"])
+            told["memory of a rank"] = format_bytes(self.memory_bytes)
+        return told | {"bottleneck": self.bottleneck}
+
+    def __str__(self) -> str:
+        first = f"{self.strategy} on {self.ranks} ranks: {self.epochs} epochs, {self.steps} steps"
+        return "\n".join([first, *(f"  {name:<20} {text}" for name, text in self.facts().items())])
+
+
+# The charts: title, unit, factor, and the curves with their labels.
+_CHARTS: tuple[tuple[str, str, float, dict[str, str]], ...] = (
+    ("loss", "", 1.0, {"train_loss": "training", "test_loss": "test"}),
+    ("test accuracy", "%", 100.0, {"accuracy": ""}),
+    ("throughput", "samples/s", 1.0, {"throughput": ""}),
+    (
+        *("seconds of an epoch, mean of the ranks", "s", 1.0),
+        {"compute_time": "compute", "communication_time": "communication"},
+    ),
+    ("utilisation", "%", 1.0, {"compute_share": "ranks compute", "gpu_utilization": "GPU"}),
+    ("memory of a rank", "MiB", 2.0**-20, {"memory_bytes": ""}),
+)
 
 
 class DistributedTrainingAnalyzer:
@@ -233,25 +241,23 @@ class DistributedTrainingAnalyzer:
         Saved as ``path``, and opened in a window with ``show``. Returns the figure, which a notebook shows; a script
         that asks for neither finds it in ``training_metrics.png``, which is said.
         """
-        figure = _shown_figure() if show else new_figure(figsize=(18, 7), layout="constrained")
-        axes = figure.subplots(2, 4)
-        self._draw(axes[0][0], "loss", "train_loss", label="training")
-        if _last(self.metrics["test_loss"]) is not None:
-            self._draw(axes[0][0], "loss", "test_loss", label="test")
-        self._draw(axes[0][1], "test accuracy", "accuracy", scale=100.0, unit="%")
-        self._draw(axes[0][2], "throughput", "throughput", unit="samples/s")
-        for name in ("compute_time", "communication_time"):
-            title, label = "seconds of an epoch, mean of the ranks", name.partition("_")[0]
-            self._draw(axes[0][3], title, name, unit="s", label=label)
-        self._draw(axes[1][0], "utilisation", "compute_share", unit="%", label="ranks compute")
-        if _last(self.metrics["gpu_utilization"]) is not None:
-            self._draw(axes[1][0], "utilisation", "gpu_utilization", unit="%", label="GPU")
-        axes[1][0].set_ylim(0, 105)
-        self._draw(axes[1][1], "memory of a rank", "memory_bytes", scale=2.0**-20, unit="MiB")
-        self._draw_balance(axes[1][2])
-        self._draw_bottleneck(axes[1][3])
-        for each in (axes[0][0], axes[0][3], axes[1][0]):
-            each.legend()
+        if show:  # matplotlib's own windows, outside of notebooks too
+            from matplotlib import pyplot
+
+            figure = pyplot.figure(figsize=(18, 7), layout="constrained")
+        else:
+            figure = new_figure(figsize=(18, 7), layout="constrained")
+        axes = list(figure.subplots(2, 4).flat)
+        for own, (title, unit, factor, curves) in zip(axes, _CHARTS, strict=False):
+            own.set(title=title, xlabel="epoch", ylabel=unit)
+            for name, label in curves.items():
+                values = [math.nan if value is None else factor * value for value in self.metrics[name]]
+                if not label or _last(self.metrics[name]) is not None:
+                    own.plot([epoch or 0 for epoch in self.metrics["epoch"]], values, marker="o", label=label)
+            if any(curves.values()):
+                own.legend()
+        axes[4].set_ylim(0, 105)
+        self._draw_phases(axes[6], axes[7])
         figure.suptitle(f"{self.metrics.strategy} on {self.metrics.ranks} ranks")
         is_unseen = path is None and not show and not is_notebook()
         path = Path("training_metrics.png") if is_unseen else path
@@ -268,27 +274,22 @@ class DistributedTrainingAnalyzer:
             figure.show()
         return figure
 
-    def _draw_balance(self, axes: Axes) -> None:
-        """Draws what each rank did in its steps, phase on phase: bars of one height are ranks in balance."""
-        ranks = range(len(next(iter(self.metrics.phases.values()), ())))
+    def _draw_phases(self, balance: Axes, shares: Axes) -> None:
+        """Draws the phases of each rank, which are in balance where bars are of one height, and their shares."""
+        phases = {phase.removesuffix("_s"): seconds for phase, seconds in self.metrics.phases.items()}
+        ranks = list(range(len(next(iter(phases.values()), ()))))
         below = [0.0 for _ in ranks]
-        for phase, seconds in self.metrics.phases.items():
-            axes.bar(list(ranks), list(seconds), bottom=below, label=phase.removesuffix("_s"))
+        for phase, seconds in phases.items():
+            balance.bar(ranks, list(seconds), bottom=below, label=phase)
             below = [low + each for low, each in zip(below, seconds, strict=True)]
-        axes.set(title="balance of the ranks", xlabel="rank", ylabel="s")
-        axes.set_xticks(list(ranks))
-        if self.metrics.phases:
-            axes.legend(fontsize="small")
-
-    def _draw_bottleneck(self, axes: Axes) -> None:
-        """Draws the phases of all ranks as shares, and what limits the run above them."""
-        seconds = {phase: sum(values) for phase, values in self.metrics.phases.items()}
-        total = sum(seconds.values()) or 1.0
-        names = [phase.removesuffix("_s") for phase in seconds]
-        axes.barh(names, [100 * each / total for each in seconds.values()])
-        axes.invert_yaxis()
+        balance.set(title="balance of the ranks", xlabel="rank", ylabel="s")
+        balance.set_xticks(ranks)
+        if phases:
+            balance.legend(fontsize="small")
+        shares.barh(list(phases), [100 * sum(seconds) / (sum(below) or 1.0) for seconds in phases.values()])
+        shares.invert_yaxis()
         limited = self.metrics.limits.what
-        axes.set(title=f"bottleneck: {limited}" if limited != "unknown" else "where steps spend time", xlabel="%")
+        shares.set(title=f"bottleneck: {limited}" if limited != "unknown" else "where steps spend time", xlabel="%")
 
     def generate_performance_report(self) -> PerformanceReport:
         """Adds up all epochs, and says what to look at first."""
@@ -296,7 +297,12 @@ class DistributedTrainingAnalyzer:
         took_s, waited_s = _sum(metrics["epoch_time"]), _sum(metrics["communication_time"])
         compute_s, rate = _sum(metrics["compute_time"]), metrics.samples_per_s
         share = waited_s / (compute_s + waited_s) if compute_s + waited_s else 0.0
-        speed_up, scaling = self._speed_up(rate)
+        speed_up, scaling, base = (1.0 if metrics.ranks == 1 else None), "", self.baseline
+        if base is not None and base.samples_per_s:
+            where = "one rank" if base.ranks == 1 else f"a rank of {base.ranks}"
+            kept = "global batch" if self._scaling == "strong" else "batch of a rank"
+            speed_up = rate / (base.samples_per_s / base.ranks)
+            scaling = f"{self._scaling} scaling: {where} with the same {kept}"
         measured = [value for value in metrics["gpu_utilization"] if value is not None]
         return PerformanceReport(
             strategy=metrics.strategy,
@@ -322,22 +328,6 @@ class DistributedTrainingAnalyzer:
             is_simulated=metrics.is_simulated,
         )
 
-    def _speed_up(self, rate: float) -> tuple[float | None, str]:
-        """Returns how many times as fast as one rank the run was, and against what; None where nobody knows."""
-        base = self.baseline
-        if base is not None and base.samples_per_s:
-            where = "one rank" if base.ranks == 1 else f"a rank of {base.ranks}"
-            kept = "global batch" if self._scaling == "strong" else "batch of a rank"
-            return rate / (base.samples_per_s / base.ranks), f"{self._scaling} scaling: {where} with the same {kept}"
-        return (1.0 if self.metrics.ranks == 1 else None), ""
-
-    def _draw(
-        self, axes: Axes, title: str, name: str, *, scale: float = 1.0, unit: str = "", label: str | None = None
-    ) -> None:
-        values = [math.nan if value is None else scale * value for value in self.metrics[name]]
-        axes.plot([epoch or 0 for epoch in self.metrics["epoch"]], values, marker="o", label=label)
-        axes.set(title=title, xlabel="epoch", ylabel=unit)
-
 
 def _bottleneck(share: float, ranks: int) -> str:
     if ranks == 1:
@@ -347,13 +337,6 @@ def _bottleneck(share: float, ranks: int) -> str:
     if share < 0.35:
         return "communication shows: larger batches a rank, more overlap, or fewer bytes (compression) pay"
     return "communication binds: larger batches a rank, fewer ranks or a faster network pay"
-
-
-def _shown_figure() -> Figure:
-    """Returns a figure of matplotlib's own windows, which can be shown outside of notebooks."""
-    from matplotlib import pyplot
-
-    return pyplot.figure(figsize=(18, 7), layout="constrained")
 
 
 def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:

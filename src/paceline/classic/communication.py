@@ -4,33 +4,23 @@
     average = optimizer.all_reduce_compressed(parameter.grad)
     average = optimizer.hierarchical_all_reduce(gradient, intra_node_group=inside, inter_node_group=across)
 
-A thin face over ``comm/compress`` (top-k with error feedback) and the averages over two groups below. Groups are
-communicators or torch process groups. Tensors are left as they are; results are new ones, the same bits on every rank.
-Bytes are those of the policies: a top-k of ratio r sends 6 r bytes an element in place of 4. Engines do all this by
-themselves, while backward runs: ``parallelize(..., compression=...)``.
+A thin face over ``comm/compress`` (top-k with error feedback: ratio r sends 6 r bytes an element in place of 4) and
+over averages on groups that are there already: communicators, or torch process groups. Tensors stay as they are;
+results are new ones, the same bits on every rank. Engines do all this by themselves, while backward runs.
 
-An average over two groups: of the ranks inside a host, and of those that stand for the hosts.
-
-For B bytes, H hosts of L ranks, what a rank sends inside a host, and what a host sends across:
+For B bytes and H hosts of L ranks, what a rank sends inside a host, and what a host sends across:
 
     every rank has a group across    2 B (L-1)/L inside,  2 B (H-1)/H across, on the links of all its ranks
     one rank of a host has           3 B at most inside,  2 B (H-1)/H across, on the link of that rank
-
-The first reduces and scatters inside, averages each slice across, and gathers inside; the second averages inside,
-then across, and hands the result round. Both end with the same bits on every rank.
-``comm/algorithms/communicator.py`` does the same on one group whose hosts it knows; this is for groups that are
-there already.
 """
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import math
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
 from numbers import Real
 from typing import Any, TypeVar, cast
@@ -40,7 +30,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from paceline.classic.arguments import expect, refuse
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
-from paceline.comm.algorithms.topology import detect_topology
+from paceline.comm.algorithms.rounds import detect_topology
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import gather_objects
@@ -50,28 +40,13 @@ from paceline.errors import UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import flat_layout, round_up
 
-STAGES = 4  # of a piece at most: inside, across, inside again, there
+T = TypeVar("T")
+Way = Iterator[None]
+"""How a piece of a tensor becomes the average, stage by stage: pieces go side by side."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TwoGroups:
-    """The groups of one rank. ``leader`` is who talks across for its host; None: everyone does, each with a slice.
-
-    ``weight`` makes hosts count by their ranks: 1 where all have as many.
-    """
-
-    inside: Communicator
-    across: Communicator | None
-    leader: int | None
-    weight: float
-
-    def average(self, piece: torch.Tensor) -> Iterator[None]:
-        """Puts the average into a piece, stage by stage."""
-        return _by_slices(self, piece) if self.leader is None else _by_leader(self, piece)
-
-
-def connect_groups(inside: Communicator, across: Communicator | None) -> TwoGroups:
-    """Learns how the groups lie. All ranks of all hosts call it; some small gathers.
+def connect_groups(inside: Communicator, across: Communicator | None) -> Callable[[torch.Tensor], Way]:
+    """Learns how the groups lie, and returns how they average a piece. All ranks of all hosts call it.
 
     Raises UsageError on every rank of a host where a part of its ranks has a group across, and on all ranks where hosts
     of different sizes give one to every rank: then no slice is averaged over all hosts.
@@ -83,70 +58,55 @@ def connect_groups(inside: Communicator, across: Communicator | None) -> TwoGrou
             "  one of them stands for its host, or every one does with a slice\n"
             "  make the groups across of one rank of each host, or of the first ranks, the second ranks, and so on"
         )
-    # A host of one rank fits either way.
-    mine = _HostRanks(size=inside.size, is_sliced=inside.size > 1 and all(has_group))
+    # Of a host: its ranks, and whether each of them has a group across. A host of one rank fits either way.
+    mine = inside.size, inside.size > 1 and all(has_group)
     told = gather_objects(inside, None if across is None else gather_objects(across, mine))
     seen = [hosts for hosts in told if hosts is not None]
     is_even = all(hosts == seen[0] for hosts in seen) and len(set(seen[0])) == 1
-    if any(host.is_sliced for hosts in seen for host in hosts) and not is_even:
-        sizes = sorted({host.size for hosts in seen for host in hosts})
+    if any(is_sliced for hosts in seen for _, is_sliced in hosts) and not is_even:
+        sizes = sorted({size for hosts in seen for size, _ in hosts})
         raise UsageError(
             f"hosts of {sizes} ranks, with a group across for every rank\n"
             "  where every rank of a host averages its slice over all hosts, all hosts have as many ranks, and do so\n"
             "  give one rank of each host a group across, and None to the others"
         )
-    if mine.is_sliced:
-        return TwoGroups(inside=inside, across=across, leader=None, weight=1.0)
-    weight = inside.size * len(seen[0]) / sum(host.size for host in seen[0])
-    return TwoGroups(inside=inside, across=across, leader=has_group.index(True), weight=weight)
+    if mine[1] and across is not None:
+        return partial(_by_slices, inside, across)
+    weight = inside.size * len(seen[0]) / sum(size for size, _ in seen[0])  # hosts count by their ranks
+    return partial(_by_leader, inside, across, has_group.index(True), weight)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _HostRanks:
-    size: int
-    is_sliced: bool  # each of its ranks has a group across
-
-
-def once(start: Callable[[], Work]) -> Iterator[None]:
+def once(start: Callable[[], Work]) -> Way:
     """Goes the way of a piece that one operation brings there, in stages: it starts, and it is there."""
     work = start()
     yield
     work.wait()
 
 
-def run_stage(pieces: Iterable[Iterator[None]]) -> None:
-    """Takes pieces that go side by side one stage on; those that are there stay so."""
-    for piece in pieces:
-        next(piece, None)
-
-
-def _by_leader(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
+def _by_leader(
+    inside: Communicator, across: Communicator | None, leader: int, weight: float, piece: torch.Tensor
+) -> Way:
     """Averages a piece inside the host, lets one rank average that across, and hands it round."""
-    assert groups.leader is not None
-    if groups.weight != 1.0:
-        piece.mul_(groups.weight)
-    yield from once(partial(groups.inside.all_reduce, piece, "avg"))
-    if groups.across is not None:
-        yield from once(partial(groups.across.all_reduce, piece, "avg"))
-    yield from once(partial(groups.inside.broadcast, piece, groups.leader))
+    if weight != 1.0:
+        piece.mul_(weight)
+    yield from once(partial(inside.all_reduce, piece, "avg"))
+    if across is not None:
+        yield from once(partial(across.all_reduce, piece, "avg"))
+    yield from once(partial(inside.broadcast, piece, leader))
 
 
-def _by_slices(groups: TwoGroups, piece: torch.Tensor) -> Iterator[None]:
+def _by_slices(inside: Communicator, across: Communicator, piece: torch.Tensor) -> Way:
     """Averages a piece inside the host, a slice on each rank, and that across; then gathers the slices."""
-    assert groups.across is not None
-    length = round_up(piece.numel(), groups.inside.size)
-    whole, own = piece, piece.new_empty(length // groups.inside.size)
+    length = round_up(piece.numel(), inside.size)
+    whole, own = piece, piece.new_empty(length // inside.size)
     if length != piece.numel():
         whole = piece.new_zeros(length)
         whole[: piece.numel()] = piece
-    yield from once(partial(groups.inside.reduce_scatter, own, whole, "avg"))
-    yield from once(partial(groups.across.all_reduce, own, "avg"))
-    yield from once(partial(groups.inside.all_gather, whole, own))
+    yield from once(partial(inside.reduce_scatter, own, whole, "avg"))
+    yield from once(partial(across.all_reduce, own, "avg"))
+    yield from once(partial(inside.all_gather, whole, own))
     if whole is not piece:
         piece.copy_(whole[: piece.numel()])
-
-
-T = TypeVar("T")
 
 
 class Reduction:
@@ -191,7 +151,7 @@ class CommunicationOptimizer:
         self.bucket_size_mb = float(bucket_size_mb)
         self.enable_overlap = enable_overlap
         self._comm = comm
-        self._groups = _KnownGroups()
+        self._made: dict[Any, tuple[Any, Any]] = {}  # of groups, beside them: their ids must not be given to others
         self._named: dict[str, _OwedTensor] = {}
         # By parameter, and then as by name.
         self._owned: MutableMapping[torch.Tensor, dict[str, _OwedTensor]] = WeakTensorKeyDictionary()
@@ -215,7 +175,7 @@ class CommunicationOptimizer:
     ) -> Reduction:
         """Sends a tensor on its way, as ``all_reduce_compressed`` does; other work may run until it is waited for."""
         _check_tensor(tensor)
-        comm = self._groups.find(self._comm if group is None else group, tensor.device)
+        comm = self._find(self._comm if group is None else group, tensor.device)
         average = tensor.detach().clone(memory_format=torch.contiguous_format)
         if comm.size == 1 or not tensor.numel():
             return Reduction(average)
@@ -226,7 +186,7 @@ class CommunicationOptimizer:
         try:
             return self._begin(average, slot.pieces(flat, comm), slot)
         except BaseException:
-            slot.abandon()
+            slot.end(is_there=False)
             raise
 
     def hierarchical_all_reduce(
@@ -250,29 +210,60 @@ class CommunicationOptimizer:
             return Reduction(average)
         pieces = self._cut(average.view(-1))
         if intra_node_group is None and inter_node_group is None:
-            comm = self._groups.by_hosts(self._groups.find(self._comm, tensor.device))
+            comm = self._by_hosts(self._find(self._comm, tensor.device))
             return self._begin(average, [once(partial(comm.all_reduce, piece, "avg")) for piece in pieces])
-        pair = self._groups.pair(intra_node_group, inter_node_group, tensor.device)
-        return self._begin(average, [pair.average(piece) for piece in pieces])
+        go = self._pair(intra_node_group, inter_node_group, tensor.device)
+        return self._begin(average, [go(piece) for piece in pieces])
 
-    def _begin(
-        self, average: torch.Tensor, pieces: Sequence[Iterator[None]], slot: _OwedTensor | None = None
-    ) -> Reduction:
+    def _begin(self, average: torch.Tensor, pieces: Sequence[Way], slot: _OwedTensor | None = None) -> Reduction:
         """Runs the stages of the pieces: side by side, the first of them now; or piece after piece."""
-        together = [pieces] if self.enable_overlap else [[piece] for piece in pieces]
+        together = [list(pieces)] if self.enable_overlap else [[piece] for piece in pieces]
         if self.enable_overlap:
-            run_stage(pieces)
+            for piece in pieces:
+                next(piece, None)
 
         def finish() -> None:
-            with contextlib.nullcontext() if slot is None else slot.settling():
-                for side_by_side in together:
-                    for _ in range(STAGES):
-                        run_stage(side_by_side)
+            try:
+                for going in together:
+                    while going:
+                        going = [piece for piece in going if next(piece, piece) is None]
+            except BaseException:
+                if slot is not None:
+                    slot.end(is_there=False)
+                raise
+            if slot is not None:
+                slot.end(is_there=True)
 
         reduction = Reduction(average, finish)
         if not self.enable_overlap:
             reduction.wait()
         return reduction
+
+    def _find(self, group: Group | None, device: torch.device) -> Communicator:
+        """Returns a group as a communicator. Raises UsageError on a rank that is not in it."""
+        return self._once((id(group), device), group, lambda: communicator_of(group, device))
+
+    def _pair(self, inside: Group | None, across: Group | None, device: torch.device) -> Callable[[torch.Tensor], Way]:
+        """Returns how two groups average, which their ranks connect on the first call."""
+        outer = None if across is None or is_outside(across) else self._find(across, device)
+        key = ("pair", None if inside is None else id(inside), id(outer), device)
+        rank = 0 if outer is None else outer.ranks[outer.rank]
+        inner = SoloCommunicator(device, world_rank=rank) if inside is None else self._find(inside, device)
+        return self._once(key, (inside, outer), lambda: connect_groups(inner, outer))
+
+    def _by_hosts(self, comm: Communicator) -> Communicator:
+        """Returns a communicator that reduces inside hosts and then across them, where there are several."""
+
+        def make() -> Communicator:
+            topology = detect_topology(comm)
+            return comm if len(topology.hosts) == 1 else AlgorithmCommunicator(comm, "hierarchical", topology)
+
+        return self._once(("by hosts", id(comm)), comm, make)
+
+    def _once(self, key: Any, owners: Any, make: Callable[[], T]) -> T:
+        if key not in self._made:
+            self._made[key] = (owners, make())
+        return cast(T, self._made[key][1])
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return list(torch.split(flat, max(1, int(self.bucket_size_mb * 2**20) // flat.element_size())))
@@ -281,8 +272,14 @@ class CommunicationOptimizer:
         """Returns what is kept for a tensor, by its name or parameter and its group; a new one where it has neither."""
         known_as = repr(name) if name is not None else f"of shape {list(tensor.shape)} and {tensor.dtype}"
         owner = self._owners.find(tensor) if name is None else None
-        if name is None and owner is None:
-            self._warn_of_loss(known_as)
+        if name is None and owner is None and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                f"a tensor {known_as} without a name is the .grad of no parameter: what it does not send is dropped\n"
+                "  what is owed is kept for a parameter's gradient, and for a tensor with a name\n"
+                "  give each a name of its own: all_reduce_compressed(gradient, name='layer.weight')",
+                stacklevel=4,
+            )
         kept = self._named if name is not None else {} if owner is None else self._owned.setdefault(owner, {})
         key = f"{known_as} on ranks {list(comm.ranks)}"
         if key not in kept:
@@ -290,16 +287,6 @@ class CommunicationOptimizer:
             kept[key] = _OwedTensor(key, lengths, tensor.dtype, self.compression_ratio)
         kept[key].begin(tensor)
         return kept[key]
-
-    def _warn_of_loss(self, known_as: str) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"a tensor {known_as} without a name is the .grad of no parameter: what it does not send is dropped\n"
-                "  what is owed is kept for a parameter's gradient, and for a tensor with a name\n"
-                "  give each a name of its own: all_reduce_compressed(gradient, name='layer.weight')",
-                stacklevel=5,
-            )
 
 
 class _OwedTensor:
@@ -338,20 +325,12 @@ class _OwedTensor:
         parts = torch.split(flat, self._lengths)
         return [once(partial(each.start, part, comm)) for each, part in zip(self._reductions, parts, strict=True)]
 
-    @contextlib.contextmanager
-    def settling(self) -> Iterator[None]:
-        """Keeps what was not sent, if all of it arrives."""
-        try:
-            yield
-        except BaseException:
-            self.abandon()
-            raise
-        self._compressor.end_pass()
-        self._is_busy = False
-
-    def abandon(self) -> None:
-        """Forgets a call that failed: what the tensor owed before, it owes still."""
-        self._compressor.abandon_pass()
+    def end(self, *, is_there: bool) -> None:
+        """Keeps what was not sent, if the rest arrived; after a failed call, the tensor owes what it owed before."""
+        if is_there:
+            self._compressor.end_pass()
+        else:
+            self._compressor.abandon_pass()
         self._is_busy = False
 
 
@@ -377,7 +356,10 @@ class _Owners:
         if owner is None:
             self._misses += 1
             if self._misses & (self._misses - 1) == 0:  # 1, 2, 4, 8, ...
-                self._known = [weakref.ref(each) for each in gc.get_objects() if _has_gradients(each)]
+                # Not isinstance, which asks for __class__: lazy objects of other libraries warn when they are asked.
+                tensors = (each for each in gc.get_objects() if issubclass(type(each), torch.Tensor))
+                leaves = (each for each in tensors if each.is_leaf and each.requires_grad and not each.is_meta)
+                self._known = [weakref.ref(each) for each in leaves]
                 self._note_gradients()
                 owner = self._held(gradient)
                 self._misses = self._misses if owner is None else 0
@@ -396,47 +378,8 @@ class _Owners:
         self._by_memory = {_memory_of(grad): each for each, grad in held if type(grad) is torch.Tensor}
 
 
-def _has_gradients(value: Any) -> bool:
-    # Not isinstance, which asks for __class__: lazy objects of other libraries warn, or load themselves, when asked.
-    return issubclass(type(value), torch.Tensor) and value.is_leaf and value.requires_grad and not value.is_meta
-
-
 def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
-
-
-class _KnownGroups:
-    """Communicators for the groups that callers give, each made once."""
-
-    def __init__(self) -> None:
-        # The groups are kept beside what was made of them: their ids must not be given to others.
-        self._made: dict[Any, tuple[Any, Any]] = {}
-
-    def find(self, group: Group | None, device: torch.device) -> Communicator:
-        """Returns a group as a communicator. Raises UsageError on a rank that is not in it."""
-        return self._once((id(group), device), group, lambda: communicator_of(group, device))
-
-    def pair(self, inside: Group | None, across: Group | None, device: torch.device) -> TwoGroups:
-        """Returns two groups as a pair, which their ranks connect on the first call."""
-        outer = None if across is None or is_outside(across) else self.find(across, device)
-        key = (None if inside is None else id(inside), id(outer), device)
-        rank = 0 if outer is None else outer.ranks[outer.rank]
-        inner = SoloCommunicator(device, world_rank=rank) if inside is None else self.find(inside, device)
-        return self._once(("pair", key), (inside, outer), lambda: connect_groups(inner, outer))
-
-    def by_hosts(self, comm: Communicator) -> Communicator:
-        """Returns a communicator that reduces inside hosts and then across them, where there are several."""
-
-        def make() -> Communicator:
-            topology = detect_topology(comm)
-            return comm if len(topology.hosts) == 1 else AlgorithmCommunicator(comm, "hierarchical", topology)
-
-        return self._once(("by hosts", id(comm)), comm, make)
-
-    def _once(self, key: Any, owners: Any, make: Callable[[], T]) -> T:
-        if key not in self._made:
-            self._made[key] = (owners, make())
-        return cast(T, self._made[key][1])
 
 
 def _check_arguments(ratio: Any, bucket_size_mb: Any, enable_overlap: Any) -> None:

@@ -22,6 +22,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, SupportsFloat
 
@@ -36,10 +37,10 @@ from paceline.checkpoint.read import Checkpoint, fill_model, open_checkpoint
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, copy_checkpoint, raised_on_all
 from paceline.classic.arguments import check_choice, check_names, check_type, expect, plain_number, refuse
-from paceline.classic.choices import checkpoint_parts, usual_precision
 from paceline.classic.monitor import DistributedMonitor
 from paceline.classic.step_metrics import StepMetrics, TimedCalls
 from paceline.clock import on_device
+from paceline.cluster.detect import bf16_instructions
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.comm.torch_dist import connect
@@ -47,19 +48,19 @@ from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import STRATEGY_NAMES as STRATEGIES
 from paceline.engines.apply import parallelize
+from paceline.engines.checkpointing import checkpoint_blocks, parts_by_size
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.precision import PRECISIONS
+from paceline.engines.precision import PRECISIONS, Precision
+from paceline.engines.precision import mixed_precision as mixed_precision_of
 from paceline.engines.torch_helpers import adopt_optimizer
 from paceline.errors import CheckpointError, MisfitError, Problem, TrainingError, UsageError
+from paceline.models.registry import model_blocks
 from paceline.plan.layout import Offload
 from paceline.records.meter import StepMeter, peak_memory_bytes
-from paceline.train.loss import LossValue
-from paceline.train.output_loss import Criterion, OutputLoss, count_samples
+from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
-from paceline.train.scaler import make_scaler
-from paceline.train.step import Passes, StepPolicy, accumulate, place, train_step
-from paceline.train.survive.bad_steps import BadStep, BadSteps
-from paceline.train.survive.overflow import Wording, explain_bad_steps, find_overflow
+from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
+from paceline.train.survive.bad_steps import BadSteps, Wording, explain_bad_steps, find_overflow
 
 _WORDING = Wording(
     step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
@@ -135,8 +136,10 @@ class MicrobatchTrainer:
         self.log_dir = None if more.log_dir is None else Path(more.log_dir)
         ranks = connect() if more.comm is None else more.comm
         trace = Trace(ranks.device, clock=clock_of(ranks))
-        precision = usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
-        checkpointing = checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
+        precision = _usual_precision(ranks) if mixed_precision is True else mixed_precision or "fp32"
+        checkpointing = _checkpoint_parts(model, ranks) if more.enable_activation_checkpointing else "none"
+        # All that a strategy can keep on the host.
+        offload = Offload(optimizer=True, gradients=True, parameters=strategy not in ("zero1", "zero2"))
         self._built = {name: weakref.ref(parameter) for name, parameter in model.named_parameters()}
         self.engine = parallelize(
             model,
@@ -144,7 +147,7 @@ class MicrobatchTrainer:
             strategy,
             precision=precision,
             checkpoint_activations=checkpointing,
-            offload=_offload(strategy) if more.cpu_offload else Offload(),
+            offload=offload if more.cpu_offload else Offload(),
             shard_ranks=more.shard_ranks,
         )
         if isinstance(self.engine, ModuleEngine) and ranks.takes_real_time:  # calls of train_step are an own loop
@@ -197,9 +200,13 @@ class MicrobatchTrainer:
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
         loss = self.loss_of(criterion)
-        self._expect_elements(samples)
+        if self._scaler is not None and not self._scaler.knows_elements:  # how many the first update will have
+            first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
+            self.engine.comm.all_reduce(first).wait()
+            self._scaler.note_elements(first)
         is_update = self._num_pending + 1 == self.gradient_accumulation_steps
-        learning_rate, norm = _learning_rate(optimizer), None
+        rate, norm = optimizer.param_groups[0]["lr"], None
+        learning_rate = rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
         self._last = ([placed], loss)
         if is_update:
             norm = self._update(optimizer, [placed])
@@ -275,7 +282,10 @@ class MicrobatchTrainer:
         done). Without an optimizer only the model is loaded. Gradients accumulated so far are dropped. Random states
         are restored if the number of ranks is the same. Raises CheckpointError on every rank if one cannot read it.
         """
-        chosen = self._choose_checkpoint(path)
+        where = self.checkpoint_dir if path is None else Path(path)
+        fix = "save_checkpoint writes into checkpoint_dir: check the path, or start without loading"
+        find = partial(find_checkpoint, str(where), where, tell=warn_of, fix=fix)
+        chosen = ask_first_rank(self.engine.comm, find)  # so that all ranks read the same one
         with raised_on_all(self.engine.comm):
             checkpoint = open_checkpoint(chosen)
             if optimizer is not None:
@@ -345,13 +355,6 @@ class MicrobatchTrainer:
     def _pending_samples(self) -> int:
         return int(sum(value.count for value in self._pending))
 
-    def _expect_elements(self, samples: int) -> None:
-        """Tells a scaler that knows no count of elements yet how many the first update will have."""
-        if self._scaler is not None and not self._scaler.knows_elements:
-            first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
-            self.engine.comm.all_reduce(first).wait()
-            self._scaler.note_elements(first)
-
     def _run_passes(self, passes: Passes) -> list[LossValue]:
         """Adds the gradients of microbatches to those that wait; returns the losses of all of them.
 
@@ -372,16 +375,10 @@ class MicrobatchTrainer:
         self._applied_samples += self._pending_samples
         self._forget_gradients()
         for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
-            self._stop_if_stuck(bad)
+            if bad.num_in_a_row >= self._policy.max_bad_steps:  # one too many: all ranks come here together
+                finding = find_overflow(Passes(self.engine, *bad.batch, bad.outcome.factor))
+                raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
         return outcome.grad_norm
-
-    def _stop_if_stuck(self, bad: BadStep) -> None:
-        """Raises TrainingError if this bad update is one too many in a row; all ranks come here together."""
-        if bad.num_in_a_row < self._policy.max_bad_steps:
-            return
-        microbatches, loss = bad.batch
-        finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
-        raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
 
     def _forget_gradients(self) -> None:
         """Starts a new group. Not the optimizer's zero_grad(), which leaves parameters that it does not update."""
@@ -405,16 +402,6 @@ class MicrobatchTrainer:
             found=found,
             about={"strategy": self.strategy},
         )
-
-    def _choose_checkpoint(self, path: str | Path | None) -> Path:
-        """Lets rank 0 look for the newest checkpoint that is whole, so that all ranks read the same one."""
-        where = self.checkpoint_dir if path is None else Path(path)
-
-        def choose() -> Path:
-            fix = "save_checkpoint writes into checkpoint_dir: check the path, or start without loading"
-            return find_checkpoint(str(where), where, tell=warn_of, fix=fix)
-
-        return ask_first_rank(self.engine.comm, choose)
 
     def _restore(self, checkpoint: Checkpoint, optimizer: torch.optim.Optimizer | None) -> None:
         comm, values = self.engine.comm, checkpoint.values
@@ -459,11 +446,31 @@ def _problems(model: Any, strategy: Any, mixed_precision: Any, steps: Any, clip_
     ]
 
 
-def _offload(strategy: str) -> Offload:
-    """Returns all that a strategy can keep on the host."""
-    return Offload(optimizer=True, gradients=True, parameters=strategy not in ("zero1", "zero2"))
+def _usual_precision(comm: Communicator) -> Precision | str:
+    """Returns what ``mixed_precision=True`` is: not bf16 on a CPU that has no instructions for it, which is told."""
+    if comm.device.type != "cpu" or ask_first_rank(comm, bf16_instructions):
+        return mixed_precision_of(comm.device)
+    if comm.rank == 0:
+        warnings.warn(
+            "mixed_precision=True computes in fp32 here: this CPU has no bf16 instructions, and emulates it slowly\n"
+            "  for bf16 all the same: mixed_precision='bf16'",
+            stacklevel=4,
+        )
+    return "fp32"
 
 
-def _learning_rate(optimizer: torch.optim.Optimizer) -> Any:
-    rate = optimizer.param_groups[0]["lr"]
-    return rate.detach().clone().item if isinstance(rate, torch.Tensor) else float(rate)
+def _checkpoint_parts(model: nn.Module, comm: Communicator) -> str:
+    """Returns the policy for blocks; where there are none, checkpoints parts by size, or tells that none would gain."""
+    if model_blocks(model):
+        return "full"
+    parts = parts_by_size(model)
+    if parts:
+        checkpoint_blocks(parts, "full")
+    elif comm.rank == 0:
+        warnings.warn(
+            f"enable_activation_checkpointing=True has nothing to gain in {type(model).__name__}: it has no repeated "
+            "blocks, and no two parts with layers inside\n"
+            "  it trains without; for parts of your choice, give the model a method blocks()",
+            stacklevel=4,
+        )
+    return "none"

@@ -27,8 +27,8 @@ from paceline.data.own_loader import OwnLoader, shard_weighed
 from paceline.engines.agree import tensors_in
 from paceline.engines.replicas import fingerprint
 from paceline.errors import UsageError
-from paceline.train.metrics import score_all
-from paceline.train.output_loss import Criterion, count_samples
+from paceline.train.evaluate import score_all
+from paceline.train.loss import Criterion, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.step import place
 

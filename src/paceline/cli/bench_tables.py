@@ -1,23 +1,14 @@
 """The tables of ``paceline bench``: a record's rows for people.
 
-A column is written as ``title: template``, or ``<title: template`` for one that is aligned to the left. The template
-names values of a row, with format specifications as in f-strings and these besides:
-
-    B    a number of bytes               N    a large number
-    Y    yes or no                       U    seconds, in microseconds
-    S    seconds, in a fitting unit      ?    before another: nothing where the value is 0
-
-A list shows its largest value. A cell is empty where a value that it names is None or missing; of templates with ``|``
-between them, the first that can be filled counts.
+A column is written as ``title: template`` (see ``records/templates.py``), or ``<title: template`` for one that is
+aligned to the left. A cell is empty where a value that it names is None or missing.
 """
 
 from __future__ import annotations
 
-import contextlib
-from string import Formatter
 from typing import Any
 
-from paceline.units import format_bytes, format_count, format_seconds
+from paceline.records.templates import fill
 
 Rows = list[dict[str, Any]]
 
@@ -58,30 +49,6 @@ def show_table(name: str, rows: Rows) -> None:
         print(legend)
 
 
-class _CellFormatter(Formatter):
-    """Fills the template of a column; raises KeyError for a value that is not there."""
-
-    def format_field(self, value: Any, format_spec: str) -> str:
-        spec = format_spec.removeprefix("?")
-        if value is None or (spec != format_spec and not value):
-            raise KeyError
-        value = max(value) if isinstance(value, list) else value
-        if named := {"B": format_bytes, "N": format_count, "Y": _yes, "U": _microseconds, "S": format_seconds}.get(
-            spec
-        ):
-            return named(value)
-        text = format(value, spec)
-        return text.replace("%", " %") if spec.endswith("%") else text
-
-
-def _yes(value: Any) -> str:
-    return "yes" if value else "no"
-
-
-def _microseconds(seconds: float) -> str:
-    return f"{1e6 * seconds:,.2f} us"
-
-
 def print_table(rows: Rows, columns: tuple[str, ...]) -> None:
     """Prints rows under the titles of columns, each written as at the top of this file."""
     from rich.table import Table
@@ -93,15 +60,8 @@ def print_table(rows: Rows, columns: tuple[str, ...]) -> None:
     for title, _, _ in split:
         table.add_column(title.removeprefix("<"), justify="left" if title.startswith("<") else "right")
     for row in rows:
-        table.add_row(*(_cell(template, row) for _, _, template in split))
+        table.add_row(*(fill(f"[{template}]", row) for _, _, template in split))
     console = new_console()
     if not console.is_terminal:
         console.width = 160  # nobody to fold the lines for
     console.print(table)
-
-
-def _cell(templates: str, row: dict[str, Any]) -> str:
-    for template in templates.split("|"):
-        with contextlib.suppress(KeyError):
-            return _CellFormatter().vformat(template, (), row)
-    return ""

@@ -17,7 +17,6 @@ from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.learn.exercise import Exercise
-    from paceline.learn.progress import Progress
 
 app = typer.Typer(no_args_is_help=True, help="The course: check answers, get hints, play with layouts.")
 
@@ -94,8 +93,8 @@ def play(
     from paceline.cli.watch import open_browser, require_server
 
     require_server()
-    from paceline.learn.play_server import make_play_app, make_play_server
-    from paceline.view.server import listen
+    from paceline.learn.play_server import make_play_app
+    from paceline.view.server import listen, make_server
 
     app = make_play_app()
     found = listen("127.0.0.1", port)
@@ -104,7 +103,7 @@ def play(
     echo("  Ctrl-C ends it")
     if is_opened:
         open_browser(url)
-    make_play_server(app).run(sockets=[found])
+    make_server(app).run(sockets=[found])
 
 
 def state_file() -> Path:
@@ -146,27 +145,27 @@ def _show(exercise: Exercise, *, as_json: bool) -> None:
 
 
 def _list(*, as_json: bool) -> None:
-    from paceline.learn.course import LESSONS, all_exercises
+    from paceline.learn.exercise import lessons
     from paceline.learn.progress import load_progress
 
-    progress, exercises = load_progress(state_file()), all_exercises()
+    progress = load_progress(state_file())
+    exercises = [each for lesson in lessons().values() for each in lesson.exercises]
     if as_json:
-        print_json([_listed(each, progress) for each in exercises])
+        print_json(
+            [
+                {
+                    "number": each.number,
+                    "title": each.title,
+                    "passed": each.number in progress.passed,
+                    "hints_shown": min(progress.hints.get(each.number, 0), len(each.hints)),
+                }
+                for each in exercises
+            ]
+        )
         return
-    lesson = ""
-    for each in exercises:
-        if (here := each.number.partition(".")[0]) != lesson:
-            lesson = here
-            echo(f"Lesson {lesson}: {LESSONS[int(lesson)]}")
-        echo(f"  {each.number} {'passed' if each.number in progress.passed else '-':<7} {each.title}")
+    for number, lesson in lessons().items():
+        echo(f"Lesson {number}: {lesson.title}")
+        for each in lesson.exercises:
+            echo(f"  {each.number} {'passed' if each.number in progress.passed else '-':<7} {each.title}")
     passed = sum(each.number in progress.passed for each in exercises)
     echo(f"\n{passed} of {len(exercises)} exercises passed")
-
-
-def _listed(exercise: Exercise, progress: Progress) -> dict[str, Any]:
-    return {
-        "number": exercise.number,
-        "title": exercise.title,
-        "passed": exercise.number in progress.passed,
-        "hints_shown": min(progress.hints.get(exercise.number, 0), len(exercise.hints)),
-    }

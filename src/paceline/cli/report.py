@@ -42,7 +42,8 @@ def report(
     from itertools import pairwise
 
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
-    from paceline.records.report import render, summarize, to_json
+    from paceline.records.report import summarize, to_json
+    from paceline.records.tables import render
     from paceline.terminal import new_console
 
     if compare and len(folders) < 2:

@@ -148,7 +148,8 @@ def describe(found: Simulation) -> dict[str, Any]:
 
 
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
-    from paceline.records.report import render, to_json
+    from paceline.records.report import to_json
+    from paceline.records.tables import render
     from paceline.rehearse.simulate.timeline import LEGEND, draw_step
     from paceline.terminal import new_console
 

@@ -134,7 +134,8 @@ def show_finding(found: RateFinding, *, as_json: bool) -> None:
 
 def show_result(result: RunResult, *, as_json: bool) -> None:
     """Prints what a finished run did, where it is, and what to try next."""
-    from paceline.records.report import render, to_json
+    from paceline.records.report import to_json
+    from paceline.records.tables import render
     from paceline.terminal import new_console
 
     note = "" if result.has_trained else _nothing_left(result)

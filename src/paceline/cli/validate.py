@@ -13,8 +13,7 @@ from paceline.errors import UsageError
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
-    from paceline.predict.scored.scores import ErrorScores
-    from paceline.predict.scored.validation import FamilyScores, Validation
+    from paceline.predict.scored.validation import ErrorScores, FamilyScores, Validation
 
 _LISTED = 20
 _HELD_OUT, _ALL = "dev", "all"

@@ -16,6 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from paceline.cluster.entries import (
     AnyEntry,
@@ -63,7 +64,7 @@ class Device:
     and ``compiled_launch_s`` for one of a compiled block.
 
     What ``paceline calibrate`` measured besides: ``shapes``; ``memory_rates``, bytes per second of families of kernels
-    by bytes (cluster/operations.py); ``operation_s``, the host's time for one operation of a training step, and
+    by bytes (cluster/kernels.py); ``operation_s``, the host's time for one operation of a training step, and
     ``tensor_s`` for each further tensor of one over lists; ``step_s``, its time for a step whatever there is in it, and
     ``loop_s`` for what surrounds a step in a run: the next batch, times, records, hooks; ``factor``, what a run took
     over what its kernels add up to, as ``calibrate --from`` fits it.
@@ -422,3 +423,31 @@ def _unknown(name: str, what: str, known: Mapping[str, object] | list[str]) -> U
         f"no {what} is called {name!r}: {hint}\n  names are those of the catalog, or a YAML file of your own\n"
         "  list them: paceline cluster ls; measure this machine: paceline calibrate --output mine.yaml"
     )
+
+
+class Peaks(NamedTuple):
+    """FLOP per second of one device in one dtype: of the data sheet, and the most that products were measured to reach.
+
+    None where nobody knows: a device that is not in the catalog, or one that was not measured in this dtype.
+    """
+
+    sheet: float | None = None
+    measured: float | None = None
+
+
+def find_peaks(name: str, compute: str, entry: Path | None = None) -> Peaks:
+    """Returns the peaks of a GPU by the name that its driver has, or of the device of an ``entry``.
+
+    Without an entry a CPU has none: those of the catalog were measured on other machines.
+    """
+    try:
+        device = Catalog().device(name) if entry is None else load_cluster(str(entry)).device
+    except UsageError:  # unknown, or a file that is of no use, which is told of elsewhere
+        return Peaks()
+    if entry is None and device.is_cpu:
+        return Peaks()
+    measured = device.matmul_ceiling.get(compute)
+    try:
+        return Peaks(sheet=device.peak(compute), measured=measured)
+    except UsageError:  # there is no figure for this dtype
+        return Peaks(measured=measured)

@@ -1,4 +1,6 @@
-"""What a kernel takes on a device: matrix products, attention, memory-bound work, and the host that launches them.
+"""What a kernel takes on a device, and the host that launches it: by fitted rates, and by what was measured there.
+
+By fitted rates (predict/formulas/constants.py), where a device was not measured:
 
     product      2 m n k FLOPs at  ceiling x rate x k / (k + k_half) x filled;  at least its bytes over the bandwidth
     k_half       of A100 in bf16; elsewhere in proportion to FLOPs a byte: tiles come from memory and go back to it
@@ -9,15 +11,37 @@
     launches     kernels x the host's time for each: a device with less work than that waits
 
 ``rate`` stands for what a whole training step reaches of a ceiling that was measured on one product at a time: clocks
-fall under load. Rates are fitted (predict/formulas/constants.py), ceilings and bandwidths are the catalog's.
+fall under load. Ceilings and bandwidths are the catalog's.
+
+On a device that ``paceline calibrate`` measured:
+
+    product, attention       FLOPs / the rate of this shape, between the shapes that ``paceline calibrate`` timed
+    all others               bytes read and written / the rate of this family of kernels at this size
+    the host                 its time for each operation; a CPU computes itself, beside a GPU it runs ahead
+
+What was not measured falls back: another family to ``pointwise``, that to the memory's bandwidth, a product to the
+device's ceiling. Families are kernels that are alike in how they go through memory; a CPU's differ by a factor of ten.
+
+The rate of a shape is the mean of the measured rates' logarithms, weighted by 1 / d^4, where d is the distance of the
+sizes' logarithms: at a measured shape it is what was measured, and far from all of them about the mean of the nearest.
+A processor's small products take a time that hardly depends on their sizes: the library makes a plan for each call, and
+that more for some layouts than for others. So on a CPU
+
+    seconds = floor + FLOPs / rate        floor: most of what the shortest measured product of the layout took,
+                                          in whatever dtype
+
+and it is this rate that lies between those of the measured shapes.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, TypeAlias, get_args
 
-from paceline.cluster.devices import Device
+from paceline.cluster.devices import Device, ShapeRate
+from paceline.cluster.measured import figure_between
 
 _TILE = 128
 _BALANCE = 271.2e12 / 2.039e12  # FLOPs a byte of A100 SXM 80 GB in bf16
@@ -70,3 +94,180 @@ def ceiling(device: Device, dtype: str) -> float:
 
 
 _BYTES = {"fp32": 4, "tf32": 4, "fp16": 2, "bf16": 2, "fp8": 1.5, "fp4": 1.25}
+
+
+# By what was measured.
+
+MemoryFamily: TypeAlias = Literal[
+    "pointwise",
+    "curve",
+    "curve_backward",
+    "norm",
+    "norm_backward",
+    "softmax",
+    "reduction",
+    "strided",
+    "convert",
+    "embedding",
+    "embedding_backward",
+    "optimizer",
+    "random",
+]
+Family: TypeAlias = Literal["matmul", "attention", "attention_backward"] | MemoryFamily
+MEMORY_FAMILIES: tuple[MemoryFamily, ...] = get_args(MemoryFamily)
+# Kernels that a compiler puts into one, and goes through memory once for all of them.
+FUSED: frozenset[str] = frozenset(
+    ("pointwise", "curve", "curve_backward", "norm", "norm_backward", "convert", "strided", "reduction", "random")
+)
+# What two kinds of kernels reach on a GPU: of the ceiling, the convolution of an image's few channels, which its units
+# go through as if they were 32; of a reduction's rate, the gradient of a pooling, where each number looks for itself in
+# all windows around it. Fitted to one step of a ResNet-50 in bf16 on an H200, which has no record in bench/results.
+_FEW_CHANNELS = 0.054
+_POOLING_BACKWARD = 0.28
+_FLOOR = 0.9
+_BACKWARD_FLOPS = 2.5  # of attention, over its forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operation:
+    """One call of a kernel. ``sizes``: (rows, inner, columns) of a product, (batch, heads, queries, head size) of
+    attention; ``batch`` counts equal products. ``layout`` says which operands are transposed: nn, nt, tn.
+
+    ``reads`` and ``writes`` are what it goes through: (number of the tensor, bytes). ``tensors`` is how many a kernel
+    over lists has, which the host goes through one by one.
+    """
+
+    name: str
+    family: Family
+    dtype: str = "fp32"
+    sizes: tuple[int, ...] = ()
+    batch: int = 1
+    layout: str = ""
+    is_causal: bool = True
+    tensors: int = 1
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[tuple[int, int], ...] = ()
+    phase: str = "forward"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(size for _, size in self.reads) + sum(size for _, size in self.writes)
+
+    @property
+    def flops(self) -> float:
+        """Floating point operations of a product or of attention; 0 for what memory binds."""
+        if self.family == "matmul":
+            return 2.0 * self.batch * math.prod(self.sizes)
+        if self.family.startswith("attention"):
+            batch, heads, length, size = self.sizes
+            forward = 4.0 * batch * heads * length**2 * size / (2 if self.is_causal else 1)
+            return forward * (_BACKWARD_FLOPS if self.family == "attention_backward" else 1.0)
+        return 0.0
+
+    @property
+    def full_flops(self) -> float:
+        """The same with causal attention in full, as an MFU counts it."""
+        return self.flops * (2.0 if self.family.startswith("attention") and self.is_causal else 1.0)
+
+    @property
+    def is_convolution(self) -> bool:
+        return "convolution" in self.name
+
+    @property
+    def is_batch_norm(self) -> bool:
+        return "batch_norm" in self.name
+
+    @property
+    def has_few_channels(self) -> bool:
+        """Whether a convolution reads channels that do not fill the rows of a tensor unit, which are 8 numbers long."""
+        if not self.is_convolution or self.dtype == "fp32":
+            return False
+        return self.sizes[2 if self.name.endswith("backward") else 1] % 8 != 0
+
+
+def work_seconds(device: Device, operation: Operation) -> float:
+    """Returns what a kernel takes once it runs."""
+    if operation.family == "matmul":
+        measured = matmul_rate(device, operation.sizes, operation.dtype, operation.layout)
+        rate = measured or device.ceiling(operation.dtype)
+        if device.is_cpu:
+            return operation.flops / rate
+        if operation.has_few_channels:
+            rate = _FEW_CHANNELS * device.ceiling(operation.dtype)
+        return max(operation.flops / rate, operation.num_bytes / (device.memory_bandwidth * device.memory_share))
+    if operation.family in ("attention", "attention_backward"):
+        found = attention_rate(device, operation.sizes, operation.family, operation.dtype)
+        return operation.flops / (found or 0.4 * device.ceiling(operation.dtype))
+    share = _POOLING_BACKWARD if operation.name == "max_pool2d_with_indices_backward" and not device.is_cpu else 1.0
+    return operation.num_bytes / (share * memory_rate(device, operation.family, operation.num_bytes))
+
+
+def memory_rate(device: Device, family: str, num_bytes: float) -> float:
+    """Returns bytes per second of a family of kernels: between measured sizes along a line of logarithms."""
+    points = device.memory_rates.get(family) or device.memory_rates.get("pointwise")
+    if not points:
+        return device.memory_bandwidth * device.memory_share
+    return figure_between(points, num_bytes)
+
+
+def host_seconds(device: Device, operation: Operation, *, is_compiled: bool = False) -> float:
+    """Returns what it takes the host to get an operation going."""
+    each = device.compiled_launch_s if is_compiled else device.operation_s or device.launch_s
+    return each + (operation.tensors - 1) * device.tensor_s
+
+
+def matmul_rate(device: Device, sizes: tuple[int, ...], dtype: str, layout: str = "") -> float | None:
+    """Returns FLOP per second of a product of (rows, inner, columns); None where none of this dtype was measured.
+
+    ``layout`` says which operand is transposed: nn, nt, tn. Products measured in it count alone, where there are any.
+    """
+    known = [each for each in device.shapes if each.kind == "matmul" and each.dtype == dtype]
+    same = [each for each in known if each.layout == layout] if layout else []
+    found = same or known
+    if not device.is_cpu or any(each.sizes == sizes for each in found) or not found:
+        return _between(found, sizes)
+    others = [each for each in device.shapes if each.kind == "matmul" and each.layout == found[0].layout]
+    floor = _FLOOR * min(_flops(each.sizes) / each.flops for each in others)
+    above = [replace(each, flops=_flops(each.sizes) / (_flops(each.sizes) / each.flops - floor)) for each in found]
+    rate = _between(above, sizes)
+    assert rate is not None
+    return _flops(sizes) / (floor + _flops(sizes) / rate)
+
+
+def attention_rate(
+    device: Device, sizes: tuple[int, ...], kind: str = "attention", dtype: str = "fp32"
+) -> float | None:
+    """Returns FLOP per second of causal attention (batch, heads, sequence, head size), counted as half of the square.
+
+    Batch and heads are one size here: both are so many of the same. ``attention_backward`` is counted as 2.5 times the
+    forward. None where neither was measured. In a dtype that a CPU emulates it is slower by as much as products are.
+    """
+    known = [each for each in device.shapes if each.kind == kind]
+    known = known or [each for each in device.shapes if each.kind == "attention"]
+    rate = _between([_merged(each) for each in known], (sizes[0] * sizes[1], *sizes[2:]))
+    if rate is None or not (device.is_cpu and device.emulates(dtype)):
+        return rate
+    return rate * device.ceiling(dtype) / device.ceiling("fp32")
+
+
+def _flops(sizes: Sequence[int]) -> float:
+    return 2.0 * math.prod(sizes)
+
+
+def _merged(shape: ShapeRate) -> ShapeRate:
+    batch, heads, *rest = shape.sizes
+    return ShapeRate(kind=shape.kind, dtype=shape.dtype, sizes=(batch * heads, *rest), flops=shape.flops)
+
+
+def _between(known: Sequence[ShapeRate], sizes: Sequence[int]) -> float | None:
+    if not known:
+        return None
+    total = weights = 0.0
+    for each in known:
+        distance = math.dist([math.log(size) for size in each.sizes], [math.log(max(1, size)) for size in sizes])
+        if distance < 1e-9:
+            return each.flops
+        weight = distance**-4
+        total += weight * math.log(each.flops)
+        weights += weight
+    return math.exp(total / weights)

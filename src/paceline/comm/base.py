@@ -13,18 +13,19 @@ Ranks are numbered within the group: ``comm.rank`` runs from 0 to ``comm.size - 
 All ranks of a group issue the same collectives in the same order.
 
 A communicator declares what it can do (``takes_real_time``, ``clock``, ``backend``, ...): nobody looks at its type, or
-at what it wraps. ``group.py`` has the base classes that declare it: one for backends, one for wrappers.
+at what it wraps.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 import torch
 
 from paceline.clock import Clock, DeviceClock
+from paceline.errors import UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import FlatLayout
 
@@ -44,59 +45,82 @@ class Work(Protocol):
         """Returns when the result may be used; on CUDA it orders streams and does not block the host."""
 
 
-@runtime_checkable
-class Communicator(Protocol):
-    """A group of ranks that talk. Engines know this protocol and no backend."""
+class Call(NamedTuple):
+    """What a rank asks of its group: a verb, and what it was given. One thing to pass on, record, count and time."""
+
+    kind: str
+    output: torch.Tensor  # where the result goes
+    tensor: torch.Tensor  # what this rank gives: the same one, where the result takes its place
+    op: ReduceOp = "sum"
+    peer: int = 0  # the source of a broadcast, or the other end of a message
+    tag: int = 0
+    splits: tuple[list[int], list[int]] | None = None  # of an all-to-all: rows of the output, and of the tensor
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """The tensor whose bytes count."""
+        return self.output if self.kind == "all_gather" else self.tensor
+
+
+class Communicator:
+    """A group of ranks that talk. Engines know this class and no backend.
+
+    The verbs say here, once, what they refuse: else a mistake would pass on virtual ranks and hang real ones. What
+    differs is ``issue``, and ``barrier`` and ``split``.
+    """
 
     rank: int  # this rank's number within the group
     size: int
     ranks: tuple[int, ...]  # the members by their rank in the world, in group order
     device: torch.device  # where this rank's tensors live
-    device_kind: (
-        str  # the type of device that engines adapt to: that of the tensors, or the one that a dry run imitates
-    )
+    device_kind: str  # the type of device that engines adapt to: that of the tensors, or the one a dry run imitates
     backend: str  # how bytes travel: ``nccl``, ``gloo``, ``shared_memory``, ``virtual``, or ``none`` in a world of one
-    takes_real_time: bool  # whether a duration that a rank measures is its own: not so where ranks take turns
+    takes_real_time: bool = True  # whether a duration that a rank measures is its own: not so where ranks take turns
+    clock: Clock | None = None  # this rank's virtual clock; None where its time is that of its device
+    ledger: Ledger | None = None  # where every operation is written down for whoever looks for a hang, if anywhere
+    trained: TrainedParameters | None = None  # whose updates are compared between ranks, where they are
+    trace: Trace | None = None  # what counts operations, bytes and waits, if anything does
 
-    @property
-    def clock(self) -> Clock | None:
-        """This rank's virtual clock; None where its time is that of its device."""
-
-    @property
-    def ledger(self) -> Ledger | None:
-        """Where every operation is written down for whoever looks for a hang, if anywhere."""
-
-    @property
-    def trained(self) -> TrainedParameters | None:
-        """The parameters whose updates are compared between ranks, where they are: engines add theirs."""
-
-    @property
-    def trace(self) -> Trace | None:
-        """What counts operations, bytes and waits, if anything does."""
+    def __init__(self, rank: int, ranks: tuple[int, ...], device: torch.device, *, backend: str) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.size = len(ranks)
+        self.device = device
+        self.device_kind = device.type
+        self.backend = backend
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Returns zeros that collectives use in place, without a copy; None, on all ranks, where there are none.
 
         Called by every rank at the same time, with the same arguments. Any other tensor gives the same results.
         """
+        del numel, dtype
+        return None
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Replaces ``tensor`` by the reduction over all ranks, the same bits on each."""
+        return self.issue(Call("all_reduce", tensor, tensor, op))
 
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
         """Puts this rank's slice of the reduction of ``tensor`` into ``output``: ``numel`` is 1/size of the input's.
 
         ``output`` may be this rank's own slice of ``tensor``.
         """
+        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
+        return self.issue(Call("reduce_scatter", output, tensor, op))
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
         """Fills ``output`` with every rank's ``tensor`` in rank order; all have the same shape.
 
         ``tensor`` may be this rank's own slice of ``output``.
         """
+        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
+        return self.issue(Call("all_gather", output, tensor))
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
         """Replaces ``tensor`` by that of rank ``source``."""
+        check_peer("broadcast from", source, self.size)
+        return self.issue(Call("broadcast", tensor, tensor, "sum", source))
 
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
@@ -105,21 +129,70 @@ class Communicator(Protocol):
 
         Splits count rows of dim 0; without them the pieces are equal.
         """
+        splits = (_rows(output, output_splits, self.size), _rows(tensor, input_splits, self.size))
+        return self.issue(Call("all_to_all", output, tensor, "sum", 0, 0, splits))
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         """Sends ``tensor``; matched with a receive of the same tag, in the order they were issued."""
+        check_peer("send to", to, self.size)
+        return self.issue(Call("send", tensor, tensor, "sum", to, tag))
 
     def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
         """Receives into ``tensor``."""
+        check_peer("recv from", source, self.size)
+        return self.issue(Call("recv", tensor, tensor, "sum", source, tag))
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
+        raise NotImplementedError
 
     def split(self, ranks: Sequence[int]) -> Communicator:
         """Makes the subgroup of ``ranks`` (numbers within this group).
 
         Called by the members alone, each with the same ``ranks``; a member's rank is its place in ``ranks``.
         """
+        raise NotImplementedError
+
+    def issue(self, call: Call) -> Work:
+        """Starts what a verb asks for. A backend has a method for each: ``_all_reduce`` and so on."""
+        work: Work = getattr(self, f"_{call.kind}")(call)
+        return work
+
+
+def check_peer(kind: str, peer: int, size: int) -> None:
+    """Raises UsageError unless ``peer`` is a rank of a group of ``size``."""
+    if not 0 <= peer < size:
+        raise UsageError(f"{kind} rank {peer} in a group of {size}: its ranks are 0 to {size - 1}")
+
+
+def check_pieces(kind: str, *, whole: torch.Tensor, piece: torch.Tensor, size: int) -> None:
+    """Raises UsageError unless ``whole`` holds one ``piece`` for each rank, of the same dtype."""
+    if whole.numel() != piece.numel() * size:
+        raise UsageError(
+            f"{kind} on {size} ranks with {whole.numel()} elements in all and {piece.numel()} a rank: "
+            f"the whole must be {size} times the piece"
+        )
+    if whole.dtype != piece.dtype:
+        raise UsageError(f"{kind} between {whole.dtype} and {piece.dtype}: both tensors have the same dtype")
+
+
+def _rows(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
+    """Returns the rows of ``tensor`` that belong to each rank; raises UsageError where they do not add up."""
+    rows = tensor.shape[0]
+    if splits is None and rows % size:
+        raise UsageError(f"all_to_all of {rows} rows on {size} ranks: give splits, or rows that divide")
+    result = list(splits) if splits is not None else [rows // size] * size
+    if len(result) != size or sum(result) != rows or min(result) < 0:
+        raise UsageError(f"all_to_all splits {result} do not make {rows} rows on {size} ranks")
+    return result
+
+
+def check_split(ranks: Sequence[int], rank: int, size: int) -> None:
+    """Raises UsageError unless ``ranks`` are distinct ranks of a group of ``size``, with ``rank`` among them."""
+    if rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < size for r in ranks):
+        raise UsageError(
+            f"split({list(ranks)}) on rank {rank} of {size}: give distinct ranks of this group, this one among them"
+        )
 
 
 def control_device(comm: Communicator) -> torch.device:

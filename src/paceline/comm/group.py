@@ -1,51 +1,17 @@
-"""What communicators have in common: membership, what they declare, what their verbs refuse, and how two values add up.
-
-``GroupMember`` is the base of the backends. ``WrappedCommunicator`` is the base of those that add something to another
-communicator: it declares what the inner one declares, and passes every verb on through one method.
-"""
+"""What communicators have in common beside their verbs: how one wraps another, and how two values add up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.clock import Clock
-from paceline.comm.base import Communicator, ReduceOp, Splits, Work
+from paceline.comm.base import Call, Communicator, ReduceOp, Work
 from paceline.errors import UsageError
 
-if TYPE_CHECKING:
-    from paceline.comm.ledger.ledger import Ledger
-    from paceline.comm.ledger.updates import TrainedParameters
-    from paceline.comm.trace import Trace
 
-
-class GroupMember:
-    """A rank of a group: its number, the ranks of all members in the world, and its device."""
-
-    takes_real_time: bool = True
-    clock: Clock | None = None
-    ledger: Ledger | None = None
-    trained: TrainedParameters | None = None
-    trace: Trace | None = None
-
-    def __init__(self, rank: int, ranks: tuple[int, ...], device: torch.device, *, backend: str) -> None:
-        self.rank = rank
-        self.ranks = ranks
-        self.size = len(ranks)
-        self.device = device
-        self.device_kind = device.type
-        self.backend = backend
-
-    def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns None: there is no memory that the ranks share."""
-        del numel, dtype
-        return None
-
-
-class WrappedCommunicator(GroupMember):
-    """Passes every verb on to ``inner``. Subclasses add what they are for, in ``_pass_on`` or in single verbs."""
+class WrappedCommunicator(Communicator):
+    """Passes every call on to ``inner``. Subclasses add what they are for, in ``issue``."""
 
     def __init__(self, inner: Communicator) -> None:
         super().__init__(inner.rank, inner.ranks, inner.device, backend=inner.backend)
@@ -58,75 +24,11 @@ class WrappedCommunicator(GroupMember):
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         return self.inner.shared_buffer(numel, dtype)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return self._pass_on("all_reduce", tensor, self.inner.all_reduce, tensor, op)
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        return self._pass_on("reduce_scatter", tensor, self.inner.reduce_scatter, output, tensor, op)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        return self._pass_on("all_gather", output, self.inner.all_gather, output, tensor)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        return self._pass_on("broadcast", tensor, self.inner.broadcast, tensor, source)
-
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        return self._pass_on("all_to_all", tensor, self.inner.all_to_all, output, tensor, output_splits, input_splits)
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        return self._pass_on("send", tensor, self.inner.send, tensor, to, tag)
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        return self._pass_on("recv", tensor, self.inner.recv, tensor, source, tag)
+    def issue(self, call: Call) -> Work:
+        return self.inner.issue(call)
 
     def barrier(self) -> None:
         self.inner.barrier()
-
-    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
-        """Calls a verb of ``inner``; ``whole`` is the tensor whose bytes count."""
-        del kind, whole
-        return verb(*arguments)
-
-
-# What the verbs refuse, on every backend alike: else a mistake would pass on virtual ranks and hang real ones.
-
-
-def check_peer(kind: str, peer: int, size: int) -> None:
-    """Raises UsageError unless ``peer`` is a rank of a group of ``size``."""
-    if not 0 <= peer < size:
-        raise UsageError(f"{kind} rank {peer} in a group of {size}: its ranks are 0 to {size - 1}")
-
-
-def check_pieces(kind: str, *, whole: torch.Tensor, piece: torch.Tensor, size: int) -> None:
-    """Raises UsageError unless ``whole`` holds one ``piece`` for each rank, of the same dtype."""
-    if whole.numel() != piece.numel() * size:
-        raise UsageError(
-            f"{kind} on {size} ranks with {whole.numel()} elements in all and {piece.numel()} a rank: "
-            f"the whole must be {size} times the piece"
-        )
-    if whole.dtype != piece.dtype:
-        raise UsageError(f"{kind} between {whole.dtype} and {piece.dtype}: both tensors have the same dtype")
-
-
-def all_to_all_splits(tensor: torch.Tensor, splits: Splits, size: int) -> list[int]:
-    """Returns the rows of ``tensor`` that belong to each rank; raises UsageError where they do not add up."""
-    rows = tensor.shape[0]
-    if splits is None and rows % size:
-        raise UsageError(f"all_to_all of {rows} rows on {size} ranks: give splits, or rows that divide")
-    result = list(splits) if splits is not None else [rows // size] * size
-    if len(result) != size or sum(result) != rows or min(result) < 0:
-        raise UsageError(f"all_to_all splits {result} do not make {rows} rows on {size} ranks")
-    return result
-
-
-def check_split(ranks: Sequence[int], rank: int, size: int) -> None:
-    """Raises UsageError unless ``ranks`` are distinct ranks of a group of ``size``, with ``rank`` among them."""
-    if rank not in ranks or len(set(ranks)) != len(ranks) or not all(0 <= r < size for r in ranks):
-        raise UsageError(
-            f"split({list(ranks)}) on rank {rank} of {size}: give distinct ranks of this group, this one among them"
-        )
 
 
 def check_reduction(kind: str, dtype: torch.dtype, op: ReduceOp) -> None:

@@ -63,8 +63,15 @@ class Meeting:
         except (RuntimeError, ValueError) as error:  # torch raises its DistErrors as RuntimeErrors
             address = os.environ["MASTER_ADDR"]
             address = address if Address.parse(address) else f"{address}:{os.environ['MASTER_PORT']}"
-            rank, world = os.environ["RANK"], os.environ["WORLD_SIZE"]
-            raise CommunicationError(_explain_start(error, rank, world, address, self._missing(stage))) from error
+            rank, text = f"rank {os.environ['RANK']}", str(error)
+            who, first = f"{rank} of {os.environ['WORLD_SIZE']}", (text.splitlines() or [""])[0]
+            what = f"{who} cannot join at {address}\n  {first}"
+            if "EADDRINUSE" in text or "already in use" in text.lower():
+                what = f"{rank} cannot listen on {address}: the port is in use\n"
+                what += "  choose another MASTER_PORT, or end its user"
+            elif "timed out" in text.lower() or "timeout" in text.lower():
+                what = f"{who} waited in vain for {self._missing(stage)} at {address}\n  {first}"
+            raise CommunicationError(what) from error
 
     def _missing(self, stage: str) -> str:
         """Names the ranks that have not come so far, if the store can still be asked."""
@@ -191,14 +198,3 @@ def threads_that_do_not_preempt() -> Iterator[None]:
         yield
     finally:
         os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
-
-
-def _explain_start(error: Exception, rank: str, world: str, address: str, missing: str) -> str:
-    text = str(error)
-    if "EADDRINUSE" in text or "already in use" in text.lower():
-        return (
-            f"rank {rank} cannot listen on {address}: the port is in use\n  choose another MASTER_PORT, or end its user"
-        )
-    if "timed out" in text.lower() or "timeout" in text.lower():
-        return f"rank {rank} of {world} waited in vain for {missing} at {address}\n  {text.splitlines()[0]}"
-    return f"rank {rank} of {world} cannot join at {address}\n  {text.splitlines()[0]}"

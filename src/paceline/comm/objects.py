@@ -1,7 +1,9 @@
-"""Small Python objects between ranks, built on the communicator's verbs. For set-up and verdicts, not for the step."""
+"""Objects, numbers, means and clocks between ranks, built on the communicator's verbs: not for the step."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
@@ -10,7 +12,7 @@ import torch
 
 from paceline.comm.base import Communicator, ReduceOp, Work, control_device
 from paceline.comm.plain import from_bytes, to_bytes
-from paceline.errors import PacelineError
+from paceline.errors import PacelineError, UsageError
 
 T = TypeVar("T")
 
@@ -91,3 +93,56 @@ def _to_bytes(value: object, comm: Communicator) -> tuple[torch.Tensor, torch.Te
 
 def _from_bytes(payload: torch.Tensor) -> Any:
     return from_bytes(payload.cpu().numpy().tobytes())
+
+
+def mean(total: float | torch.Tensor, count: float | torch.Tensor, comm: Communicator) -> float:
+    """Returns the sum of ``total`` over all ranks by the sum of ``count``: the same number on every rank.
+
+    ``total`` is a *sum* over this rank's samples (or tokens), of which there are ``count``, perhaps none. All ranks
+    call it. A mean of the ranks' means would weigh the samples of a small batch more. Added up in float64.
+
+    Raises UsageError where no rank has a sample, or what is given is not one number.
+    """
+    values = [torch.as_tensor(value).detach() for value in (total, count)]
+    if any(value.numel() != 1 for value in values):
+        shapes = [list(value.shape) for value in values]
+        raise UsageError(
+            f"a mean of tensors of the shapes {shapes[0]} and {shapes[1]}\n"
+            "  a total and a count are one number each\n  sum over the samples first: total=losses.sum()"
+        )
+    device = control_device(comm)
+    sums = torch.stack([value.reshape(()).to(device, torch.float64) for value in values])
+    comm.all_reduce(sums).wait()
+    added, samples = sums.tolist()
+    if samples == 0 or math.isnan(samples):
+        raise UsageError(
+            f"a mean over {samples:g} samples of {comm.size} ranks\n  it needs at least one\n"
+            "  check that the loader has batches, and that count is added up"
+        )
+    return float(added / samples)
+
+
+_ROUNDS = 10
+
+
+def clock_offset(comm: Communicator, read: Callable[[], float] = time.time) -> tuple[float, float]:
+    """Returns how far this rank's clock is ahead of rank 0's, and by how much that may be wrong. All ranks call it.
+
+    Costs ``2 x rounds`` messages a rank, one rank after the other. ``read`` reads the clock.
+    """
+    best = (float("inf"), 0.0)
+    for rank in range(1, comm.size):
+        for _ in range(_ROUNDS):
+            if comm.rank == 0:
+                ping = torch.zeros(1, dtype=torch.float64, device=comm.device)
+                comm.recv(ping, rank).wait()
+                ping.fill_(read())
+                comm.send(ping, rank).wait()
+            elif comm.rank == rank:
+                pong = torch.zeros(1, dtype=torch.float64, device=comm.device)
+                start = read()
+                comm.send(pong, 0).wait()
+                comm.recv(pong, 0).wait()
+                reading, end = float(pong.item()), read()
+                best = min(best, (end - start, (start + end) / 2 - reading))
+    return (0.0, 0.0) if comm.rank == 0 else (best[1], best[0] / 2)

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -56,8 +56,8 @@ class _Writer:
             return value
         if type(value) is list:
             return [self.write(each) for each in value]
-        for kind, test, describe in _KINDS:
-            if test(value):
+        for kind, (is_one, describe, _) in _KINDS.items():
+            if is_one(value):
                 return {kind: describe(self, value)}
         for base in _PLAIN:
             if isinstance(value, base):
@@ -93,6 +93,12 @@ class _Writer:
         fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
         return [_name(type(value)), {name: self.write(getattr(value, name)) for name in fields}]
 
+    def model(self, value: Any) -> list[Any]:
+        return [_name(type(value)), self.write(value.__getstate__())]
+
+    def error(self, value: PacelineError) -> list[Any]:
+        return [_name(type(value)), self.all(value.args), self.write(value.__dict__)]
+
 
 class _Reader:
     """Rebuilds what a ``_Writer`` described."""
@@ -106,7 +112,7 @@ class _Reader:
         if not isinstance(text, dict):
             return text
         ((kind, content),) = text.items()
-        return _READERS[kind](self, content)
+        return _KINDS[kind][2](self, content)
 
     def pairs(self, content: Any) -> dict[Any, Any]:
         return {self.read(key): self.read(each) for key, each in content}
@@ -118,10 +124,7 @@ class _Reader:
 
     def tensor(self, content: Any) -> torch.Tensor:
         name, shape, place, length = content
-        dtype = getattr(torch, name)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{name} is no dtype")
-        raw = bytearray(self.part(place, length))
+        dtype, raw = _dtype(name), bytearray(self.part(place, length))
         flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
         return flat.view(shape)
 
@@ -184,70 +187,46 @@ def _is_named(value: Any) -> bool:
     return isinstance(value, tuple) and hasattr(value, "_fields")
 
 
-_Test = Callable[[Any], bool]
-_Describe = Callable[[_Writer, Any], Any]
-_KINDS: tuple[tuple[str, _Test, _Describe], ...] = (
-    ("enum", lambda value: isinstance(value, Enum), lambda _, value: [_name(type(value)), value.name]),
-    ("tensor", lambda value: isinstance(value, torch.Tensor), _Writer.tensor),
-    ("array", lambda value: isinstance(value, np.ndarray), _Writer.array),
-    ("scalar", lambda value: isinstance(value, np.generic), _Writer.array),
-    ("named", _is_named, lambda writer, value: [_name(type(value)), writer.all(value)]),
-    ("shape", lambda value: isinstance(value, torch.Size), lambda _, value: list(value)),
-    ("tuple", lambda value: type(value) is tuple, lambda writer, value: writer.all(value)),
-    ("ordered", lambda value: type(value) is OrderedDict, _Writer.pairs),
-    ("dict", lambda value: type(value) is dict, _Writer.pairs),
-    ("set", lambda value: type(value) is set, _Writer.all),
-    ("frozenset", lambda value: type(value) is frozenset, _Writer.all),
-    ("bytes", lambda value: type(value) is bytes, _Writer.part),
-    ("path", lambda value: isinstance(value, Path), lambda _, value: str(value)),
-    ("dtype", lambda value: isinstance(value, torch.dtype), lambda _, value: str(value).removeprefix("torch.")),
-    ("device", lambda value: isinstance(value, torch.device), lambda _, value: str(value)),
-    ("complex", lambda value: type(value) is complex, lambda _, value: [value.real, value.imag]),
-    ("range", lambda value: type(value) is range, lambda _, value: [value.start, value.stop, value.step]),
-    (
-        "record",
-        lambda value: dataclasses.is_dataclass(value) and not isinstance(value, (type, PacelineError)),
-        _Writer.record,
-    ),
-    (
-        "model",
-        lambda value: _is_model(type(value)),
-        lambda writer, value: [_name(type(value)), writer.write(value.__getstate__())],
-    ),
-    (
-        "error",
-        lambda value: isinstance(value, PacelineError),
-        lambda writer, value: [_name(type(value)), writer.all(value.args), writer.write(value.__dict__)],
-    ),
-)
-
-
-def _read_dtype(_: _Reader, content: Any) -> torch.dtype:
-    found = getattr(torch, content)
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
     if not isinstance(found, torch.dtype):
-        raise TypeError(f"{content} is no dtype")
+        raise TypeError(f"{name} is no dtype")
     return found
 
 
-_READERS: dict[str, Callable[[_Reader, Any], Any]] = {
-    "enum": _Reader.enum,
-    "tensor": _Reader.tensor,
-    "array": _Reader.array,
-    "scalar": lambda reader, content: reader.array(content)[()],
-    "named": _Reader.named,
-    "shape": lambda _, content: torch.Size(content),
-    "tuple": lambda reader, content: tuple(reader.read(content)),
-    "ordered": lambda reader, content: OrderedDict(reader.pairs(content)),
-    "dict": _Reader.pairs,
-    "set": lambda reader, content: set(reader.read(content)),
-    "frozenset": lambda reader, content: frozenset(reader.read(content)),
-    "bytes": lambda reader, content: reader.part(*content),
-    "path": lambda _, content: Path(content),
-    "dtype": _read_dtype,
-    "device": lambda _, content: torch.device(content),
-    "complex": lambda _, content: complex(*content),
-    "range": lambda _, content: range(*content),
-    "record": _Reader.record,
-    "model": _Reader.model,
-    "error": _Reader.error,
+def _is(cls: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, cls)
+
+
+def _is_just(cls: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is cls
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, PacelineError))
+
+
+# By kind: which values are of it, how a writer describes them, how a reader rebuilds them.
+_Kind: TypeAlias = tuple[Callable[[Any], bool], Callable[[_Writer, Any], Any], Callable[[_Reader, Any], Any]]
+_KINDS: dict[str, _Kind] = {
+    "enum": (_is(Enum), lambda _, value: [_name(type(value)), value.name], _Reader.enum),
+    "tensor": (_is(torch.Tensor), _Writer.tensor, _Reader.tensor),
+    "array": (_is(np.ndarray), _Writer.array, _Reader.array),
+    "scalar": (_is(np.generic), _Writer.array, lambda reader, content: reader.array(content)[()]),
+    "named": (_is_named, lambda writer, value: [_name(type(value)), writer.all(value)], _Reader.named),
+    "shape": (_is(torch.Size), lambda _, value: list(value), lambda _, content: torch.Size(content)),
+    "tuple": (_is_just(tuple), _Writer.all, lambda reader, content: tuple(reader.read(content))),
+    "ordered": (_is_just(OrderedDict), _Writer.pairs, lambda reader, content: OrderedDict(reader.pairs(content))),
+    "dict": (_is_just(dict), _Writer.pairs, _Reader.pairs),
+    "set": (_is_just(set), _Writer.all, lambda reader, content: set(reader.read(content))),
+    "frozenset": (_is_just(frozenset), _Writer.all, lambda reader, content: frozenset(reader.read(content))),
+    "bytes": (_is_just(bytes), _Writer.part, lambda reader, content: reader.part(*content)),
+    "path": (_is(Path), lambda _, value: str(value), lambda _, content: Path(content)),
+    "dtype": (_is(torch.dtype), lambda _, value: str(value).removeprefix("torch."), lambda _, name: _dtype(name)),
+    "device": (_is(torch.device), lambda _, value: str(value), lambda _, content: torch.device(content)),
+    "complex": (_is_just(complex), lambda _, value: [value.real, value.imag], lambda _, content: complex(*content)),
+    "range": (_is_just(range), lambda _, value: [value.start, value.stop, value.step], lambda _, ends: range(*ends)),
+    "record": (_is_record, _Writer.record, _Reader.record),
+    "model": (lambda value: _is_model(type(value)), _Writer.model, _Reader.model),
+    "error": (_is(PacelineError), _Writer.error, _Reader.error),
 }

@@ -6,11 +6,10 @@ and one that another thread waits on would make this one wait too.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -23,40 +22,17 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02  # between two questions for 
 
 
 class SideChannel:
-    """Texts that hosts leave for one another, under names. Raises CommunicationError when the store is gone."""
+    """Texts that hosts leave for one another, under names. Raises CommunicationError when the store is gone.
 
-    def __init__(self, store: Any, name: str) -> None:
+    A thread of its own asks, since a connection to a host that cannot be reached any more may block for minutes: an
+    operation raises after ``patience_s``. Nobody waits for a text any more once there is one under ``farewell``.
+    """
+
+    def __init__(self, store: Any, name: str, *, patience_s: float = 1.5, farewell: str = "") -> None:
         """``store`` is a connection that nobody else uses; ``name`` keeps runs apart."""
         self._store = store
         self._prefix = f"paceline-health/{name}/"
         store.set_timeout(datetime.timedelta(seconds=TIMEOUT_S))
-
-    def publish(self, key: str, text: str) -> None:
-        """Leaves a text, in the place of an older one."""
-        with _explained("the store is gone"):
-            self._store.set(self._prefix + key, text)
-
-    def wait_for(self, key: str) -> str:
-        """Returns what was left there, as soon as something is. Raises CommunicationError after ten seconds."""
-        with _explained(f"nobody left {key}"):
-            return str(self._store.get(self._prefix + key).decode())
-
-    def read(self, key: str) -> str:
-        """Returns what was left there last; empty if nothing was. Does not wait."""
-        with _explained("the store is gone"):
-            is_there = self._store.check([self._prefix + key])
-            return str(self._store.get(self._prefix + key).decode()) if is_there else ""
-
-
-class PatientChannel(SideChannel):
-    """A side channel whose store may not answer at all: then an operation raises CommunicationError after a while.
-
-    A thread of its own asks, since a connection to a host that cannot be reached any more may block for minutes.
-    Nobody waits for a text any more once there is one under the name ``farewell``.
-    """
-
-    def __init__(self, store: Any, name: str, *, patience_s: float = 1.5, farewell: str = "") -> None:
-        super().__init__(store, name)
         self._patience_s, self._farewell = patience_s, farewell
         self._questions: SimpleQueue[Callable[[], str] | None] = SimpleQueue()
         self._answers: SimpleQueue[str | CommunicationError] = SimpleQueue()
@@ -72,17 +48,19 @@ class PatientChannel(SideChannel):
         self._thread.join(timeout=self._patience_s)
 
     def publish(self, key: str, text: str) -> None:
-        def leave() -> str:
-            SideChannel.publish(self, key, text)
-            return ""
-
-        self._ask(leave)
+        """Leaves a text, in the place of an older one."""
+        self._ask(lambda: self._store.set(self._prefix + key, text) or "")
 
     def read(self, key: str) -> str:
-        return self._ask(lambda: SideChannel.read(self, key))
+        """Returns what was left there last; empty if nothing was. Does not wait."""
+        name = self._prefix + key
+        return self._ask(lambda: str(self._store.get(name).decode()) if self._store.check([name]) else "")
 
     def wait_for(self, key: str) -> str:
-        """Returns what was left there, as soon as something is; asks again and again, so that the thread can end."""
+        """Returns what was left there, as soon as something is. Raises CommunicationError after ten seconds.
+
+        Asks again and again, so that the thread can end.
+        """
         deadline, pause_s = time.monotonic() + TIMEOUT_S, _SHORTEST_PAUSE_S
         while not (text := self.read(key)):
             if time.monotonic() > deadline or (self._farewell and self.read(self._farewell)):
@@ -118,15 +96,9 @@ class PatientChannel(SideChannel):
         while (question := self._questions.get()) is not None:
             try:
                 answer: str | CommunicationError = question()
+            except (RuntimeError, TimeoutError) as error:
+                answer = CommunicationError(f"the store is gone: {str(error).partition(chr(10))[0]}")
+                answer.__cause__ = error
             except CommunicationError as error:
                 answer = error
             self._answers.put(answer)
-
-
-@contextlib.contextmanager
-def _explained(problem: str) -> Iterator[None]:
-    """Turns an error of torch into one that says what it means."""
-    try:
-        yield
-    except (RuntimeError, TimeoutError) as error:
-        raise CommunicationError(f"{problem}: {str(error).partition(chr(10))[0]}") from error

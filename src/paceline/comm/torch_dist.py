@@ -2,6 +2,16 @@
 
 ``connect()`` reads the environment that torchrun (or any launcher of its kind) sets, and is a world of one without it.
 On CUDA, ``wait()`` makes the current stream wait and leaves the host free; on Gloo it blocks the caller.
+
+Over Gloo, some collectives are messages between all pairs of ranks:
+
+    reduce-scatter   every rank sends each other one the slice that it owns, and adds up what it gets, in rank order
+    all-gather       every rank sends its piece to each other one, straight to its place
+    all-reduce       of two ranks, if small: each sends the other all of it; one way instead of a ring's two
+
+For a tensor of B bytes a rank sends B (N-1)/N bytes in N-1 messages. Gloo itself has no reduce-scatter: torch makes one
+from a copy and an all-reduce, which moves twice as much; and its all-gather copies everything once more. Messages make
+their way in Gloo's own thread; the sum is taken by the rank that waits.
 """
 
 from __future__ import annotations
@@ -9,22 +19,131 @@ from __future__ import annotations
 import datetime
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import Communicator, ReduceOp, Splits, Work
-from paceline.comm.gloo import GlooExchanges
-from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
+from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split
+from paceline.comm.group import reduce_in_order
 from paceline.comm.meeting import Meeting, threads_that_do_not_preempt, wait_until_all_joined
 from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
 from paceline.comm.shared.segment import FOLDER, no_folder
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CommunicationError, LateRankError, LostRankError, UsageError, is_connection_lost
+from paceline.shards import round_up
+
+# Far from the tags of users: a reduce-scatter and a gather of two ranks are matched by tag, then by order.
+_SLICE_TAG = 2**30
+_PIECE_TAG = 2**30 + 1
+_WHOLE_TAG = 2**30 + 2
+_WORD = 16  # bytes: memory of any dtype is made of whole ones
+
+
+class _Scratch:
+    """Memory for what arrives. Two pieces of it stay: to touch new memory costs as much as to fill it."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Returns memory for ``numel`` elements, at least."""
+        num_bytes = numel * dtype.itemsize
+        for piece in self._free:
+            if piece.numel() >= num_bytes:
+                self._free.remove(piece)
+                return piece.view(dtype)
+        return torch.empty(round_up(num_bytes, _WORD), dtype=torch.uint8).view(dtype)
+
+    def give_back(self, piece: torch.Tensor) -> None:
+        """Keeps memory for the next one, if it is among the two largest."""
+        self._free = sorted([*self._free, piece.view(torch.uint8)], key=lambda each: -each.numel())[:2]
+
+
+@dataclass(slots=True, eq=False)
+class ExchangeWork:
+    """Messages in flight, and what is done with them when all have come."""
+
+    receives: list[Any]
+    sends: list[Any]
+    timeout: datetime.timedelta
+    combine: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Returns when everything has come, is added up, and has left. Safe to call twice."""
+        for work in self.receives:
+            work.wait(self.timeout)
+        if self.combine is not None:
+            self.combine()
+        for work in self.sends:
+            work.wait(self.timeout)
+        self.receives, self.sends, self.combine = [], [], None
+
+
+class GlooExchanges:
+    """The collectives of one rank of a Gloo group, on flat tensors."""
+
+    def __init__(self, group: Any, rank: int, size: int, timeout_s: float) -> None:
+        self._group = group
+        self._rank = rank
+        self._size = size
+        self._others = [(rank + step) % size for step in range(1, size)]  # its neighbour first: not all to the same one
+        self._timeout = datetime.timedelta(seconds=timeout_s)
+        self._scratch = _Scratch()
+
+    def reduce_scatter(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp) -> ExchangeWork:
+        """Reduces the ranks' ``whole`` tensors, of floating point, to this rank's slice of the result."""
+        length, is_first = output.numel(), self._rank == 0
+        pieces = list(whole.view(self._size, length))
+        memory = self._scratch.take((self._size - 1) * length, whole.dtype)
+        slices = list(pieces)
+        for place, other in enumerate(self._others):
+            slices[other] = memory[place * length : (place + 1) * length]
+        receives = [self._group.recv([slices[other]], other, _SLICE_TAG) for other in self._others]
+        sends = [self._group.send([pieces[other]], other, _SLICE_TAG) for other in self._others]
+
+        def combine() -> None:
+            _combine(slices, output, op, is_first=is_first)
+            self._scratch.give_back(memory)
+
+        return ExchangeWork(receives, sends, self._timeout, combine)
+
+    def all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> ExchangeWork:
+        """Puts every rank's ``piece`` into its place in ``whole``."""
+        places = list(whole.view(self._size, piece.numel()))
+        if places[self._rank].data_ptr() != piece.data_ptr():
+            places[self._rank].copy_(piece)
+        receives = [self._group.recv([places[other]], other, _PIECE_TAG) for other in self._others]
+        sends = [self._group.send([piece], other, _PIECE_TAG) for other in self._others]
+        return ExchangeWork(receives, sends, self._timeout)
+
+    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> ExchangeWork:
+        """Replaces a small ``tensor`` by the reduction over two ranks."""
+        arriving, (other,), is_first = torch.empty_like(tensor), self._others, self._rank == 0
+        receive = self._group.recv([arriving], other, _WHOLE_TAG)
+        send = self._group.send([tensor], other, _WHOLE_TAG)
+
+        def combine() -> None:
+            send.wait(self._timeout)  # what leaves is overwritten
+            _combine([tensor, arriving] if is_first else [arriving, tensor], tensor, op, is_first=is_first)
+
+        return ExchangeWork([receive], [], self._timeout, combine)
+
+
+def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp, *, is_first: bool) -> None:
+    """Reduces the slices in rank order into ``output``, which may be this rank's own one.
+
+    That one is read only, until the last step: the others' are free to hold what has been summed so far.
+    """
+    free = slices[1] if is_first else slices[0]
+    reduce_in_order(
+        slices, op, output, lambda dtype: free if dtype == free.dtype else torch.empty_like(free, dtype=dtype)
+    )
+
 
 _OPS = {"sum": dist.ReduceOp.SUM, "avg": dist.ReduceOp.AVG, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 # Named all_gather_single and reduce_scatter_single since torch 2.13; the older names warn there.
@@ -77,13 +196,8 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
     comm = TorchCommunicator(group, where, timeout_s=timeout_s)
     if backend == "shared_memory":
         return SharedMemoryCommunicator.join(comm, timeout_s=timeout_s)
-    if backend == "auto" and dist.get_backend(group) == "gloo":
-        return _share_memory(comm, timeout_s)
-    return comm
-
-
-def _share_memory(comm: TorchCommunicator, timeout_s: float) -> Communicator:
-    """Returns a communicator through shared memory; one of Gloo where that cannot be, which rank 0 tells."""
+    if backend != "auto" or dist.get_backend(group) != "gloo":
+        return comm
     try:
         shared = share_memory(comm, timeout_s=timeout_s)
         why = "" if shared is not comm or FOLDER.is_dir() else no_folder()
@@ -91,7 +205,7 @@ def _share_memory(comm: TorchCommunicator, timeout_s: float) -> Communicator:
         shared, why = comm, str(error)
     comm.why_gloo = why.partition("\n")[0]
     if why and comm.rank == 0:
-        warnings.warn(f"ranks talk through Gloo, which is slower than shared memory: {why}", stacklevel=4)
+        warnings.warn(f"ranks talk through Gloo, which is slower than shared memory: {why}", stacklevel=3)
     return shared
 
 
@@ -180,13 +294,7 @@ class _Pairs:
         self._timeout_s = timeout_s
         self._made: dict[int, dist.ProcessGroup] = {}  # by the other rank
 
-    def send(self, tensor: torch.Tensor, to: int) -> Any:
-        return self._message(dist.isend, tensor, to)
-
-    def recv(self, tensor: torch.Tensor, source: int) -> Any:
-        return self._message(dist.irecv, tensor, source)
-
-    def _message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
+    def message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
         if getattr(self._group, "bound_device_id", None) is not None:
             group, peer = self._group, other  # connected as a whole: new groups would need all ranks of the world
         else:
@@ -199,12 +307,14 @@ class _Pairs:
         if other not in self._made:
             places = sorted({self._rank, other})
             name = f"messages {places} of {self._group.group_name}"
+            made: Any = dist.distributed_c10d._world.pg_names
+            group = next((group for group, each in made.items() if each == name), None)
             members = [self._ranks[place] for place in places]
-            self._made[other] = _group_named(name) or _make_group(name, members, self._timeout_s)
+            self._made[other] = group or _make_group(name, members, self._timeout_s)
         return self._made[other]
 
 
-class TorchCommunicator(GroupMember):
+class TorchCommunicator(Communicator):
     """A ``torch.distributed`` process group behind the communicator protocol."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, *, timeout_s: float) -> None:
@@ -218,7 +328,8 @@ class TorchCommunicator(GroupMember):
         self._pairs = _Pairs(group, self.ranks, self.rank, timeout_s) if dist.get_backend(group) == "nccl" else None
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
+    def _all_reduce(self, call: Call) -> Work:
+        tensor, op = call.tensor, call.op
         if self._exchanges is not None and self.size == 2 and _is_small(tensor, op):
             return self._attempt("all_reduce", self._exchanges.all_reduce, _flat(tensor), op)
         # The group's own method: the module-level function costs 40 us more, on every bucket of every step.
@@ -228,55 +339,48 @@ class TorchCommunicator(GroupMember):
             raise self._explain("all_reduce", error) from error
         return _TorchWork(work, self, "all_reduce", tensor)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
+    def _reduce_scatter(self, call: Call) -> Work:
+        output, tensor = _flat(call.output), _flat(call.tensor)
         if self._exchanges is not None and output.numel() and output.is_floating_point():
-            return self._attempt("reduce_scatter", self._exchanges.reduce_scatter, _flat(output), _flat(tensor), op)
-        return self._issue("reduce_scatter", _REDUCE_SCATTER, _flat(output), _flat(tensor), op=_OPS[op])
+            return self._attempt("reduce_scatter", self._exchanges.reduce_scatter, output, tensor, call.op)
+        return self._start("reduce_scatter", _REDUCE_SCATTER, output, tensor, op=_OPS[call.op])
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
+    def _all_gather(self, call: Call) -> Work:
+        output, tensor = _flat(call.output), _flat(call.tensor)
         if self._exchanges is not None and output.numel():
-            return self._attempt("all_gather", self._exchanges.all_gather, _flat(output), _flat(tensor))
-        return self._issue("all_gather", _ALL_GATHER, _flat(output), _flat(tensor))
+            return self._attempt("all_gather", self._exchanges.all_gather, output, tensor)
+        return self._start("all_gather", _ALL_GATHER, output, tensor)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        check_peer("broadcast from", source, self.size)
-        return self._issue("broadcast", dist.broadcast, tensor.detach(), group_src=source)
+    def _broadcast(self, call: Call) -> Work:
+        return self._start("broadcast", dist.broadcast, call.tensor.detach(), group_src=call.peer)
 
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        return self._issue(
-            "all_to_all",
-            dist.all_to_all_single,
-            output.detach(),
-            tensor.detach(),
-            output_split_sizes=all_to_all_splits(output, output_splits, self.size),
-            input_split_sizes=all_to_all_splits(tensor, input_splits, self.size),
-        )
+    def _all_to_all(self, call: Call) -> Work:
+        assert call.splits is not None
+        theirs, ours = call.splits
+        output, tensor = call.output.detach(), call.tensor.detach()
+        sizes = {"output_split_sizes": theirs, "input_split_sizes": ours}
+        return self._start("all_to_all", dist.all_to_all_single, output, tensor, **sizes)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Sends ``tensor``. NCCL has no tags: there, order alone matches."""
-        check_peer("send to", to, self.size)
-        kind = f"send to rank {self.ranks[to]}"
+    def _send(self, call: Call) -> Work:
+        """Sends a message. NCCL has no tags: there, order alone matches."""
+        kind = f"send to rank {self.ranks[call.peer]}"
         if self._pairs is not None:
-            return self._attempt(kind, self._pairs.send, tensor.detach(), to)
-        return self._attempt(kind, dist.isend, tensor.detach(), group=self._group, tag=tag, group_dst=to)
+            return self._attempt(kind, self._pairs.message, dist.isend, call.tensor.detach(), call.peer)
+        group = {"group": self._group, "tag": call.tag, "group_dst": call.peer}
+        return self._attempt(kind, dist.isend, call.tensor.detach(), **group)
 
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        check_peer("recv from", source, self.size)
-        kind = f"recv from rank {self.ranks[source]}"
+    def _recv(self, call: Call) -> Work:
+        kind = f"recv from rank {self.ranks[call.peer]}"
         if self._pairs is not None:
-            return self._attempt(kind, self._pairs.recv, tensor.detach(), source)
-        return self._attempt(kind, dist.irecv, tensor.detach(), group=self._group, tag=tag, group_src=source)
+            return self._attempt(kind, self._pairs.message, dist.irecv, call.tensor.detach(), call.peer)
+        group = {"group": self._group, "tag": call.tag, "group_src": call.peer}
+        return self._attempt(kind, dist.irecv, call.tensor.detach(), **group)
 
     def barrier(self) -> None:
         where = {"device_ids": [self.device.index]} if self.device.type == "cuda" else {}
-        self._issue("barrier", dist.barrier, **where).wait()
+        self._start("barrier", dist.barrier, **where).wait()
 
     def split(self, ranks: Sequence[int]) -> Communicator:
-        """Makes the subgroup of ``ranks``; only its members call."""
         check_split(ranks, self.rank, self.size)
         members = [self.ranks[r] for r in ranks]
         if len(members) == 1:
@@ -287,7 +391,7 @@ class TorchCommunicator(GroupMember):
             raise self._explain(f"split({list(ranks)})", error) from error
         return TorchCommunicator(group, self.device, timeout_s=self._timeout_s)
 
-    def _issue(self, kind: str, verb: Any, *tensors: torch.Tensor, **options: Any) -> Work:
+    def _start(self, kind: str, verb: Any, *tensors: torch.Tensor, **options: Any) -> Work:
         return self._attempt(kind, partial(verb, group=self._group, async_op=True), *tensors, **options)
 
     def _attempt(self, kind: str, verb: Any, *arguments: Any, **options: Any) -> Work:
@@ -340,12 +444,6 @@ def _make_group(name: str, members: list[int], timeout_s: float) -> dist.Process
     if dist.get_backend() == "gloo":  # NCCL connects when the group is first used
         wait_until_all_joined(c10d.PrefixStore(name, store), f"{name}/", len(members), timeout)
     return group
-
-
-def _group_named(name: str) -> dist.ProcessGroup | None:
-    """Returns a group that this process has made, if it has."""
-    c10d: Any = dist.distributed_c10d
-    return next((group for group, each in c10d._world.pg_names.items() if each == name), None)
 
 
 def _all_reduce_options(op: Any) -> Any:

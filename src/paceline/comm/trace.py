@@ -84,7 +84,6 @@ class Trace:
         return waits
 
     def issue(self, kind: str, num_bytes: int, group: tuple[int, ...]) -> Issued:
-        """Notes that an operation begins now."""
         start_s = time.perf_counter()
         takes_mark = self.adds_up and len(group) > 1 and not (self.times_calls and self.clock is None)
         return kind, num_bytes, group, start_s, self._clock.take() if takes_mark else start_s

@@ -8,12 +8,10 @@ operation is kept, with kind, bytes, group, start and end as the host saw them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from paceline.comm.base import Communicator, Work
+from paceline.comm.base import Call, Communicator, Work
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.trace import Issued
 from paceline.comm.trace import Trace as Trace
@@ -22,8 +20,6 @@ from paceline.comm.trace import TracedOperation as TracedOperation
 
 @dataclass(slots=True, eq=False)
 class _TracedWork:
-    """A work whose first wait is recorded, with the operation that it ends if there is one."""
-
     inner: Work
     trace: Trace
     issued: Issued | None
@@ -71,14 +67,14 @@ class TracedCommunicator(WrappedCommunicator):
     def split(self, ranks: Sequence[int]) -> TracedCommunicator:
         return TracedCommunicator(self.inner.split(ranks), self.trace, counts=self._counts)
 
-    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
-        trace = self.trace
-        issued = trace.issue(kind, whole.nbytes, self.ranks) if self._counts else None
+    def issue(self, call: Call) -> Work:
+        trace, kind, num_bytes = self.trace, call.kind, call.whole.nbytes
+        issued = trace.issue(kind, num_bytes, self.ranks) if self._counts else None
         start = trace.begin_wait() if trace.times_calls else None
         try:
-            work = verb(*arguments)
+            work = self.inner.issue(call)
         finally:
             trace.end_wait(start)
         if issued is not None:
-            trace.count(kind, whole.nbytes)
+            trace.count(kind, num_bytes)
         return _TracedWork(work, trace, issued)

@@ -143,10 +143,6 @@ class _AskedBatch:
     def value(self, name: str) -> Any:
         return self.total if name == "global_batch" else getattr(self, name)
 
-    def with_value(self, name: str, value: int) -> _AskedBatch:
-        changes: dict[str, Any] = {name: value}
-        return replace(self, **changes)
-
     def key(self, name: str) -> str:
         return self.ranks_key if name == "ranks" else _KEYS[name]
 
@@ -158,29 +154,18 @@ class _AskedBatch:
 
 def _fix(asked: _AskedBatch) -> str:
     """Suggests, for each value that may be changed alone, the nearest ones that work."""
-    options = [
-        f"{asked.key(name)} = {' or '.join(str(value) for value in values)}"
-        for name in _KEYS
-        if asked.value(name) is not None
-        and not (
-            name == "ranks" and asked.ranks_key != _KEYS["ranks"]
-        )  # the ranks that share a batch follow from others
-        and (values := _nearest_valid(asked, name))
-    ]
+    options = []
+    for name in _KEYS:
+        value: Any = asked.value(name)
+        if value is None or (name == "ranks" and asked.ranks_key != _KEYS["ranks"]):
+            continue  # the ranks that share a batch follow from others
+        tried = divisors(asked.total)
+        if name == "global_batch":
+            below = asked.total // asked.unit * asked.unit
+            tried = [each for each in (asked.unit, below, below + asked.unit) if each]
+        fitting = sorted({each for each in tried if replace(asked, **{name: each}).fits()})
+        near = [each for each in fitting if each < value][-1:] + [each for each in fitting if each > value][:1]
+        if near:
+            words = " or ".join(map(str, sorted(near, key=lambda each: abs(each - value))))
+            options.append(f"{asked.key(name)} = {words}")
     return "try " + (", ".join(options[:-1]) + ", or " if len(options) > 1 else "") + options[-1]
-
-
-def _nearest_valid(asked: _AskedBatch, name: str) -> list[int]:
-    """Returns the nearest value below and above that makes the batch fit when only this one changes, nearest first."""
-    value: int = asked.value(name)
-    fitting = sorted({each for each in _candidates(asked, name) if asked.with_value(name, each).fits()})
-    below = [each for each in fitting if each < value][-1:]
-    above = [each for each in fitting if each > value][:1]
-    return sorted(below + above, key=lambda each: abs(each - value))
-
-
-def _candidates(asked: _AskedBatch, name: str) -> list[int]:
-    if name != "global_batch":
-        return divisors(asked.total)
-    below = asked.total // asked.unit * asked.unit
-    return [each for each in (asked.unit, below, below + asked.unit) if each]

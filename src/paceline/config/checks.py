@@ -27,7 +27,7 @@ from paceline.config.data_checks import (
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, ParallelConfig
-from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems, missing_dimensions
+from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems
 from paceline.config.settings import check_backend_settings
 from paceline.config.train_checks import (
     check_metric_names,
@@ -106,7 +106,6 @@ def _refuse(*, when: Callable[[Config], bool], what: str, rule: str, fix: str) -
 
 
 def check_name(config: Config) -> Iterator[Problem]:
-    """Checks that the run's name can be the name of a folder."""
     name = config.name
     is_plain = name.strip() == name and name not in ("", ".", "..") and len(name) <= _LONGEST_NAME
     if not is_plain or not name.isprintable() or re.search(r'[/\\:<>"|?*]', name):
@@ -118,13 +117,8 @@ def check_name(config: Config) -> Iterator[Problem]:
         )
 
 
-def check_batch_fits(config: Config) -> list[Problem]:
-    """Checks that the batch can be divided among the ranks; for ``auto``, among some number of them."""
-    ranks = config.parallel.ranks
-    return _batch_problems(config, None if ranks == "auto" else ranks)
-
-
 def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
+    """Lists why the batch cannot be divided among the ranks; None: among any number of them."""
     train, parallel = config.train, config.parallel
     if train.microbatch == "auto" and train.accumulate is not None:
         problem = Problem(
@@ -145,8 +139,10 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
 
 
 def check_gpt_size(config: Config) -> Iterator[Problem]:
-    """Checks that a GPT has a named size, or all of its dimensions."""
-    if isinstance(config.model, GPTModelConfig) and (missing := missing_dimensions(config.model)):
+    model = config.model
+    if not isinstance(model, GPTModelConfig) or model.size is not None:
+        return
+    if missing := [name for name in ("layers", "heads", "width") if getattr(model, name) is None]:
         yield Problem(
             what=f"a gpt without model.size lacks {', '.join('model.' + name for name in missing)}",
             rule="layers, heads and width are given, or come from the size",
@@ -155,7 +151,6 @@ def check_gpt_size(config: Config) -> Iterator[Problem]:
 
 
 def check_gpt_heads(config: Config) -> Iterator[Problem]:
-    """Checks that heads divide the width, key-value heads divide the heads, and rotary positions have pairs."""
     shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
     if shape is not None:
         is_rotary = shape.positions == "rotary"
@@ -163,7 +158,6 @@ def check_gpt_heads(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
-    """Checks that ``parallel.strategy = auto`` has a whole model."""
     parallel = config.parallel
     if parallel.strategy == "auto" and parallel.sharding_strategy == "manual" and _is_split(parallel):
         keys = _degrees(parallel, "parallel.{0}", " and ")
@@ -175,7 +169,6 @@ def check_auto_strategy(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_sharding(config: Config) -> Iterator[Problem]:
-    """Checks that what ``parallel.sharding_strategy = auto`` chooses is not given as well."""
     parallel = config.parallel
     if parallel.sharding_strategy == "manual":
         return
@@ -192,7 +185,6 @@ def check_auto_sharding(config: Config) -> Iterator[Problem]:
 
 
 def check_schedule_file(config: Config) -> Iterator[Problem]:
-    """Checks that a schedule of the user's own exists, is read, and is the only one that is asked for."""
     parallel, file = config.parallel, config.parallel.schedule_file
     if file is None or parallel.sharding_strategy == "auto":
         return
@@ -212,7 +204,6 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
-    """Checks that ``train.microbatch = auto`` comes with a model that each rank runs by itself."""
     if _is_split(config.parallel) and config.train.microbatch == "auto":
         yield Problem(
             what=f"train.microbatch = auto with {_degrees(config.parallel)}",
@@ -344,7 +335,7 @@ CHECKS: tuple[Check, ...] = (
         rule="a run has one length: steps or epochs",
         fix="remove one of them",
     ),
-    check_batch_fits,
+    lambda c: _batch_problems(c, None if c.parallel.ranks == "auto" else c.parallel.ranks),
     check_hf_folder,
     check_folder_is_followed,
 )

@@ -51,7 +51,6 @@ def _smallest(kind: str) -> str:
 
 
 def check_mixture(config: Config) -> Iterator[Problem]:
-    """Checks that weights are those of sources, and that no source sets what holds for the whole mixture."""
     data = config.data
     if not isinstance(data, MixtureDataConfig):
         return
@@ -71,7 +70,6 @@ def check_mixture(config: Config) -> Iterator[Problem]:
 
 
 def check_documents(config: Config) -> Iterator[Problem]:
-    """Checks that the model can keep documents apart, and that no end token is given for nothing."""
     parallel = config.parallel
     for place, source in sources_of(config.data).items():
         if not isinstance(source, TokensDataConfig):
@@ -98,7 +96,6 @@ def check_documents(config: Config) -> Iterator[Problem]:
 
 
 def check_model_dimensions(config: Config) -> Iterator[Problem]:
-    """Checks that the model's dimensions are those of the data, where the data's are known beforehand."""
     model, shape = config.model, known_shape(config.data)
     if any(check_model_reads_data(config)):
         return
@@ -125,7 +122,6 @@ def _at_least(key: str, given: int | None, known: int | None, meaning: str) -> I
 
 
 def check_context(config: Config) -> Iterator[Problem]:
-    """Checks that the length of a sample is given, and that the model's context holds it."""
     shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
     for place, source in sources_of(config.data).items():
         if shape is None or not isinstance(source, _WITH_CONTEXT):

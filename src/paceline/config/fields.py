@@ -6,7 +6,7 @@ It is read from the JSON Schema, so there is one source of truth: a field added 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, get_args
 
@@ -65,8 +65,8 @@ def section_kinds(section: str) -> tuple[str, ...]:
     """Returns the kinds of a section that has some (model, data); empty for the others."""
     schema = json_schema()
     options = schema["properties"][section].get("oneOf", ())  # in the order of the schema; the mapping is sorted
-    kinds = (_resolve(option["$ref"], schema["$defs"])["properties"]["kind"] for option in options)
-    return tuple(choice for kind in kinds for choice in _choices(kind))
+    sections = (schema["$defs"][option["$ref"].removeprefix("#/$defs/")] for option in options)
+    return tuple(choice for each in sections for choice in _choices(each["properties"]["kind"]))
 
 
 def fields_at(place: str, kind: str | None) -> list[KnownField]:
@@ -86,26 +86,14 @@ def _walk(node: dict[str, Any], defs: dict[str, Any], place: str, kind: str | No
         inner = spec["discriminator"]["mapping"] if "discriminator" in spec else {}
         if "$ref" in spec:
             inner = {kind: spec["$ref"]}
-        found.append(_section(path, kind, spec) if inner else leaf_field(path, kind, spec))
+        if inner:
+            field = leaf_field(path, kind, {"type": "object", **spec})
+            found.append(replace(field, expected="a section of named values", default=None, is_section=True))
+        else:
+            found.append(leaf_field(path, kind, spec))
         for each, target in inner.items():
-            found += _walk(_resolve(target, defs), defs, path, each)
+            found += _walk(defs[target.removeprefix("#/$defs/")], defs, path, each)
     return found
-
-
-def _resolve(reference: str, defs: dict[str, Any]) -> dict[str, Any]:
-    target: dict[str, Any] = defs[reference.removeprefix("#/$defs/")]
-    return target
-
-
-def _section(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
-    return KnownField(
-        path=path,
-        kind=kind,
-        expected="a section of named values",
-        description=spec.get("description", ""),
-        types=frozenset({"object"}),
-        is_section=True,
-    )
 
 
 def leaf_field(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
@@ -144,12 +132,7 @@ def _expected(option: dict[str, Any]) -> str:
     named = names.get(
         option["type"], "a section of named plain values" if option["type"] == "object" else option["type"]
     )
-    return named + _range_text(option)
-
-
-def _range_text(option: dict[str, Any]) -> str:
     words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     limits = [f"{word} {option[name]}" for name, word in words.items() if name in option]
-    if option.get("minLength"):
-        limits.append("that is not empty")
-    return (" " + " and ".join(limits)) if limits else ""
+    limits += ["that is not empty"] if option.get("minLength") else []
+    return named + (" " + " and ".join(limits) if limits else "")

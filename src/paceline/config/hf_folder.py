@@ -116,7 +116,6 @@ def tokenizer_file(folder: Path) -> Path | None:
 
 
 def check_folder_is_followed(config: Config) -> Iterator[Problem]:
-    """Checks that data are read as the model of a folder reads them."""
     model = config.model
     if not isinstance(model, HFModelConfig) or not (Path(model.path) / "config.json").is_file():
         return
@@ -195,7 +194,6 @@ def _meaning(content: bytes) -> dict[str, Any]:
 
 
 def check_hf_folder(config: Config) -> Iterator[Problem]:
-    """Checks the folder of a Hugging Face model, and what its adapters and degrees exclude."""
     model = config.model
     if not isinstance(model, HFModelConfig):
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +117,9 @@ class _AskedValues:
         key, separator, value_text = text.partition("=")
         parts = key.strip().split(".")
         if not separator or not all(part and part[0] not in "-+ " for part in parts):
-            self.problems.append(_malformed(text))
+            plain = ".".join(part.strip(" -+") for part in key.split(".") if part.strip(" -+"))
+            fix = f"write {plain or 'section.key'}={value_text if separator else 'value'}"
+            self.problems.append(Problem(what=f"override {text!r} is malformed", rule=_OVERRIDE_RULE, fix=fix))
             return
         if not value_text.strip():
             fix = f"write {key}=null for none, {key}='\"\"' for an empty text, or leave it out"
@@ -171,7 +174,10 @@ class _AskedValues:
                 self.derived[_WARMUP] = f"derived: {note}"
                 self.notes.append(note)
         idle = [each for each in problems if each.idle_key and self._nearest(each.idle_key).startswith("line")]
-        alone = {each.what for each in _problems_of(self.of_file)} if idle else set()
+        alone: set[str] = set()
+        if idle:
+            with contextlib.suppress(ValidationError):  # no config by itself
+                alone = {each.what for each in run_checks(Config.model_validate(self.of_file))}
         for each in idle:
             place, _, key = each.idle_key.rpartition(".")
             content = value_at(self.values, place)
@@ -242,13 +248,6 @@ def _suggest_file(path: Path) -> str:
     return f"no config is in {path.parent}"
 
 
-def _malformed(text: str) -> Problem:
-    key, separator, value = text.partition("=")
-    plain = ".".join(part.strip(" -+") for part in key.split(".") if part.strip(" -+"))
-    fix = f"write {plain or 'section.key'}={value if separator else 'value'}"
-    return Problem(what=f"override {text!r} is malformed", rule=_OVERRIDE_RULE, fix=fix)
-
-
 def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> Config:
     """Returns the config, or raises ConfigError with the problems of overrides, schema and rules together."""
     _open_empty_sections(asked.values)
@@ -263,19 +262,16 @@ def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> 
         problems += [*found, *check(config)]
     except ValidationError as error:
         problems += schema_problems(error, asked.values, asked.locate)
-        problems += _check_the_rest(asked.values, broken={str(each["loc"][0]) for each in error.errors()})
+        # Rules that read only sections without a problem of their own are run as well.
+        sound = Config.model_fields.keys() - {str(each["loc"][0]) for each in error.errors()}
+        filled = dict.fromkeys(("model", "data"), _PLACEHOLDER) | {
+            name: content for name, content in asked.values.items() if name in sound
+        }
+        problems += run_checks(Config.model_validate(filled), sections=sound)
         raise ConfigError(problems, source=source) from None
     if problems:
         raise ConfigError(problems, source=source)
     return config
-
-
-def _problems_of(values: Mapping[str, Any]) -> list[Problem]:
-    """Lists what the rules find in plain values; nothing where they are no config by themselves."""
-    try:
-        return run_checks(Config.model_validate(values))
-    except ValidationError:
-        return []
 
 
 def _open_empty_sections(values: dict[str, Any]) -> None:
@@ -285,10 +281,3 @@ def _open_empty_sections(values: dict[str, Any]) -> None:
     for place, key in empty:
         if (f"{place}.{key}" if place else key) in section_paths():
             contents[place][key] = {}
-
-
-def _check_the_rest(values: Mapping[str, Any], broken: set[str]) -> list[Problem]:
-    """Runs the rules that read only sections without a problem of their own."""
-    sound = {name: content for name, content in values.items() if name in Config.model_fields and name not in broken}
-    filled = {name: _PLACEHOLDER for name in ("model", "data") if name not in sound} | sound
-    return run_checks(Config.model_validate(filled), sections=set(Config.model_fields) - broken)

@@ -7,29 +7,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.aliases import meant_by, other_kind
 from paceline.config.fields import KnownField, fields_at, find_field, section_kinds
 from paceline.config.schema import Config
-from paceline.config.suggest import nearest, suggest_keys
+from paceline.config.suggest import nearest, other_names, suggest_keys
+from paceline.config.translate import meant_by, other_kind
 from paceline.config.yaml_text import parse_value
 from paceline.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-# Values of other frameworks, and what they are called here.
-_OTHER_NAMES = {
-    ("train.dtype", "bfloat16"): "train.precision = bf16, or bf16_master",
-    ("train.dtype", "float16"): "train.precision = fp16",
-    ("train.precision", "bfloat16"): "train.precision = bf16",
-    ("train.precision", "float16"): "train.precision = fp16",
-    ("train.precision", "float32"): "train.precision = fp32",
-    ("train.precision", "float64"): "train.dtype = float64",
-    ("parallel.strategy", "full_shard"): "parallel.strategy = fsdp",
-    ("parallel.strategy", "hybrid_shard"): "parallel.strategy = hybrid",
-    ("parallel.strategy", "shard_grad_op"): "parallel.strategy = zero2",
-    ("parallel.strategy", "no_shard"): "parallel.strategy = ddp",
-}
 _NO_SUCH_THING = (0, 0.0, False, "", "none", "None", "off", "never", "no")
 MISSING = object()
 
@@ -60,12 +47,19 @@ def _problem_at(
     kind: str, location: tuple[int | str, ...], values: Mapping[str, Any], locate: Callable[[str], str]
 ) -> tuple[str, Problem]:
     """Returns the key that pydantic found something ``kind`` at, and the problem."""
-    kinds = {section: _kind_of(values, section) for section in ("model", "data")}
+    named = {section: value_at(values, f"{section}.kind") for section in ("model", "data")}
+    kinds = {section: kind if kind in section_kinds(section) else None for section, kind in named.items()}
     path = _path_of(location, kinds)
     if kind in ("extra_forbidden", "invalid_key"):
         return path, _unknown_key(path, kinds, locate(path), value_at(values, path))
     if kind == "missing" and value_at(values, path) is MISSING:
-        return path, _missing_key(path, kinds)
+        tags, known = (
+            section_kinds(path) if "." not in path else (),
+            find_field(path, kinds.get(path.partition(".")[0])),
+        )
+        rule = f"it says {known.description}" if tags and known else f"it must be {known.expected}" if known else ""
+        fix = f"set {path}.kind to one of {', '.join(tags)}" if tags else f"set {path}"
+        return path, Problem(what=f"{path} is missing", rule=rule, fix=fix)
     if kind.startswith("union_tag"):
         return path, _wrong_kind(path, values, locate)
     return path, _wrong_value(path, kinds, values, locate)
@@ -93,12 +87,6 @@ def format_value(value: Any) -> str:
         return words[value]
     text = repr(list(value)) if isinstance(value, tuple) else repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _kind_of(values: Mapping[str, Any], section: str) -> str | None:
-    content = values.get(section)
-    kind = content.get("kind") if isinstance(content, Mapping) else None
-    return kind if kind in section_kinds(section) else None
 
 
 def _path_of(location: tuple[int | str, ...], kinds: Mapping[str, str | None]) -> str:
@@ -137,16 +125,6 @@ def _unknown_key(path: str, kinds: Mapping[str, str | None], where: str, value: 
     )
 
 
-def _missing_key(path: str, kinds: Mapping[str, str | None]) -> Problem:
-    tags = section_kinds(path) if "." not in path else ()
-    known = find_field(path, kinds.get(path.partition(".")[0]))
-    return Problem(
-        what=f"{path} is missing",
-        rule=f"it says {known.description}" if tags and known else f"it must be {known.expected}" if known else "",
-        fix=f"set {path}.kind to one of {', '.join(tags)}" if tags else f"set {path}",
-    )
-
-
 def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str], str]) -> Problem:
     path, kinds = f"{section}.kind", section_kinds(section)
     value = value_at(values, path)
@@ -160,15 +138,6 @@ def _wrong_kind(section: str, values: Mapping[str, Any], locate: Callable[[str],
         rule=rule,
         fix=_suggest_kind(section, value, kinds),
     )
-
-
-def _word_for_kind(section: str, value: Any) -> str | None:
-    """Returns the kind of a section that one word stands for, in the place of its keys."""
-    if not isinstance(value, str):
-        return None
-    known = find_field(f"{section}.kind", None)
-    kinds = section_kinds(section) if section in ("model", "data") else known.choices if known else ()
-    return value if value in kinds else other_kind(section, value)
 
 
 def _suggest_kind(section: str, value: Any, kinds: tuple[str, ...]) -> str:
@@ -197,7 +166,10 @@ def _wrong_value(
         rule = "arguments in a config are finite numbers, text, true, false, null, and lists and sections of these"
         return Problem(what=what + locate(path), rule=rule, fix="make other objects in the function that takes them")
     if known.is_section:
-        kind = _word_for_kind(path, value)
+        one, kind = find_field(f"{path}.kind", None), None
+        if isinstance(value, str):  # one word in the place of the section's keys
+            some = section_kinds(path) if path in ("model", "data") else one.choices if one else ()
+            kind = value if value in some else other_kind(path, value)
         fix = f"write {path}: {{kind: {kind}}}" if kind else f"write its keys indented below '{known.key}:'"
         return Problem(what=f"{shown} is not a section of named values{locate(path)}", rule=known.description, fix=fix)
     return Problem(
@@ -210,13 +182,18 @@ def _wrong_value(
 def _suggest_value(known: KnownField, value: Any) -> str:
     """Returns the first suggestion that fits, or else the default."""
     key, types = known.path, known.types
-    if isinstance(value, str) and (other := _OTHER_NAMES.get((key, value))):
+    if isinstance(value, str) and (other := other_names()["values"].get(key, {}).get(value)):
         return f"did you mean {other}?"
     if fix := _list_fix(known, value):
         return fix
     if isinstance(value, str) and (near := nearest(value, known.choices)):
         return f"did you mean {key} = {near}?"
-    if fix := _import_path_fix(known, value) or _quoting_fix(known, value):
+    if known.is_import_path and isinstance(value, str):
+        module, _, name = value.rpartition(".")
+        is_dotted = ":" not in value and module and name.isidentifier()
+        example = "for a function build in my_model.py, write my_model:build"
+        return f"did you mean {key} = {module}:{name}?" if is_dotted else example
+    if fix := _quoting_fix(known, value):
         return fix
     if isinstance(value, float) and value.is_integer() and "integer" in types:
         return f"write it as a whole number: {key} = {int(value)}"
@@ -240,15 +217,6 @@ def _list_fix(known: KnownField, value: Any) -> str:
     if near == given and known.choices and not set(given) <= set(known.choices):
         return ""
     return f"did you mean {known.path} = [{', '.join(near)}]?"
-
-
-def _import_path_fix(known: KnownField, value: Any) -> str:
-    if not known.is_import_path or not isinstance(value, str):
-        return ""
-    module, _, name = value.rpartition(".")
-    if ":" not in value and module and name.isidentifier():
-        return f"did you mean {known.path} = {module}:{name}?"
-    return "for a function build in my_model.py, write my_model:build"
 
 
 def _quoting_fix(known: KnownField, value: Any) -> str:

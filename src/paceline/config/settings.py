@@ -151,7 +151,6 @@ def _written(given: Any) -> str:
 
 
 def check_backend_settings(config: Config) -> Iterator[Problem]:
-    """Checks that the settings of a config agree with one another, and that its backend reads them."""
     comm, settings = config.comm, config_settings(config.comm)
     if comm.interface is not None and comm.nccl.socket_interface is not None:
         yield Problem(
@@ -189,7 +188,6 @@ def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl:
 
 
 def check_interfaces(settings: BackendSettings, present: Collection[str], *, uses_nccl: bool) -> list[Problem]:
-    """Checks that the network interfaces that are asked for exist."""
     asked = settings.get(NCCL_INTERFACE if uses_nccl else GLOO_INTERFACE)
     if asked is None:
         return []

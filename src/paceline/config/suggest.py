@@ -4,59 +4,26 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
+from typing import Any
 
+from paceline.bounded_yaml import load_shipped
 from paceline.config.fields import KnownField, fields_at, known_fields
 from paceline.config.settings import NCCL_VARIABLES
 
-# Keys, and the names that other frameworks have for them.
-_OTHER_NAMES = {
-    "train.global_batch": "batch_size global_batch_size train_batch_size",
-    "train.microbatch": "micro_batch_size microbatch_size per_device_train_batch_size train_micro_batch_size_per_gpu",
-    "train.accumulate": "gradient_accumulation gradient_accumulation_steps accumulate_grad_batches grad_accum",
-    "train.steps": "max_steps num_steps total_steps max_iters",
-    "train.epochs": "max_epochs num_epochs num_train_epochs total_epochs training_epochs",
-    "train.precision": "mixed_precision amp",
-    "train.loss_scale": "initial_scale init_scale",
-    "train.seed": "random_seed",
-    "train.eval_every": "eval_steps evaluate_every",
-    "train.early_stop": "early_stopping",
-    "train.early_stop.patience": "early_stopping_patience early_stop_patience",
-    "checkpoint.every_epochs": "save_every_n_epochs save_epochs save_frequency",
-    "optim.lr": "learning_rate base_lr max_lr",
-    "optim": "optimizer optimiser",
-    "optim.clip_norm": "gradient_clip max_grad_norm grad_clip gradient_clip_val clip_grad_norm",
-    "optim.schedule": "scheduler lr_scheduler",
-    "optim.schedule.warmup": "warmup_steps num_warmup_steps",
-    "optim.schedule.final_ratio": "min_lr",
-    "parallel.ranks": "num_ranks world_size gpus num_gpus devices nproc nproc_per_node num_processes",
-    "parallel.strategy": "zero_stage",
-    "parallel.prefetch": "forward_prefetch",
-    "parallel.node_ranks": "gpus_per_node",
-    "parallel.sync_batchnorm": "sync_bn",
-    "memory.checkpoint_activations": "activation_checkpointing gradient_checkpointing",
-    "memory.offload": "cpu_offload offload_optimizer",
-    "comm.bucket_mb": "bucket_cap_mb",
-    "comm.timeout_s": "timeout",
-    "data.workers": "num_workers",
-    "data": "dataset",
-    "data.last_batch": "drop_last",
-    "data.eval_fraction": "val_fraction",
-    "data.prefetch": "prefetch_factor",
-    "model.context": "block_size seq_len sequence_length max_seq_len",
-    "model.layers": "n_layer num_layers",
-    "model.heads": "n_head num_heads",
-    "model.kv_heads": "n_kv_heads num_kv_heads",
-    "model.width": "d_model n_embd hidden_size",
-    "checkpoint.every_steps": "save_every save_steps",
-    "checkpoint.folder": "checkpoint_dir save_dir checkpoint_path",
-    "comm.backend": "distributed_backend dist_backend",
-    "checkpoint.keep": "save_total_limit",
-    "monitor.folder": "output output_dir log_dir",
-    "monitor.log_every": "logging_steps",
-    "name": "experiment run_name",
-}
-_ELSEWHERE = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+
+@cache
+def other_names() -> dict[str, Any]:
+    """Returns what other frameworks call keys, kinds of sections and values."""
+    return dict(load_shipped((Path(__file__).parent / "other_names.yaml").read_text(encoding="utf-8")))
+
+
+def key_called(word: str) -> str | None:
+    """Returns the key that others call so: by their own names, or by a variable of NCCL, in full or without NCCL_."""
+    names = {name: key for key, theirs in other_names()["keys"].items() for name in theirs.split()}
+    variables = {variable.lower().removeprefix("nccl_"): f"comm.nccl.{key}" for key, variable in NCCL_VARIABLES.items()}
+    return names.get(word) or variables.get(word.removeprefix("nccl_"))
 
 
 def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[str]:
@@ -72,7 +39,7 @@ def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[
     # A field whose default is another one's value is the less likely.
     same = [each for each in elsewhere if each.key == wanted and each.key != "kind"]
     found += _texts(sorted(same, key=_is_derived), kinds)
-    alias = _ELSEWHERE.get(wanted) or _key_of_variable(wanted)
+    alias = key_called(wanted)
     if alias is not None:
         found += _texts((each for each in known_fields() if each.path == alias), kinds)
     found += [f"{place}.{each}" if place else each for each in _near(wanted, [field.key for field in here], cutoff=0.6)]
@@ -86,17 +53,11 @@ def same_key(word: str) -> str | None:
     """Returns the key that a word names: one of ours but for its section, or by the name that others have for it."""
     wanted = word.lower().replace("-", "_")
     same = sorted((each for each in known_fields() if each.key == wanted and wanted != "kind"), key=_is_derived)
-    return _ELSEWHERE.get(wanted) or _key_of_variable(wanted) or (same[0].path if same else None)
+    return key_called(wanted) or (same[0].path if same else None)
 
 
 def _is_derived(field: KnownField) -> bool:
     return field.default is None  # such as data.seed, which follows train.seed
-
-
-def _key_of_variable(word: str) -> str | None:
-    """Returns the key that sets a variable of NCCL, named in full or without NCCL_: ``socket_ifname``."""
-    names = {variable.lower().removeprefix("nccl_"): f"comm.nccl.{key}" for key, variable in NCCL_VARIABLES.items()}
-    return names.get(word.removeprefix("nccl_"))
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
@@ -114,14 +75,12 @@ def _texts(fields: Iterable[KnownField], kinds: Mapping[str, str | None]) -> lis
     by_path: dict[str, list[str | None]] = {}
     for each in fields:
         by_path.setdefault(each.path, []).append(each.kind)
-    return [_with_kind(path, owners, kinds.get(path.partition(".")[0])) for path, owners in by_path.items()]
-
-
-def _with_kind(path: str, owners: list[str | None], chosen: str | None) -> str:
-    if None in owners or chosen is None or chosen in owners:
-        return path
-    section = path.partition(".")[0]
-    return f"{path} (of {section}.kind = {' or '.join(str(owner) for owner in owners)})"
+    texts = []
+    for path, owners in by_path.items():
+        section = path.partition(".")[0]
+        is_there = None in owners or kinds.get(section) in (None, *owners)
+        texts.append(path if is_there else f"{path} (of {section}.kind = {' or '.join(map(str, owners))})")
+    return texts
 
 
 def near_files(path: Path) -> list[str]:

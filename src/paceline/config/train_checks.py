@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 from paceline.config.schema import Config, EarlyStopConfig, OptimConfig, ScheduleConfig, TrainConfig
 from paceline.config.sections import CheckpointConfig, RecoveryConfig
-from paceline.config.suggest import nearest
 from paceline.errors import Problem, did_you_mean
 from paceline.plan.rule_case import no_effect
 
@@ -16,7 +15,6 @@ _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*"
 
 
 def check_warmup(config: Config) -> Iterator[Problem]:
-    """Checks that the warmup ends before the schedule does, where the config alone says how long that is."""
     if known := known_length(config):
         yield from warmup_problems(config.optim.schedule, *known)
 
@@ -79,22 +77,18 @@ def warmup_problems(schedule: ScheduleConfig, length: float, name: str) -> Itera
 
 
 _OPTIMIZERS = ("adamw", "sgd", "muon")
-
-
-def _kinds_that_read_a_key() -> dict[str, tuple[str, ...]]:
-    """Returns the kinds of optimizers that read a key, where not all do; its description begins with them."""
-    found: dict[str, tuple[str, ...]] = {}
-    for key, field in OptimConfig.model_fields.items():
-        kinds = tuple((field.description or "").partition(": ")[0].split(", "))
-        if set(kinds) <= set(_OPTIMIZERS):
-            found[key] = kinds
-    return found | {"muon": ("muon",), "args": ("an optimizer given by its path",)}
+# The kinds that read a key of optim, where not all do. Its description begins with them.
+_READ_BY = {
+    **dict.fromkeys(("betas", "eps"), ("adamw", "muon")),
+    **dict.fromkeys(("momentum", "nesterov"), ("sgd",)),
+    "muon": ("muon",),
+    "args": ("an optimizer given by its path",),
+}
 
 
 def check_optimizer_keys(config: Config) -> Iterator[Problem]:
-    """Checks that no key of the optimizer is changed that its kind does not read."""
     optim, defaults = config.optim, OptimConfig()
-    for key, kinds in _kinds_that_read_a_key().items():
+    for key, kinds in _READ_BY.items():
         is_read = optim.kind in kinds or (optim.kind not in _OPTIMIZERS and key != "muon")
         if not is_read and (value := getattr(optim, key)) != getattr(defaults, key):
             rule, where = f"it belongs to {kinds[0]}", f"with optim.kind = {optim.kind}"
@@ -110,7 +104,6 @@ def check_optimizer_keys(config: Config) -> Iterator[Problem]:
 
 
 def check_precision(config: Config) -> Iterator[Problem]:
-    """Checks that lower precision starts from float32, and that a loss scale comes with fp16."""
     train = config.train
     if train.dtype == "float64" and train.precision not in ("fp32", "auto"):
         yield Problem(
@@ -125,7 +118,6 @@ def check_precision(config: Config) -> Iterator[Problem]:
 
 
 def check_recovery_keys(config: Config) -> Iterator[Problem]:
-    """Checks that no key of ``recovery`` is changed that nothing reads."""
     given, defaults = config.recovery, RecoveryConfig()
     answers = {given.on_nan, given.on_spike}
     spikes = (given.on_spike != "ignore", "it belongs to spikes of the loss", "recovery.on_spike = note")
@@ -148,7 +140,6 @@ def check_recovery_keys(config: Config) -> Iterator[Problem]:
 
 
 def check_roll_back(config: Config) -> Iterator[Problem]:
-    """Checks that a run that goes back saves checkpoints to go back to."""
     answers = {"recovery.on_nan": config.recovery.on_nan, "recovery.on_spike": config.recovery.on_spike}
     asked = [key for key, value in answers.items() if value in ("roll_back", "lower_rate")]
     times = (config.checkpoint.every_steps, config.checkpoint.every_epochs, config.checkpoint.every_minutes)
@@ -161,7 +152,6 @@ def check_roll_back(config: Config) -> Iterator[Problem]:
 
 
 def check_metric_names(config: Config) -> Iterator[Problem]:
-    """Checks that the metrics by which runs stop and checkpoints are best are evaluated."""
     own = [f"eval_{name}" for name in config.train.metrics]
     has_tokens = config.model.kind not in ("mlp", "resnet") and config.train.loss == "auto"
     known = ["eval_loss", "eval_accuracy", *(["eval_perplexity"] if has_tokens else []), *own]
@@ -171,11 +161,10 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
     }
     for key, name in asked.items():
         if name not in known:
-            near = nearest(name, known)
             yield Problem(
                 what=f"{key} = {name} is not evaluated",
                 rule=f"it is one of {', '.join(known)}; train.metrics adds others",
-                fix=f"did you mean {near}?" if near else "",
+                fix=did_you_mean(name, known, cutoff=0.5),
             )
     taken = sorted({"loss", "accuracy", "perplexity"} & config.train.metrics.keys())
     if taken:
@@ -183,7 +172,6 @@ def check_metric_names(config: Config) -> Iterator[Problem]:
 
 
 def check_trackers(config: Config) -> Iterator[Problem]:
-    """Finds trackers that nobody knows."""
     for name in config.monitor.trackers:
         if name not in _TRACKERS and _IMPORT_PATH.fullmatch(name) is None:
             yield Problem(

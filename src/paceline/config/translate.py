@@ -3,21 +3,25 @@
     translate_setting("batch_size", 32)              {"train.microbatch": "32", "train.global_batch": "null"}
     translate_config(values)                         a config of ours, and what a reader should know of it
 
-``aliases.py`` and ``suggest.py`` know the words; here they are decided, and each decision that may be another one is
-noted. What has no counterpart is left out, and noted as well.
+``other_names.yaml`` has the words; here is what needs its value to be understood, such as ``zero_redundancy: stage_2``.
+Each decision that may be another one is noted. What has no counterpart is left out, and noted as well.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
-from paceline.config.aliases import meant_by, other_kind
 from paceline.config.fields import fields_at, section_paths
-from paceline.config.suggest import same_key
+from paceline.config.suggest import other_names, same_key
 from paceline.config.yaml_text import parse_value
 
+Settings: TypeAlias = list[tuple[str, str]]
+"""Keys of ours with the values that say the same: any one of them does."""
+
+_ZERO = ("zero_redundancy", "zero_redundancy_optimizer", "zero_optimization", "zero_stage", "zero", "use_zero")
 _BATCH = "the batch of a rank; for that of all ranks: train.global_batch"
 _SECTIONS = ("model", "data", "optim")
 # What a config needs beyond a model's kind, where another framework has it elsewhere.
@@ -32,10 +36,54 @@ _EPOCHS = 10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TranslatedConfig:
-    """The values of a config of ours, and a line on each thing that was decided or left out."""
-
     values: dict[str, Any]
     notes: tuple[str, ...]
+
+
+def other_kind(section: str, word: str) -> str | None:
+    """Returns the kind of a section that a word of others stands for: gpt for a model called transformer."""
+    found: str | None = other_names()["kinds"].get(section, {}).get(word.lower().replace("-", "_"))
+    return found
+
+
+def meant_by(name: str, value: Any) -> Settings:
+    """Returns our settings for a key or an option of others with its value; none where the value does not matter."""
+    key = name.lower().replace("-", "_")
+    if key in _ZERO or (key == "stage" and value in (1, 2, 3)):
+        if _is_off(value):
+            return [("parallel.strategy", "ddp")]
+        stage = re.fullmatch(r"(?:stage|zero)?[_-]?([123])", str(value).lower())
+        some = ("zero1", "zero2", "fsdp") if stage is None or value is True else (f"zero{stage[1]}",)
+        return [("parallel.strategy", strategy) for strategy in some]
+    if key in ("bs", "batch_size", "train_batch_size", "global_batch_size") and _is_count(value):
+        both = [("train.microbatch", str(value)), ("train.global_batch", str(value))]
+        return both if key in ("bs", "batch_size") else both[1:]
+    if key in ("pipeline_parallelism", "pipeline_parallel", "tensor_parallelism", "tensor_parallel"):
+        degree = value if _is_count(value) and value is not True else 2
+        return [("parallel." + key.partition("_")[0], "1" if _is_off(value) else str(degree))]
+    if key in ("communication_pattern", "all_reduce_algorithm"):
+        return [("comm.algorithm", str(value))]
+    if key in ("mixed_precision", "amp", "use_amp"):
+        return [("train.precision", value if value in ("bf16", "fp16") else "fp32" if _is_off(value) else "auto")]
+    if key in ("fp16", "bf16"):
+        return [("train.precision", "fp32" if _is_off(value) else key)]
+    if key in ("ddp", "fsdp"):
+        return [("parallel.strategy", key)]
+    if key in ("activation_checkpointing", "gradient_checkpointing", "enable_activation_checkpointing"):
+        return [("memory.checkpoint_activations", "none" if _is_off(value) else "full")]
+    if key == "cpu_offload":
+        return [("memory.offload", "[]" if _is_off(value) else "[optimizer, parameters]")]
+    if key == "compression_ratio":
+        return [("comm.compression", f"{{policy: topk, ratio: {value}}}")]
+    return []
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or value is False or value in (0, "0", "false", "no", "none", "off")
+
+
+def _is_count(value: Any) -> bool:
+    return str(value).isdecimal()
 
 
 def translate_setting(name: str, value: Any) -> dict[str, str]:

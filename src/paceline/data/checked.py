@@ -51,7 +51,6 @@ class CheckedSamples:
         return self.dataset[index]
 
     def check(self, batch: Batch, indices: Indices) -> None:
-        """Raises ``BadSampleError`` with the number of the first sample that is wrong."""
         check_own(batch, self.rules, self.name, indices.tolist())
 
 

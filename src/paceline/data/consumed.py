@@ -67,7 +67,6 @@ class ConsumedIds:
         self._skipped.append((first, last))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns hash, count, segments and what was left out as plain values."""
         self._fold()
         self._close_segment()
         segments = [segment.to_json() for segment in self._segments]
@@ -102,7 +101,6 @@ class ConsumedIds:
 
 
 def extend_hash(known: tuple[int, int], indices: Indices) -> tuple[int, int]:
-    """Returns the hash of what was consumed and then ``indices``."""
     for first in range(0, len(indices), _CHUNK):
         part = indices[first : first + _CHUNK].astype(np.uint64)
         known = (_extend(known[0], part, *_LANES[0]), _extend(known[1], part, *_LANES[1]))

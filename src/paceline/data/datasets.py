@@ -4,7 +4,7 @@ A data set is map-style: ``len(dataset)`` and ``dataset[i]``. Where it also has 
 read in one call: a list is taken for a list of samples (PyTorch's convention), anything else for the finished batch.
 
 Images may be bytes (uint8), a quarter of what floats are to read and to copy. A data set that says ``mean`` and ``std``
-in its shape has them normalised on the device: see ``train/normalise.py``.
+in its shape has them normalised on the device: see ``train/loss.py``.
 
 Every synthetic set can be learned, so that a falling loss means something. Each is a pure function of its arguments,
 drawn in bulk from one numpy generator.
@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import Dataset, IterableDataset
 
+from paceline.config.data_sections import DataShape as DataShape
 from paceline.data.order import Indices, shuffled_index
 from paceline.errors import DataError
 
@@ -43,55 +43,6 @@ _TOKEN_NOISE = 0.1
 _ROWS = 1024  # sequences that are made at a time
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataShape:
-    """The sizes of a sample: ``None`` where a size has no meaning for this data, or is not known.
-
-    ``classes`` data has inputs of ``features`` numbers (or images of ``channels`` x ``size`` x ``size``) and one class
-    as target; ``tokens`` data has ``context`` tokens as inputs and as many as targets; ``custom`` data is anything.
-
-    ``class_names`` are those of the classes, by their numbers.
-
-    ``end_token`` is what documents end with that a model keeps apart.
-
-    ``mean`` and ``std``, one number for each channel or one for all, ask for images of bytes to be normalised. They
-    count in bytes: 0 to 255.
-    """
-
-    kind: Literal["classes", "tokens", "custom"]
-    features: int | None = None
-    channels: int | None = None
-    size: int | None = None
-    classes: int | None = None
-    class_names: Sequence[str] | None = None
-    vocab_size: int | None = None
-    context: int | None = None
-    end_token: int | None = None
-    mean: Sequence[float] | None = None
-    std: Sequence[float] | None = None
-
-    def __post_init__(self) -> None:
-        if self.mean is None and self.std is None:
-            return
-        mean, std = _numbers(self.mean), _numbers(self.std)
-        counts = {1, self.channels or max(1, len(mean))}
-        if len(mean) != len(std) or len(mean) not in counts or not all(each > 0 for each in std):
-            raise DataError(
-                f"shape.mean = {self.mean}, shape.std = {self.std}, shape.channels = {self.channels}\n"
-                "  images of bytes become (x - mean) / std: lists with a mean and a positive deviation for each\n"
-                "  channel, or with one for all\n"
-                "  of ImageNet: mean = [123.675, 116.28, 103.53], std = [58.395, 57.12, 57.375]"
-            )
-
-
-def _numbers(values: Any) -> list[float]:
-    """Returns a list of numbers; none of what is no list of numbers."""
-    try:
-        return [float(each) for each in values]
-    except (TypeError, ValueError):
-        return []
-
-
 class MapDataset(Protocol):
     """What a data set must offer."""
 
@@ -100,27 +51,6 @@ class MapDataset(Protocol):
 
     def __getitem__(self, index: int, /) -> Any:
         """Returns one sample."""
-
-
-class InMemoryDataset(Dataset[Pair], ABC):
-    """A data set whose batches are gathered from tensors, without a Python call per sample."""
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Returns the number of samples."""
-
-    @abstractmethod
-    def take(self, index: torch.Tensor, *, pinned: bool = False) -> Pair:
-        """Returns the inputs and targets of the samples in ``index`` (int64), as new tensors; large ones ``pinned``."""
-
-    def __getitem__(self, index: int) -> Pair:
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        inputs, targets = self.take(torch.tensor([index % len(self)]))
-        return inputs[0], targets[0]
-
-    def __getitems__(self, indices: Sequence[int]) -> Pair:
-        return self.take(torch.as_tensor(indices, dtype=torch.int64))
 
 
 class EpochDataset(Dataset[Any], ABC):
@@ -145,6 +75,22 @@ class EpochDataset(Dataset[Any], ABC):
             raise IndexError(f"sample {index} of {len(self)}")
         batch = self.read(np.array([index % len(self)], dtype=np.int64), 0)
         return tree_map(lambda value: value[0], batch)
+
+
+class InMemoryDataset(EpochDataset):
+    """A data set whose batches are gathered from tensors, without a Python call per sample; the same in every epoch."""
+
+    reads_ahead = True
+
+    @abstractmethod
+    def take(self, index: torch.Tensor, *, pinned: bool = False) -> Pair:
+        """Returns the inputs and targets of the samples in ``index`` (int64), as new tensors; large ones ``pinned``."""
+
+    def read(self, indices: Indices, epoch: int) -> Pair:  # noqa: ARG002
+        return self.take(torch.from_numpy(indices))
+
+    def __getitems__(self, indices: Sequence[int]) -> Pair:
+        return self.take(torch.as_tensor(indices, dtype=torch.int64))
 
 
 class TensorPairs(InMemoryDataset):

@@ -56,7 +56,6 @@ class FeedSource:
         return stream
 
     def close(self) -> None:
-        """Ends the thread and the workers now."""
         for stream in list(self._streams):
             stream.close()
         self._source.close()

@@ -1,11 +1,8 @@
 """How a batch is read: in this process, or ahead of time by worker processes. The order is that of the requests.
 
-Without workers a batch is one direct call: a ``DataLoader`` adds nothing there (except pinned memory, for which it is
-used where nothing feeds a device: see feed.py). With workers, a ``DataLoader`` gets the requests as its sampler. One
-iteration serves all epochs of a run, so nothing drains or restarts at an epoch's end.
-
-An exception in a worker travels as a value. Re-raised by the ``DataLoader`` it would lose its cause, and some
-exceptions cannot be rebuilt at all.
+Without workers a batch is one direct call. With workers, a ``DataLoader`` gets the requests as its sampler. One
+iteration serves all epochs of a run, so nothing drains or restarts at an epoch's end. An exception in a worker travels
+as a value: re-raised by the ``DataLoader`` it would lose its cause, and some exceptions cannot be rebuilt at all.
 
 Each request seeds its worker's random states from (seed, epoch, first sample). So random augmentation does not depend
 on the number of workers or on where a run was resumed; it does depend on how a batch is cut into microbatches, and a
@@ -137,7 +134,6 @@ class LoaderSource:
             yield batch
 
     def close(self) -> None:
-        """Ends the worker processes now."""
         loader, self._loader = self._loader, None
         self._stream_number += 1
         batches = getattr(loader, "_iterator", None)
@@ -175,7 +171,7 @@ def is_in_memory(dataset: Any) -> bool:
         dataset = dataset.dataset
     if isinstance(dataset, EpochDataset):
         return dataset.reads_ahead
-    return isinstance(dataset, InMemoryDataset) or type(dataset) is TensorDataset
+    return type(dataset) is TensorDataset
 
 
 def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned: bool = False) -> Batch:
@@ -190,25 +186,21 @@ def fetch_batch(dataset: MapDataset, indices: Indices, epoch: int = 0, *, pinned
         if epoch <= 0:  # the first of a run, and that of evaluations: later ones read the same samples again
             dataset.check(batch, indices)
         return batch
-    if isinstance(dataset, EpochDataset):
-        return _read_of_epoch(dataset, indices, epoch)
     if isinstance(dataset, InMemoryDataset):
         return dataset.take(torch.from_numpy(indices), pinned=pinned)
+    if isinstance(dataset, EpochDataset):
+        try:
+            return dataset.read(indices, epoch)
+        except DataError:  # names file and place
+            raise
+        except Exception as error:
+            raise _unreadable(indices.tolist(), error) from error
     if type(dataset) is TensorDataset:
         index = torch.from_numpy(indices)
         return tuple(gather(tensor, index, pinned=pinned) for tensor in dataset.tensors)
     numbers: list[int] = indices.tolist()
     items = _read_together(dataset, numbers) if hasattr(dataset, "__getitems__") else _read_each(dataset, numbers)
     return join_samples(items, numbers) if isinstance(items, list) else items
-
-
-def _read_of_epoch(dataset: EpochDataset, indices: Indices, epoch: int) -> Batch:
-    try:
-        return dataset.read(indices, epoch)
-    except DataError:  # names file and place
-        raise
-    except Exception as error:
-        raise _unreadable(indices.tolist(), error) from error
 
 
 def _read_each(dataset: MapDataset, numbers: list[int]) -> list[Any]:

@@ -4,9 +4,8 @@ A global batch is cut into ``accumulate x ranks`` contiguous parts; microbatch m
 the samples of a step, and their order, are the same for any number of ranks, accumulation and workers. Where a global
 batch is short, a rank may have nothing in a microbatch: it gets ``None`` and still takes part in the step.
 
-Worker processes, if any, live as long as what reads from them. In training that is the iterator of ``steps``, which
-runs through all epochs: they end when it is exhausted, closed or dropped. An ``EvalLoader`` keeps its own from one
-evaluation to the next, until ``close()``.
+Worker processes, if any, live as long as what reads from them: the iterator of ``steps``, which runs through all
+epochs, or an ``EvalLoader`` until ``close()``.
 """
 
 from __future__ import annotations

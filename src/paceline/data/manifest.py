@@ -114,7 +114,6 @@ def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
 
 
 def hash_file(path: Path) -> str:
-    """Returns the SHA-256 of a file."""
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -7,7 +7,6 @@ The bijection is a Feistel network on a rectangle. With ``rows = ceil(sqrt(lengt
 position is a cell ``(row, column)``; a round adds a hash of one coordinate to the other, modulo its size, which can be
 undone and is thus one-to-one whatever the hash. The rectangle has fewer than ``rows`` cells too many; a position that
 lands on one walks on until it is back inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
-A power-of-two square would waste up to three quarters of its cells on such walks.
 
     cost    about 70 numpy operations a call: 0.1 ms for 64 positions, 0.1 us a position in calls of thousands
     state   the number of samples consumed since the start of the run

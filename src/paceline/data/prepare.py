@@ -180,7 +180,6 @@ def _begin(options: PrepareOptions, plan: dict[str, Any]) -> Path:
 
 
 def _noted(notes: Path, output: Path, number: int) -> PieceDone | None:
-    """Returns a piece that an earlier call has done."""
     try:
         values = parse_json_object(read_regular(notes / f"{number}.json"))
         found = PieceDone(**{**values, "shard": TokenShard(**values["shard"])})

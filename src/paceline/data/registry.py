@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -15,16 +15,16 @@ from paceline.config import data_sections as sections
 from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
 from paceline.data.checked import CheckedSamples, check_classes
-from paceline.data.datasets import DataShape, InMemoryDataset, MapDataset, SampleSubset, TensorPairs
+from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
 from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
 from paceline.data.model_needs import NO_NEEDS, ModelNeeds, needs_of
 from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
-from paceline.data.text import check_part, load_text, split_tokens
-from paceline.data.token_files import OpenedTokens, TokenSlice, open_tokens
+from paceline.data.text import load_text
+from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens
+from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, split_tokens
 from paceline.errors import DataError
 
 SyntheticConfig: TypeAlias = (
@@ -112,10 +112,10 @@ def _digits(config: sections.DigitsDataConfig, seed: int) -> DataSplits:
 def _text(config: sections.TextDataConfig, context: int | None, seed: int, needs: ModelNeeds) -> DataSplits:
     length = _context(config.context, context)
     text = load_text(config.path, config.tokens or needs.tokenizer() or "char")
-    train, evaluation = split_tokens(text, length, config.eval_fraction)
+    train, evaluation = split_tokens(TokenArray(text.tokens), length, config.eval_fraction, text.source)
     return DataSplits(
-        train=_windows(config.windows, TokenArray(train), length, seed),
-        eval=None if evaluation is None else TokenBlocks(TokenArray(evaluation), length),
+        train=_windows(config.windows, train, length, seed),
+        eval=None if evaluation is None else TokenBlocks(evaluation, length),
         shape=DataShape(kind="tokens", vocab_size=text.tokenizer.vocab_size, context=length),
         tokenizer=text.tokenizer,
     )
@@ -125,35 +125,26 @@ def _tokens(config: sections.TokensDataConfig, context: int | None, seed: int) -
     length = _context(config.context, context)
     options: dict[str, Any] = {"dtype": config.dtype, "vocab_size": config.vocab_size, "verify": config.verify}
     opened = open_tokens(config.path, **options)
-    end_token = _end_token(config, opened) if config.documents == "apart" else None
-    size, fraction = len(opened.tokens), config.eval_fraction
-    train: Tokens = opened.tokens
-    evaluation: Tokens | None = None
+    end_token, known, source = None, opened.tokens.vocab_size, f"data.path = {config.path!r}"
+    if config.documents == "apart":
+        end_token = opened.end_token if config.end_token is None else config.end_token
+        if end_token is None or end_token >= known:
+            raise DataError(
+                f"{source} has end token {end_token}, of {known} tokens\n"
+                "  data.documents = apart needs a token at the end of each document\n"
+                "  set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
+            )
+    fraction = config.eval_fraction if config.eval_path is None else 0.0
+    train, evaluation = split_tokens(opened.tokens, length, fraction, source)
     if config.eval_path is not None:
-        evaluation, fraction = open_tokens(config.eval_path, **options).tokens, 0.0
-    elif fraction > 0:
-        cut = round(size * (1 - fraction))
-        train, evaluation = TokenSlice(opened.tokens, 0, cut), TokenSlice(opened.tokens, cut, size)
-    check_part(len(train), length, f"the training part of data.path = {config.path!r}", fraction)
-    if evaluation is not None:
-        check_part(len(evaluation), length, "the evaluation part of the tokens", fraction)
+        evaluation = open_tokens(config.eval_path, **options).tokens
+        check_part(len(evaluation), length, f"data.eval_path = {config.eval_path!r}", fraction)
     return DataSplits(
         train=_windows(config.windows, train, length, seed, end_token),
         eval=None if evaluation is None else TokenBlocks(evaluation, length, end_token),
-        shape=DataShape(kind="tokens", vocab_size=opened.tokens.vocab_size, context=length, end_token=end_token),
+        shape=DataShape(kind="tokens", vocab_size=known, context=length, end_token=end_token),
         tokenizer=opened.tokenizer,
     )
-
-
-def _end_token(config: sections.TokensDataConfig, opened: OpenedTokens) -> int:
-    found = opened.end_token if config.end_token is None else config.end_token
-    if found is None or found >= opened.tokens.vocab_size:
-        raise DataError(
-            f"data.path = {config.path!r} has end token {found}, of {opened.tokens.vocab_size} tokens\n"
-            "  data.documents = apart needs a token at the end of each document\n"
-            "  set data.end_token, such as 50256 for GPT-2's, or prepare the data with paceline data prepare"
-        )
-    return found
 
 
 def _context(own: int | None, of_model: int | None) -> int:
@@ -176,7 +167,7 @@ def _windows(
 
 
 def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
-    makers: dict[str, Callable[..., InMemoryDataset]] = {
+    makers: dict[str, Callable[..., MapDataset]] = {
         "synthetic_classification": datasets.synthetic_classification,
         "synthetic_images": synthetic.make_images,
         "synthetic_tokens": synthetic.make_tokens,
@@ -184,8 +175,7 @@ def _synthetic(config: SyntheticConfig, seed: int) -> DataSplits:
     names = {"samples", "features", "classes", "channels", "size", "vocab_size", "context", "dtype"}
     sizes = config.model_dump(include=names)
     made = makers[config.kind](**sizes, seed=seed)
-    kind: Literal["tokens", "classes"] = "tokens" if config.kind == "synthetic_tokens" else "classes"
-    shape = DataShape(kind=kind, size=sizes.get("size"), **asdict(sections.known_shape(config)))
+    shape = sections.known_shape(config)
     if sizes.get("dtype") == "uint8":
         shape = replace(shape, mean=(synthetic.PIXEL_MEAN,), std=(synthetic.PIXEL_DEVIATION,))
     if not isinstance(made, TensorPairs):
@@ -305,24 +295,21 @@ def _factory(config: sections.FactoryDataConfig, seed: int, needs: ModelNeeds) -
 
     what = f"data.factory = {config.factory!r}"
     made = call_factory(import_from_path(config.factory, "data.factory"), config.args, what)
-    if isinstance(made, DataSplits):
-        kept = None if made.eval is None else _looked_at(made.eval, made.shape, needs, f"the evaluation set of {what}")
-        return replace(made, train=_looked_at(made.train, made.shape, needs, f"the training set of {what}"), eval=kept)
-    if isinstance(made, tuple) and len(made) != 2:
-        raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
-    train, evaluation = made if isinstance(made, tuple) else (made, None)
-    length = _check_made(train, f"the training set of {what}")
-    if length == 0:
-        raise DataError(f"{what} returned an empty training set\n  a run needs at least one sample")
-    if evaluation is not None:
-        _check_made(evaluation, f"the evaluation set of {what}")
-    shape = _shape_of(train, what)
-    if not isinstance(made, tuple):
-        return _subsets(_looked_at(train, shape, needs, f"the data set of {what}"), config.eval_fraction, seed, shape)
-    train = _looked_at(train, shape, needs, f"the training set of {what}")
-    if evaluation is not None:
-        evaluation = _looked_at(evaluation, shape, needs, f"the evaluation set of {what}")
-    return DataSplits(train=train, eval=evaluation, shape=shape)
+    if not isinstance(made, DataSplits):
+        if isinstance(made, tuple) and len(made) != 2:
+            raise DataError(f"{what} returned a tuple of {len(made)}\n{_WHAT_A_FACTORY_RETURNS}")
+        train, evaluation = made if isinstance(made, tuple) else (made, None)
+        if _check_made(train, f"the training set of {what}") == 0:
+            raise DataError(f"{what} returned an empty training set\n  a run needs at least one sample")
+        if evaluation is not None:
+            _check_made(evaluation, f"the evaluation set of {what}")
+        shape = _shape_of(train, what)
+        if not isinstance(made, tuple):
+            whole = _looked_at(train, shape, needs, f"the data set of {what}")
+            return _subsets(whole, config.eval_fraction, seed, shape)
+        made = DataSplits(train=train, eval=evaluation, shape=shape)
+    kept = None if made.eval is None else _looked_at(made.eval, made.shape, needs, f"the evaluation set of {what}")
+    return replace(made, train=_looked_at(made.train, made.shape, needs, f"the training set of {what}"), eval=kept)
 
 
 def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: str) -> MapDataset:

@@ -8,8 +8,7 @@ a step do not depend on the number of ranks, and the position of a run is one nu
 to pass over that many. Where passing over is cheaper than making a sample, the iterator says so with ``skip(count)``,
 which returns how many it passed over: fewer at its end.
 
-A stream that ends before the run either ends the run, with a message that names the place, or begins anew
-(``data.on_end``). Each rank finds that out by itself, when it gets there: they exchange nothing, so that none waits for
+Each rank finds the end of a stream by itself, when it gets there: they exchange nothing, so that none waits for
 another.
 """
 

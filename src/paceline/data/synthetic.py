@@ -16,7 +16,8 @@ import torch
 
 from paceline.data import datasets
 from paceline.data.datasets import InMemoryDataset, Pair, TensorPairs, draw_waves, gather
-from paceline.data.order import shuffled_index
+from paceline.data.order import Indices, shuffled_index
+from paceline.data.windows import TokenArray, TokenBlocks, Tokens
 
 LARGEST_WHOLE_BYTES = 256 * 2**20
 PIXEL_MEAN = 128.0  # of images as bytes: a normal number x becomes 128 + 32 x
@@ -54,20 +55,18 @@ class LayeredImages(InMemoryDataset):
         return images.permute(0, 3, 1, 2), targets
 
 
-class TokenWindows(InMemoryDataset):
-    """Windows of a text: ``context`` tokens from ``starts[i]`` on, and as targets the same one token later."""
+class TokenWindows(TokenBlocks):
+    """Windows of a text that begin at given places, the same in every epoch."""
 
-    def __init__(self, tokens: torch.Tensor, starts: torch.Tensor, context: int) -> None:
-        self.tokens = tokens
-        self.starts = starts
-        self.context = context
+    def __init__(self, tokens: Tokens, places: Indices, context: int) -> None:
+        super().__init__(tokens, context)
+        self.places = places
 
     def __len__(self) -> int:
-        return len(self.starts)
+        return len(self.places)
 
-    def take(self, index: torch.Tensor, *, pinned: bool = False) -> Pair:  # noqa: ARG002  # tokens are few bytes
-        windows = self.tokens.unfold(0, self.context + 1, 1)[self.starts.index_select(0, index)]
-        return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+    def starts(self, indices: Indices, epoch: int) -> Indices:  # noqa: ARG002
+        return self.places[indices]
 
 
 def make_images(
@@ -90,10 +89,10 @@ def make_tokens(*, samples: int, vocab_size: int, context: int, seed: int) -> Te
         return datasets.synthetic_tokens(samples=samples, vocab_size=vocab_size, context=context, seed=seed)
     rows = max(2, _NUM_TOKENS // (context + 1))  # at least as many tokens as a window has, and one more
     made = datasets.synthetic_tokens(samples=rows, vocab_size=vocab_size, context=context, seed=seed)
-    tokens = torch.cat([made.inputs, made.targets[:, -1:]], dim=1).reshape(-1)
+    tokens = torch.cat([made.inputs, made.targets[:, -1:]], dim=1).reshape(-1).numpy()
     num_windows = len(tokens) - context
-    starts = shuffled_index(np.arange(samples) % num_windows, num_windows, seed, _WINDOW_EPOCH)
-    return TokenWindows(tokens, torch.from_numpy(starts), context)
+    places = shuffled_index(np.arange(samples) % num_windows, num_windows, seed, _WINDOW_EPOCH)
+    return TokenWindows(TokenArray(tokens), places, context)
 
 
 def _layered(*, samples: int, classes: int, channels: int, size: int, seed: int, is_bytes: bool) -> LayeredImages:

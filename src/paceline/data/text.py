@@ -1,4 +1,4 @@
-"""A text file as tokens: its characters, its bytes, or those of a tokenizer, cut once: to train on, and to evaluate on.
+"""A text file as tokens: its characters, its bytes, or those of a tokenizer.
 
 Tokens are kept in the smallest integer type that holds the vocabulary, and become int64 in the batch: a gigabyte of
 bytes costs a gigabyte.
@@ -62,30 +62,6 @@ def _whole_lines(text: str) -> list[str]:
         parts.append(text[start:end])
         start = end
     return parts
-
-
-def split_tokens(
-    text: EncodedText, context: int, eval_fraction: float
-) -> tuple[NDArray[np.integer], NDArray[np.integer] | None]:
-    """Cuts the text once, to train on and to evaluate on; raises ``DataError`` where a part has no whole window."""
-    cut = round(len(text.tokens) * (1 - eval_fraction))
-    check_part(len(text.tokens[:cut]), context, f"the training part of {text.source}", eval_fraction)
-    if eval_fraction == 0:
-        return text.tokens, None
-    check_part(len(text.tokens) - cut, context, f"the evaluation part of {text.source}", eval_fraction)
-    return text.tokens[:cut], text.tokens[cut:]
-
-
-def check_part(tokens: int, context: int, part: str, eval_fraction: float) -> None:
-    """Raises ``DataError`` for a part of a text that is shorter than one sample."""
-    if context < 1:
-        raise DataError(f"data.context = {context}\n  a sample has at least one token")
-    if tokens <= context:
-        raise DataError(
-            f"{part} has {tokens} tokens with data.eval_fraction = {eval_fraction}, for a context of {context}\n"
-            f"  one sample needs {context + 1} tokens: the context, and one more as the last target\n"
-            f"  bring a longer text, a shorter context, or another data.eval_fraction (0: no evaluation)"
-        )
 
 
 def _python_documentation() -> str:

@@ -109,20 +109,6 @@ class MappedTokens:
         )
 
 
-class TokenSlice:
-    """Tokens ``first`` to ``last`` of others."""
-
-    def __init__(self, tokens: MappedTokens, first: int, last: int) -> None:
-        self._tokens = tokens
-        self._first, self._last = first, last
-
-    def __len__(self) -> int:
-        return self._last - self._first
-
-    def read(self, starts: Indices, length: int) -> NDArray[np.int64]:
-        return self._tokens.read(starts + self._first, length)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedTokens:
     """The tokens of a path, and what stands beside them."""

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import json
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,35 +33,32 @@ _NUM_BYTES = 256
 _MOST_BYTES = 2**28
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """Turns text into tokens and back."""
 
-    @property
-    def name(self) -> str:
-        """What it is called in messages and manifests: bytes, char, or the name of its folder."""
-
-    @property
-    def vocab_size(self) -> int:
-        """Every token is less than this."""
-
-    @property
-    def end_token(self) -> int | None:
-        """The token between documents; None where there is none."""
+    name: str  # in messages and manifests: bytes, char, or the name of its folder
+    vocab_size: int  # every token is less
+    end_token: int | None  # between documents; None where there is none
 
     def encode(self, text: str) -> list[int]:
         """Returns the tokens of a text. Raises ``DataError`` for a character that it has no token for."""
+        tokens: list[int] = self.encode_many([text])[0].tolist()
+        return tokens
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens; bytes that are no UTF-8 are shown as U+FFFD. The end token is left out."""
-
+    @abstractmethod
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
         """Returns the tokens of many texts at once, which is faster."""
 
+    @abstractmethod
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens; bytes that are no UTF-8 are shown as U+FFFD. The end token is left out."""
+
+    @abstractmethod
     def save(self, folder: Path) -> None:
         """Writes into a folder what ``open_tokenizer`` reads."""
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """The bytes of UTF-8: 256 tokens, and one more between documents if ``has_end``."""
 
     name = "bytes"
@@ -68,9 +66,6 @@ class ByteTokenizer:
     def __init__(self, *, has_end: bool = False) -> None:
         self.end_token = _NUM_BYTES if has_end else None
         self.vocab_size = _NUM_BYTES + has_end
-
-    def encode(self, text: str) -> list[int]:
-        return list(text.encode())
 
     def decode(self, tokens: Sequence[int]) -> str:
         _check_tokens(tokens, self)
@@ -83,7 +78,7 @@ class ByteTokenizer:
         _write(folder, {"kind": "bytes", "end_token": self.end_token})
 
 
-class CharTokenizer:
+class CharTokenizer(Tokenizer):
     """Characters by their place in ``characters``, which are sorted and unique; one more token if ``has_end``."""
 
     name = "char"
@@ -96,10 +91,6 @@ class CharTokenizer:
         # The token of each code point up to the last that is known: to look one up takes one load.
         self._tokens = np.full(int(points[-1]) + 2 if len(points) else 1, len(points), dtype=np.uint32)
         self._tokens[points] = np.arange(len(points))
-
-    def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._encode(text).tolist()
-        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         _check_tokens(tokens, self)
@@ -123,7 +114,7 @@ class CharTokenizer:
         return tokens
 
 
-class FolderTokenizer:
+class FolderTokenizer(Tokenizer):
     """The ``tokenizer.json`` of a folder, as Hugging Face writes it."""
 
     def __init__(self, folder: Path) -> None:
@@ -134,10 +125,6 @@ class FolderTokenizer:
         self.vocab_size = max(tokens.values(), default=-1) + 1
         named = [each for each in (_named_end(folder), *_END_TOKENS) if each in tokens]
         self.end_token = tokens[named[0]] if named else None
-
-    def encode(self, text: str) -> list[int]:
-        tokens: list[int] = self._inner.encode(text, add_special_tokens=False).ids
-        return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
         _check_tokens(tokens, self)
@@ -165,12 +152,10 @@ def _reopen(folder: Path, _changed: int) -> FolderTokenizer:
 
 
 def code_points(text: str) -> NDArray[np.uint32]:
-    """Returns the characters of a text as numbers."""
     return np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Says whether a folder holds a tokenizer."""
     return (folder / VOCABULARY).is_file() or (folder / TOKENIZER).is_file()
 
 
@@ -188,7 +173,6 @@ def open_tokenizer(folder: Path) -> Tokenizer:
 
 
 def smallest_dtype(vocab_size: int) -> type[np.uint8] | type[np.uint16] | type[np.uint32]:
-    """Returns the smallest type that holds all tokens of a vocabulary."""
     if vocab_size <= np.iinfo(np.uint8).max + 1:
         return np.uint8
     return np.uint16 if vocab_size <= np.iinfo(np.uint16).max + 1 else np.uint32

@@ -4,8 +4,8 @@
     random   the N - T places where a window may begin are cut into as many equal spans as there are blocks; sample i
              begins at a place in span i that is drawn anew each epoch, as a pure function of (seed, epoch, i)
 
-So an epoch of random windows is one pass over the text: each token is expected in it once, and no two epochs have the
-same windows. A model that sees a text many times learns the same windows by heart much sooner than new ones.
+So an epoch of random windows is one pass over the text, and no two epochs have the same windows: a model that sees a
+text many times learns the same windows by heart much sooner than new ones.
 
 With an ``end_token``, documents are kept apart: what follows their ends is no target. See ``document_starts`` in
 ``models/gpt.py`` for what the model does.
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from paceline.data.datasets import EpochDataset, Pair
 from paceline.data.images import IGNORED
 from paceline.data.order import Indices, mix_seed, random_words
+from paceline.errors import DataError
 
 _WINDOWS = 0x77696E646F7773  # keeps these draws apart from those of the order
 
@@ -49,6 +50,42 @@ class TokenArray:
         return np.lib.stride_tricks.sliding_window_view(self.values, length)[starts].astype(np.int64)
 
 
+class TokenSlice:
+    """Tokens ``first`` to ``last`` of others."""
+
+    def __init__(self, tokens: Tokens, first: int, last: int) -> None:
+        self._tokens = tokens
+        self._first, self._last = first, last
+
+    def __len__(self) -> int:
+        return self._last - self._first
+
+    def read(self, starts: Indices, length: int) -> NDArray[np.int64]:
+        return self._tokens.read(starts + self._first, length)
+
+
+def split_tokens(tokens: Tokens, context: int, eval_fraction: float, source: str) -> tuple[Tokens, Tokens | None]:
+    """Cuts tokens once, to train on and to evaluate on; raises ``DataError`` where a part has no whole window."""
+    cut = round(len(tokens) * (1 - eval_fraction))
+    check_part(cut, context, f"the training part of {source}", eval_fraction)
+    if eval_fraction == 0:
+        return tokens, None
+    check_part(len(tokens) - cut, context, f"the evaluation part of {source}", eval_fraction)
+    return TokenSlice(tokens, 0, cut), TokenSlice(tokens, cut, len(tokens))
+
+
+def check_part(tokens: int, context: int, part: str, eval_fraction: float) -> None:
+    """Raises ``DataError`` for a part of a text that is shorter than one sample."""
+    if context < 1:
+        raise DataError(f"data.context = {context}\n  a sample has at least one token")
+    if tokens <= context:
+        raise DataError(
+            f"{part} has {tokens} tokens with data.eval_fraction = {eval_fraction}, for a context of {context}\n"
+            f"  one sample needs {context + 1} tokens: the context, and one more as the last target\n"
+            f"  bring a longer text, a shorter context, or another data.eval_fraction (0: no evaluation)"
+        )
+
+
 class TokenBlocks(EpochDataset):
     """Blocks of ``context`` tokens and their successors, one after another."""
 
@@ -63,7 +100,6 @@ class TokenBlocks(EpochDataset):
         return max(len(self.tokens) - 1, 0) // self.context
 
     def starts(self, indices: Indices, epoch: int) -> Indices:  # noqa: ARG002  # the same in all
-        """Returns the first token of each sample."""
         return indices * self.context
 
     def read(self, indices: Indices, epoch: int) -> Pair:

@@ -32,8 +32,6 @@ _TRIALS = 3  # on other samples each: the first may open files
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerChoice:
-    """How many workers, and why."""
-
     workers: int
     reason: str
 

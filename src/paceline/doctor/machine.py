@@ -182,7 +182,7 @@ def shared_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
 
 def compiler(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Looks for a C++ compiler, which makes shared memory faster; without one the same protocol runs in Python."""
-    from paceline.comm.shared.native.build import find_compiler, load
+    from paceline.comm.shared.native.collectives import find_compiler, load
     from paceline.errors import CommunicationError
 
     try:

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.base import Communicator
-from paceline.comm.clock_offset import clock_offset
-from paceline.comm.objects import gather_objects
+from paceline.comm.objects import clock_offset, gather_objects
 from paceline.doctor.findings import MachineFinding, finding
 from paceline.errors import PacelineError
 from paceline.units import format_seconds

@@ -32,7 +32,7 @@ from paceline.engines.composition import combine
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
-from paceline.engines.float8 import Float8Layers, check_float8, swap_linears
+from paceline.engines.float8 import check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
@@ -90,14 +90,11 @@ def parallelize(
     Raises UsageError for what cannot work: a model that cannot be split up so, options that exclude one another, and
     what is given twice.
     """
-    _check_arguments(comm, strategy, layout)
+    _check_arguments(comm, layout, {"strategy": strategy, "precision": precision, **options})
     if isinstance(model, nn.Module):
         check_initialised(model)
     is_auto = strategy == "auto"
-    if layout is not None:
-        _refuse_twice(strategy, precision, options)
-    else:
-        layout = layout_from(options, None if is_auto else strategy)
+    layout = layout or layout_from(options, None if is_auto else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
     layout = replace(layout, precision=policy.name)
     if compressor is not None:  # the rules of a layout's own compression hold for it too
@@ -196,25 +193,20 @@ def layout_from(options: Mapping[str, Any], strategy: str | None = None) -> Layo
     return Layout(**given)
 
 
-def _check_arguments(comm: Any, strategy: Any, layout: Any) -> None:
-    """Raises UsageError for arguments of another type than they should be."""
+def _check_arguments(comm: Any, layout: Any, given: Mapping[str, Any]) -> None:
+    """Raises UsageError for arguments of another type than they should be, and for what is beside a whole layout."""
     if not isinstance(comm, Communicator):
         raise UsageError(
             f"the second argument is a {type(comm).__name__}\n  it is the communicator of the ranks\n"
             "  give what paceline.connect() returns, and the strategy after it"
         )
-    if isinstance(strategy, Layout) or not isinstance(layout, Layout | None):
+    if isinstance(given["strategy"], Layout) or not isinstance(layout, Layout | None):
         raise UsageError(
             "a layout is given as layout=paceline.Layout(...)\n  the third argument is the name of a strategy\n"
             "  give layout=..., or the fields one by one: pipeline=2, tensor=2"
         )
-
-
-def _refuse_twice(strategy: str | None, precision: object, options: Mapping[str, Any]) -> None:
-    """Raises UsageError where something is given beside a whole layout."""
-    given = {"strategy": strategy, "precision": precision, **options}
     twice = [f"{name} = {value!r}" for name, value in given.items() if value is not None]
-    if twice:
+    if layout is not None and twice:
         raise UsageError(
             f"{', '.join(twice)} beside layout=...\n  a layout says all of it, and one of the two would be ignored\n"
             f"  put it into the layout: dataclasses.replace(layout, {twice[0].partition(' ')[0]}=...)"
@@ -256,8 +248,7 @@ def choose_for_module(
     """Chooses a strategy for a module on the ranks of ``comm``, all on one host: rank 0 decides for all of them.
 
     It judges by the parameters alone, since nobody has seen a batch: half of a rank's memory is left to activations,
-    which are not checkpointed. What is offloaded is part of the choice. A config says more, and gets a better choice:
-    see ``paceline.search.automatic``. Raises UsageError on every rank where nothing fits.
+    which are not checkpointed. Raises UsageError on every rank where nothing fits.
     """
     decided: Choice | UsageError | None = None
     if comm.rank == 0:
@@ -265,7 +256,15 @@ def choose_for_module(
         room = replace(room, device_bytes=round(room.device_bytes * (1 - _FOR_ACTIVATIONS)))
         itemsize = max((p.element_size() for p in model.parameters()), default=4)
         states = StateFacts(itemsize=itemsize, device=comm.device.type)
-        facts, keep = _facts(model, blocks), frozenset({"checkpoint_activations"})
+        sizes = [num_parameters(block) for block in blocks]
+        facts = ModelFacts(
+            name=type(model).__name__,
+            blocks=tuple(BlockFacts(parameters=size) for size in sizes),
+            root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
+            buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+            source="measured",
+        )
+        keep = frozenset({"checkpoint_activations"})
         try:
             decided = take_first(whole_ladder(facts, Layout(precision=precision), room, states, keep), facts, room)
         except ConfigError as error:
@@ -275,17 +274,6 @@ def choose_for_module(
         raise decided
     assert decided is not None
     return decided
-
-
-def _facts(model: nn.Module, blocks: Sequence[nn.Module]) -> ModelFacts:
-    sizes = [num_parameters(block) for block in blocks]
-    return ModelFacts(
-        name=type(model).__name__,
-        blocks=tuple(BlockFacts(parameters=size) for size in sizes),
-        root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
-        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-        source="measured",
-    )
 
 
 def _share(
@@ -298,9 +286,22 @@ def _share(
     _check_host(layout.offload, comm.device, num_parameters(model) // comm.size)
     object.__setattr__(model, _MARK, True)  # before the first collective: virtual ranks may share the object by mistake
     check_same_model(model, comm)
-    float8 = _prepare_blocks(model, comm, layout, precision)
-    units = _choose_units(model, layout) if layout.is_fully_sharded else []
+    asks_for_blocks = precision.float8 or layout.checkpoint_activations != "none" or layout.is_fully_sharded
+    blocks = model_blocks(model) if asks_for_blocks else []
+    if layout.sync_batchnorm and comm.size > 1:
+        synchronise_batchnorm(model, comm)
+    float8 = None
+    if precision.float8 is not None:
+        float8 = swap_linears(model, blocks, by_row=precision.float8 == "row")
+    if layout.checkpoint_activations != "none":
+        checkpoint_blocks(blocks, layout.checkpoint_activations)
+    units: Sequence[tuple[str, nn.Module]] = ()  # that full sharding gathers one by one
+    if layout.is_fully_sharded:
+        unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
+        ends, apart = model_ends(model), model_apart(model)
+        units = choose_units(model, blocks, ends, names=layout.units, unit_mb=unit_mb, apart=apart)
     if layout.is_compiled:
+        swap_pools(model, comm.device)
         hooked = [module for _, module in units] if comm.size > 1 else []
         compile_model(model, whole=layout.compile == "whole", units=hooked)
     engine = _engine(model, groups, layout, precision, compressor, units)
@@ -345,27 +346,6 @@ def _engine(
     return engine
 
 
-def _prepare_blocks(model: nn.Module, comm: Communicator, layout: Layout, precision: Precision) -> Float8Layers | None:
-    """Synchronises batch norm, swaps linear layers, checkpoints blocks and swaps pools, in this order."""
-    if layout.sync_batchnorm and comm.size > 1:
-        synchronise_batchnorm(model, comm)
-    float8 = None
-    if precision.float8 is not None:
-        float8 = swap_linears(model, model_blocks(model), by_row=precision.float8 == "row")
-    if layout.checkpoint_activations != "none":
-        checkpoint_blocks(model_blocks(model), layout.checkpoint_activations)
-    if layout.is_compiled:
-        swap_pools(model, comm.device)
-    return float8
-
-
-def _choose_units(model: nn.Module, layout: Layout) -> list[tuple[str, nn.Module]]:
-    """Returns the modules that full sharding gathers one by one."""
-    blocks = model_blocks(model)
-    unit_mb = layout.unit_mb or (None if blocks or layout.units else _LARGE_UNIT_MB)
-    return choose_units(model, blocks, model_ends(model), names=layout.units, unit_mb=unit_mb, apart=model_apart(model))
-
-
 def _check_parameters(model: nn.Module, expert: int, precision: Precision) -> None:
     """Raises UsageError where ranks are to hold different experts or to compute in 8 bits, and the model cannot."""
     if precision.float8:
@@ -401,7 +381,8 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
             "  build the model inside the function that each rank runs"
         )
     for name, module in model.named_modules():
-        wrapper = next((each.__name__ for each in type(module).__mro__ if _is_wrapper(each)), None)
+        kinds = [each for each in type(module).__mro__ if each.__module__.startswith("torch.")]
+        wrapper = next((each.__name__ for each in kinds if each.__name__ in _WRAPPERS), None)
         if wrapper is not None:
             inside = "fully_shard(...) is called on it" if wrapper == "FSDPModule" else "it is wrapped: model.module"
             raise UsageError(
@@ -425,7 +406,3 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
             )
     if not any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model requires a gradient\n  there is nothing to train")
-
-
-def _is_wrapper(kind: type) -> bool:
-    return kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch.")

@@ -8,17 +8,11 @@ all-gather brings the ranks' numbers together, and (Chan et al. 1979)
 which loses no digits where a plain sum of squares would. Backward needs the sums of dy and dy * xhat over the whole
 batch: one all-reduce. Per layer and pass, for C channels: 16 C bytes gathered from each rank, and 16 C reduced.
 
-A rank may have fewer samples than another, or none. One that runs no forward at all (``engine.join_pass()``) stands in
-with messages of count zero, and still moves its running statistics as the others do. Its messages are on their way
-before the pass begins, on a communicator that the layers have to themselves, so that it neither waits for the other
-ranks' computation nor disturbs the order of the engine's collectives.
-
-What must hold: all ranks that run forward call the same layers in the same order. A rank that stands in must know how
-often they will be called, which is as often as in its own last pass of the same kind; before its first one it assumes
-once for each layer.
-
-With gradient accumulation the statistics are those of a microbatch over all ranks, as they would be on one process that
-accumulates in the same way: what is computed depends on the number of microbatches, but not on that of ranks.
+A rank that runs no forward at all (``engine.join_pass()``) stands in with messages of count zero, and still moves its
+running statistics as the others do. Its messages are on their way before the pass begins, on a communicator that the
+layers have to themselves, so that it neither waits for the other ranks' computation nor disturbs the engine's
+collectives. It must know how often layers will be called: as often as in its own last pass of the same kind; before its
+first one, once each.
 """
 
 from __future__ import annotations
@@ -47,7 +41,8 @@ def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
     The layers stay the same objects, with their parameters, buffers and names. A layer whose class has a forward of its
     own is left as it is. Does nothing on one rank.
     """
-    layers = [layer for layer in module.modules() if _can_synchronise(layer)]
+    plain = [each for each in module.modules() if isinstance(each, _BatchNorm)]
+    layers = [each for each in plain if isinstance(each, nn.SyncBatchNorm) or type(each).forward is _BatchNorm.forward]
     if comm.size == 1 or not layers:
         return module
     exchange = Exchange(module, comm.split(range(comm.size)))
@@ -124,7 +119,6 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def move_statistics(self, moments: Moments) -> None:
-        """Moves the running statistics towards those of a batch."""
         if not (self.training and self.track_running_stats) or self.running_mean is None or self.running_var is None:
             return
         factor: torch.Tensor | float = 0.0 if self.momentum is None else self.momentum
@@ -209,7 +203,6 @@ class Exchange:
         return self
 
     def add(self, layer: SyncBatchNorm) -> None:
-        """Takes a layer in."""
         self.layers.append(layer)
         layer.exchange, layer.number = self, len(self.layers)
         self._width = max(self._width, layer.num_features)
@@ -226,7 +219,16 @@ class Exchange:
         row[_HEAD + self._width : _HEAD + self._width + channels] = squares
         rows, work = self._send_row(row)
         work.wait()
-        self._check_same_layer(number, rows)
+        if rows.device.type == "cpu":  # elsewhere, looking would make the host wait for the device
+            for rank, other in enumerate(rows[:, 1].tolist()):
+                if other not in (0, number):
+                    raise UsageError(
+                        f"rank {self.comm.rank} is at batch-norm layer {number}, rank {rank} at layer {int(other)} "
+                        f"of {len(self.layers)}\n"
+                        "  synchronised layers are called in the same order on all ranks\n"
+                        "  do not let the order depend on the rank or its samples, or set parallel.sync_batchnorm = "
+                        "false"
+                    )
         return self._read(rows, channels)
 
     def add_up(self, *sums: torch.Tensor) -> torch.Tensor:
@@ -241,10 +243,7 @@ class Exchange:
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Sends messages of count zero for all of a pass's calls, and waits for them at the end.
-
-        There the running statistics move as the other ranks have moved theirs.
-        """
+        """Sends messages of count zero for a pass's calls; at the end, statistics move as the other ranks' have."""
         self._remember()
         kind = self._kind_now()
         guess = (sum(kind.looks_at_batch), kind.num_trained if kind.has_gradients else 0)
@@ -300,24 +299,6 @@ class Exchange:
     def _read(self, rows: torch.Tensor, channels: int) -> Moments:
         first, second = rows[:, _HEAD : _HEAD + self._width], rows[:, _HEAD + self._width :]
         return combine(rows[:, :1], first[:, :channels], second[:, :channels])
-
-    def _check_same_layer(self, number: int, rows: torch.Tensor) -> None:
-        if rows.device.type != "cpu":  # looking would make the host wait for the device
-            return
-        for rank, other in enumerate(rows[:, 1].tolist()):
-            if other not in (0, number):
-                raise UsageError(
-                    f"rank {self.comm.rank} is at batch-norm layer {number}, rank {rank} at layer {int(other)} "
-                    f"of {len(self.layers)}\n"
-                    "  synchronised layers are called in the same order on all ranks\n"
-                    "  do not let the order depend on the rank or its samples, or set parallel.sync_batchnorm = false"
-                )
-
-
-def _can_synchronise(module: nn.Module) -> bool:
-    return isinstance(module, nn.SyncBatchNorm) or (
-        isinstance(module, _BatchNorm) and type(module).forward is _BatchNorm.forward
-    )
 
 
 def _statistics_dtype(x: torch.Tensor) -> torch.dtype:

@@ -9,11 +9,7 @@ bytes, and S bytes saved in all, what waits for backward at its beginning, and t
     every_n    L A / n + L S (n-1)/n      1 / n       every n-th block again
 
 and S of the block that runs again. Only the instance's ``forward`` is wrapped: names, state dict and hooks stay as they
-are, and the hooks (those of the sharded engines, say) run outside of it. A block may be compiled on top, with
-``block.forward = torch.compile(block.forward)``, in this order: the compiler then sees what is to run again.
-
-The second run draws the random numbers of the first, under the same autocast, and leaves no trace in batch-norm
-statistics: see Replay.
+are, and the hooks (those of the sharded engines, say) run outside of it. A block may be compiled on top.
 """
 
 from __future__ import annotations
@@ -73,8 +69,8 @@ def parts_by_size(model: nn.Module) -> list[nn.Module]:
 class Replay:
     """One call of a checkpointed block: what its layers do in the first run, and must not do again in the second.
 
-    Batch-norm layers move their statistics in forward. In the second run plain ones move copies. A layer that asks
-    other ranks has an attribute ``replay``, and passes what is to happen once through ``once``.
+    In the second run plain batch norms move copies of their statistics. A layer that asks other ranks has an attribute
+    ``replay``, and passes what is to happen once through ``once``.
     """
 
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:

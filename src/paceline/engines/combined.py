@@ -2,22 +2,18 @@
 
     world = pipeline x data x tensor        data: the ranks that hold the same part of the model and share the batch
 
-Tensor-parallel layers exchange activations inside of a stage, the pipeline sends them between stages, and the stage's
-own engine reduces gradients over the data axis. What is left to do here is what concerns the whole model: the global
-norm, tied weights, losses that one rank knows, and states under the whole model's names. Per step that is one
-all-reduce of one number over the world for the norm, one broadcast of two along the pipeline, and an all-reduce of
-each tied gradient between the ranks that use it.
+What is left to do here is what concerns the whole model: the global norm, tied weights, losses that one rank knows, and
+states under the whole model's names. Per step that is one all-reduce of one number over the world for the norm, one
+broadcast of two along the pipeline, and an all-reduce of each tied gradient between the ranks that use it.
 
 - Of a gradient that several ranks hold (replicas; layers that tensor parallelism does not split; a tied weight) the
   norm counts one copy.
 - A tied weight is a flat group by itself in sharded engines, so that its stages hold the same slices of it.
-- A state is gathered along the data axis, then the tensor axis, then the pipeline, one tensor at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar
@@ -28,11 +24,17 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
 from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.norms import reduce_norm
-from paceline.engines.flat.optimizer_state import gather_optimizer_state
-from paceline.engines.flat.sharded import name_problems
+from paceline.engines.flat.optimizer_state import (
+    gather_optimizer_state,
+    global_groups,
+    load_by_name,
+    merge_over,
+    named_states,
+    numbered_states,
+)
+from paceline.engines.flat.shard_gradients import add_powers, reduce_norm, scale_to
 from paceline.engines.groups import Groups
-from paceline.engines.named_states import global_groups, load_by_name, merge_over, named_states, numbered_states
+from paceline.engines.module_engine import name_problems
 from paceline.engines.pipeline import Pipeline
 from paceline.engines.tensor.layout import SplitParts, TensorLayout
 from paceline.errors import UsageError
@@ -69,7 +71,7 @@ class CombinedParallel(Engine):
         self._names = tuple(names)
         self._tied = dict(tied)
         self._parts = SplitParts({} if layout is None else layout.splits, groups.tensor)
-        self._experts = {name: engine.experts for engine in engines for name in engine.experts.splits}
+        self._split = (*(engine.experts for engine in engines), self._parts)  # of a parameter: cut by each in turn
         self._counted = {
             (stage, name)
             for stage, engine in self.stages.items()
@@ -112,10 +114,7 @@ class CombinedParallel(Engine):
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module. Through a pipeline only without gradients: every rank gives the inputs, and gets the output.
-
-        Raises UsageError for a forward with gradients through a pipeline, whose microbatches run by a schedule.
-        """
+        """Runs the module; through a pipeline without gradients, where each rank gives inputs and gets the output."""
         if self.pipeline is None:
             return self.stages[0](*args, **kwargs)
         if torch.is_grad_enabled():
@@ -134,10 +133,7 @@ class CombinedParallel(Engine):
         scale: float | torch.Tensor | None = None,
         on_phase: OnPhase = ignore_phase,
     ) -> Sequence[LossSum]:
-        """Runs the passes of a step, through a pipeline by its schedule.
-
-        There the result is one sum and count over this rank's microbatches, the same on every rank of the pipeline.
-        """
+        """Runs the passes of a step; through a pipeline the result is one sum and count, the same on all its ranks."""
         if self.pipeline is None:
             return super().run_microbatches(microbatches, loss, scale, on_phase)
         values = self.pipeline.run(microbatches, loss, scale, on_phase)
@@ -160,10 +156,7 @@ class CombinedParallel(Engine):
             yield
 
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
-        if self.pipeline is None:
-            return compute(self, batch)
-        result: T | None = self.pipeline.evaluate(compute, batch)
-        return result
+        return compute(self, batch) if self.pipeline is None else self.pipeline.evaluate(compute, batch)
 
     def add_up(self, sums: torch.Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
@@ -192,27 +185,19 @@ class CombinedParallel(Engine):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        device = self.device
-        gradients = [gradient for gradient in self._counted_gradients() if gradient.numel()]
-        norms = [norm.to(device) for norm in torch._foreach_norm(gradients, norm_type)] if gradients else []
-        total = torch.zeros((), dtype=norms[0].dtype if norms else next(self.parameters()).dtype, device=device)
-        if norms:
-            stacked = torch.stack(norms)
-            total += stacked.max() if math.isinf(norm_type) else (stacked**norm_type).sum()
+        counted = [  # the gradients of which this rank holds the copy that counts
+            parameter.grad
+            for stage, engine in self.stages.items()
+            for name, parameter in engine.named_parameters()
+            if (stage, name) in self._counted and parameter.grad is not None and parameter.grad.numel()
+        ]
+        total = torch.zeros((), dtype=next(self.parameters()).dtype, device=self.device)
+        if counted:
+            norms = [norm.to(self.device) for norm in torch._foreach_norm(counted, norm_type)]
+            total = add_powers(torch.stack(norms), norm_type)
         norm = reduce_norm(total, self.world, norm_type)
-        if not math.isinf(max_norm):
-            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-            for parameter in self.parameters():
-                if parameter.grad is not None:
-                    parameter.grad.mul_(coefficient.to(parameter.grad))
+        scale_to(max_norm, norm, self.gradients())
         return norm
-
-    def _counted_gradients(self) -> Iterator[torch.Tensor]:
-        """Iterates over the gradients of which this rank holds the copy that counts."""
-        for stage, engine in self.stages.items():
-            for name, parameter in engine.named_parameters():
-                if parameter.grad is not None and (stage, name) in self._counted:
-                    yield parameter.grad
 
     def _counts(self, stage: int, name: str, same: Communicator) -> bool:
         """Whether this rank's copy of a parameter is the first: among ``same`` ranks, tensor ranks and tied stages."""
@@ -294,22 +279,20 @@ class CombinedParallel(Engine):
         packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
         groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
         mine = named_states(optimizer, packed, self._names_by_id()) if packed else {}
-        whole = {name: self._whole_values(name, values) for name, values in mine.items()}
-        found = self._merged(whole, rank0_only=rank0_only)
+        for name, values in mine.items():
+            for split in self._split:
+                mine[name] = values = {key: split.whole(name, value) for key, value in values.items()}
+        found = self._merged(mine, rank0_only=rank0_only)
         return {} if rank0_only and self.world.rank else numbered_states(groups, found)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
         load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), self._part_values)
 
-    def _whole_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Puts together the states of one parameter that have its shape."""
-        values = {key: self._experts[name].whole(name, v) if name in self._experts else v for key, v in values.items()}
-        return {key: self._parts.whole(name, v) for key, v in values.items()}
-
     def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        values = {key: self._experts[name].part(name, v) if name in self._experts else v for key, v in values.items()}
-        return {key: self._parts.part(name, v) for key, v in values.items()}
+        for split in self._split:
+            values = {key: split.part(name, value) for key, value in values.items()}
+        return dict(values)
 
     def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
         """Collects over the pipeline what its ranks have, in the model's order; by request on world rank 0 alone."""

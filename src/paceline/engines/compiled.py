@@ -4,9 +4,8 @@
     whole    one graph for the model: somewhat faster where there is nothing to overlap
 
 Training and evaluation have a graph each. The first dim of every input is marked as one that may change: a last, ragged
-batch and other microbatches then take the graph that is there. Only a batch of one sample, which torch always treats as
-a size of its own, makes another. Where all batches are known to be alike (``fix_sizes``) the graph is made for that
-size: it is compiled in less time, and convolutions find better layouts.
+batch then takes the graph that is there. Where all batches are known to be alike (``fix_sizes``) the graph is made for
+that size: it is compiled in less time, and convolutions find better layouts.
 
 What torch cannot compile runs as it is, and ``notes`` says so: a run is never slow without a word.
 """

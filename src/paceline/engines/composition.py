@@ -127,10 +127,7 @@ def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communic
 
 @torch.no_grad()
 def _take_first_values(model: nn.Module, comm: Communicator) -> None:
-    """Gives every rank the values of rank 0, one tensor at a time: the whole model need not fit on a device.
-
-    Ranks hold different experts: these get their values with the engine of a stage.
-    """
+    """Gives every rank the values of rank 0, one tensor at a time; experts get theirs with the engine of a stage."""
     dense = [parameter for parameter in model.parameters() if expert_dim(parameter) is None]
     for tensor in (*dense, *model.buffers()):
         if comm.size > 1 and not tensor.is_meta and tensor.numel():

@@ -9,23 +9,17 @@ The life of a gradient. Autograd hands a parameter its gradient; a hook counts i
 there, the bucket is all-reduced while backward goes on with earlier layers. Buckets leave in one order on all ranks.
 At the end of backward what is missing is sent as zeros, and the step waits for what is still under way.
 
-- Gradients are views into the bucket's flat buffer: nothing is copied out. A gradient that autograd made elsewhere
-  is moved in once, all of a bucket together; one that is alone in its bucket becomes the buffer itself.
-- The first synchronised backward only watches: it learns the order in which gradients arrive and how often (twice
-  under re-entrant checkpointing), sends everything at its end, and the buckets are rebuilt to fit. Where their size is
-  to be found too, a few more passes watch (see buckets/tuner.py).
+- The first synchronised backward only watches: it learns the order in which gradients arrive and how often, sends
+  everything at its end, and the buckets are rebuilt to fit.
 - The last bucket carries one flag per parameter: was it used? So a parameter used on some ranks counts as zero on the
   others, one used on no rank keeps no gradient, and no extra collective is needed to know.
 - One rank alone has nothing to reduce and watches no gradients: the hooks would be pure cost.
-- A compression (see comm/compress) takes the place of a bucket's all-reduce: it makes the bucket small when it is
-  complete, so that its bytes leave during backward, and makes gradients of what came when the step waits for it.
-- With masters the buckets hold the masters' gradients: a gradient is cast as it is brought in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,20 +27,17 @@ from torch import nn
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
-from paceline.engines.flat.norms import reduce_norm
 from paceline.engines.flat.optimizer_state import on_cpu
+from paceline.engines.flat.shard_gradients import reduce_norm
 from paceline.engines.groups import Groups, reduction
-from paceline.engines.masters import Masters, hand_over, norm_of
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.module_guard import load_own
-from paceline.engines.precision import Precision
+from paceline.engines.precision import Masters, Precision, hand_over, norm_of
 from paceline.plan.layout import Layout
-from paceline.shards import own_optimizer_state
+from paceline.shards import load_own_state, own_optimizer_state
 
 
 class DataParallel(ModuleEngine):
@@ -68,13 +59,13 @@ class DataParallel(ModuleEngine):
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
         self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
         self._parameters = self._held if self._masters is None else self._masters.parameters
+        names = [name for name, _ in module.named_parameters()]
+        self._updated = dict(zip(names, self._parameters, strict=True))
         self.precision.cast_buffers(module)
         self._sharing = [groups.of(parameter) for parameter in self._held]
         self._compression = compression
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
-            [name for name, _ in module.named_parameters()],
-            overlap=self.layout.overlap,
-            graph_fix="run that backward inside engine.no_sync()",
+            names, overlap=self.layout.overlap, graph_fix="run that backward inside engine.no_sync()"
         )
         self._trainable: list[int] = []
         self._order: list[int] = []  # in which gradients arrive, once it is known
@@ -110,15 +101,8 @@ class DataParallel(ModuleEngine):
                 tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        return iter(zip(self._arrivals.names, self._parameters, strict=True))
-
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
-
-        After reduction every rank holds the same gradients, so the local norm is the global one; of experts, those of
-        other ranks are added. An infinite ``max_norm`` only measures.
-        """
+        """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
         if self.experts:
             self._collect_gradients()
             return self._clip_with_experts(max_norm, norm_type)
@@ -151,25 +135,19 @@ class DataParallel(ModuleEngine):
     def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {} if self._masters is None else self._masters.fuse_cast()
 
-    def join_pass(self) -> None:
-        """Takes part in a pass of the other ranks: in their reduction, for without gradients they need nobody."""
-        with standing_in(self.module):
-            if torch.is_grad_enabled() and self._is_syncing:
-                self._join_reduction()
-
     def join_forward(self) -> None:
         if self.gradient_comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
             self._share_buffers()  # as the others do in their forward
 
-    def _join_reduction(self) -> None:
+    def join_backward(self) -> None:
         """Sends what the others wait for, without a backward of its own, and waits for what is under way."""
-        if self._masters is not None:
-            self._masters.expect_update()
-        if self.gradient_comm.size == 1:
+        if not self._is_syncing:
             return
-        if self.module.training and not self._buffers.are_shared:
-            self._share_buffers()
-        self._finish()
+        self.mark_updated()
+        if self.gradient_comm.size > 1:
+            if self.module.training and not self._buffers.are_shared:
+                self._share_buffers()
+            self._finish()
 
     def abandon_accumulation(self) -> None:
         """Forgets the passes since the last one that reduced: they have left nothing but gradients."""
@@ -199,7 +177,7 @@ class DataParallel(ModuleEngine):
 
     def _load_state(self, state: dict[str, torch.Tensor]) -> None:
         if self._masters is None:
-            load_own(self.module, state)
+            load_own_state(self.module, state)
         else:
             self._masters.load_state_dict(state)
 
@@ -208,7 +186,7 @@ class DataParallel(ModuleEngine):
 
     def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
         self._collect_gradients()
-        return {name: None if p.grad is None else on_cpu(p.grad) for name, p in self.named_parameters()}
+        return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module under its precision, with parameters that follow their masters."""
@@ -341,13 +319,15 @@ class DataParallel(ModuleEngine):
         tuner, arrivals = self._tuner, self._arrivals
         if tuner is not None and tuner.is_watching:
             self._build()  # once more, with other buckets
-        elif arrivals.expected is None:
+            return
+        is_first = arrivals.expected is None
+        if is_first:
             self._learn_order()
-            arrivals.learn()
-        else:
-            arrivals.learn()
-            if tuner is not None and tuner.end_overlapped():
-                self._resize(tuner)
+        arrivals.learn()
+        if not is_first and tuner is not None and tuner.end_overlapped():
+            self._tuner = None
+            self.bucket_choice = tuner.choose(self._sizes(), self._order)  # the size that the ranks find best
+            self._build()
 
     def _learn_order(self) -> None:
         """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
@@ -356,12 +336,6 @@ class DataParallel(ModuleEngine):
         agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.gradient_comm))
         self.gradient_comm.broadcast(agreed).wait()
         self._order = [self._trainable[i] for i in agreed.tolist()]
-        self._build()
-
-    def _resize(self, tuner: BucketTuner) -> None:
-        """Rebuilds the buckets in the size that the ranks find best."""
-        self._tuner = None
-        self.bucket_choice = tuner.choose(self._sizes(), self._order)
         self._build()
 
     # Buckets.

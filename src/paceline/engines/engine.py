@@ -7,12 +7,13 @@ What an engine updates may be the module's parameters themselves (data paralleli
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import nn
@@ -20,7 +21,6 @@ from torch import nn
 from paceline.clock import on_device
 from paceline.comm.base import Communicator
 from paceline.engines.groups import Groups
-from paceline.engines.module_face import ModuleFace
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.schedule.grid import Action
@@ -36,6 +36,12 @@ T = TypeVar("T")
 BufferPolicy = Literal["broadcast", "local"]
 LossFunction = Callable[[Callable[..., Any], Any], Any]  # loss(model, batch) -> LossSum
 OnPhase = Callable[[str], None]
+
+_CASTS = {"half": torch.float16, "float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16}
+_MOVES = ("cuda", "cpu", "xpu")
+_TIED = "it is tied to its module, its optimizer and the other ranks"
+_ELSEWHERE = "choose it when the ranks meet: paceline.connect(device=...)"
+_OTHER_DTYPE = 'cast the model before parallelize(), or give precision="bf16" or another one'
 
 
 class LossSum(Protocol):
@@ -58,28 +64,28 @@ class DetachedLoss:
     count: torch.Tensor | float
 
 
-def as_loss_sum(value: Any) -> LossSum:
-    """Returns what a loss gave as a sum and its count; a plain pair is taken too."""
-    if hasattr(value, "total"):
-        return cast("LossSum", value)
-    if not isinstance(value, tuple) or len(value) != 2:
+def differentiable_sum(value: Any) -> LossSum:
+    """Returns what a loss gave as a sum and its count; a plain pair is taken too.
+
+    Raises UsageError for anything else, and for a sum that has no graph behind it, so that nothing would be trained.
+    """
+    if not hasattr(value, "total"):
+        if not isinstance(value, tuple) or len(value) != 2:
+            raise UsageError(
+                f"a loss returned a {type(value).__name__}\n"
+                "  loss(model, microbatch) gives a sum over elements, and how many there are\n"
+                "  return (loss_sum, count)"
+            )
+        value = DetachedLoss(value[0], value[1])
+    total = value.total
+    if not isinstance(total, torch.Tensor) or not total.requires_grad:
+        what = "a tensor that requires no gradient" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
         raise UsageError(
-            f"a loss returned a {type(value).__name__}\n"
-            "  loss(model, microbatch) gives a sum over elements, and how many there are\n  return (loss_sum, count)"
+            f"the loss is {what}\n"
+            "  a step differentiates it: it must be computed from the model's output by torch's operations alone\n"
+            "  leave out .detach(), .item(), argmax, numpy and torch.no_grad() on the way from the model to the loss"
         )
-    return DetachedLoss(value[0], value[1])
-
-
-def check_differentiable(total: Any) -> None:
-    """Raises UsageError for a summed loss that has no graph behind it, so that nothing would be trained."""
-    if isinstance(total, torch.Tensor) and total.requires_grad:
-        return
-    what = "a tensor that requires no gradient" if isinstance(total, torch.Tensor) else f"a {type(total).__name__}"
-    raise UsageError(
-        f"the loss is {what}\n"
-        "  a step differentiates it: it must be computed from the model's output by torch's operations alone\n"
-        "  leave out .detach(), .item(), argmax, numpy and torch.no_grad() on the way from the model to the loss"
-    )
+    return cast("LossSum", value)
 
 
 def ignore_phase(phase: str) -> None:
@@ -101,7 +107,7 @@ class StageRunner(Protocol):
         """Returns what this rank does in a step of so many microbatches."""
 
 
-class Engine(ModuleFace, ABC):
+class Engine(ABC):
     """A model that trains on the ranks of ``groups.world``; those of ``batch_comm`` share out every batch."""
 
     module: nn.Module
@@ -211,8 +217,7 @@ class Engine(ModuleFace, ABC):
                     self.join_pass()
                 else:
                     with context:
-                        value = as_loss_sum(loss(self, microbatch))
-                    check_differentiable(value.total)
+                        value = differentiable_sum(loss(self, microbatch))
                     on_phase("forward")
                     (value.total if scale is None else value.total * scale).backward()  # type: ignore[no-untyped-call]
                     values.append(value)
@@ -368,7 +373,103 @@ class Engine(ModuleFace, ABC):
     def mark_loaded(self) -> None:
         """Tells the engine that the shards have new values, which no version counter shows."""
         for group in self.flat_groups:
-            group.mark_changed()
+            if group.host is not None:
+                group.host.seen_version = -1
 
-    def mark_updated(self) -> None:
+    def mark_updated(self) -> None:  # noqa: B027  # most engines need not know
         """Tells the engine that a step was replayed: parameters have changed, and none of its passes has run."""
+
+    # What users do with a module, done with an engine. All other attributes are the module's own.
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module, as a call of the engine does: hooks and all."""
+        return self(*args, **kwargs)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers, whole, on the CPU, under the module's names. All ranks call it.
+
+        ``full_state_dict(rank0_only=True)`` needs the memory on one rank only; ``paceline.save`` on none.
+        """
+        return self.full_state_dict()
+
+    def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> Any:
+        """Loads what ``state_dict`` gave, each rank its part. All ranks call it; returns what is missing or too much.
+
+        Raises RuntimeError, if ``strict``, unless all names are there and no other.
+        """
+        if strict:
+            self.load_full_state_dict(state)
+            return nn.modules.module._IncompatibleKeys([], [])
+        mine = self.full_state_dict()
+        self.load_full_state_dict({name: state.get(name, value) for name, value in mine.items()})
+        missing = [name for name in mine if name not in state]
+        return nn.modules.module._IncompatibleKeys(missing, [name for name in state if name not in mine])
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients: of what is updated, and of the module's own parameters."""
+        forget_gradients((*self.parameters(), *self.module.parameters()), set_to_none)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Returns the engine, which is on its communicator's device. Raises UsageError for another device or dtype."""
+        device, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
+        here = self.device
+        if device is not None and (device.type != here.type or device.index not in (None, here.index)):
+            _refuse(f"engine.to({device})", f"its tensors are on {here}, that of the communicator", _ELSEWHERE)
+        if dtype is not None and any(parameter.dtype != dtype for parameter in self.module.parameters()):
+            _refuse(f"engine.to({dtype})", "the engine holds its parameters in buffers of one dtype", _OTHER_DTYPE)
+        return self
+
+    def apply(self, *_: Any) -> NoReturn:
+        """Raises UsageError: values are set before the ranks share them."""
+        rule = "a rank may hold parts of parameters, as vectors"
+        _refuse("engine.apply(...)", rule, "call model.apply(...) before parallelize()")
+
+    def compile(self, *_: Any, **__: Any) -> NoReturn:
+        """Raises UsageError: what is compiled is part of the layout."""
+        rule = "blocks are compiled one by one, so that communication overlaps"
+        _refuse("engine.compile()", rule, 'give parallelize(..., compile="auto")')
+
+    def __deepcopy__(self, _: object) -> NoReturn:
+        fix = "copy engine.state_dict(); for an average: paceline.WeightAverage(engine, decay)"
+        _refuse("a copy of an engine", _TIED, fix)
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        fix = "save engine.state_dict(), or call paceline.save(folder, engine, optimizer, step=step)"
+        _refuse("a pickle of an engine", _TIED, fix)
+
+    if not TYPE_CHECKING:  # else a wrong name would be right to a type checker
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns the module's attribute of a name that the engine does not have."""
+            if name.startswith("_") or name == "module":
+                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+            if name in _CASTS:
+                return functools.partial(self.to, dtype=_CASTS[name])
+            if name in _MOVES:
+                return lambda device=None: self.to(
+                    torch.device(name, device) if isinstance(device, int) else device or name
+                )
+            if name == "type":
+                _refuse("engine.type(...)", "the engine holds its parameters in buffers of one dtype", _OTHER_DTYPE)
+            if name == "to_empty":
+                _refuse("engine.to_empty()", "its tensors are on the device of the communicator", _ELSEWHERE)
+            try:
+                return getattr(self.module, name)
+            except AttributeError:
+                kinds = f"neither {type(self).__name__} nor its module, a {type(self.module).__name__},"
+                raise AttributeError(f"{kinds} has an attribute {name!r}") from None
+
+
+def _refuse(what: str, rule: str, fix: str) -> NoReturn:
+    raise UsageError(f"{what}\n  {rule}\n  {fix}")
+
+
+def forget_gradients(parameters: Iterable[torch.Tensor], set_to_none: bool = True) -> None:
+    """Does what ``zero_grad`` does, to any tensors. Gradients may be views of a bucket."""
+    for parameter in parameters:
+        if set_to_none:
+            parameter.grad = None
+        elif parameter.grad is not None:
+            if parameter.grad.grad_fn is not None:  # of create_graph; views cannot be detached in place
+                parameter.grad = parameter.grad.detach()
+            parameter.grad.requires_grad_(False).zero_()

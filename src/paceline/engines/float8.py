@@ -7,30 +7,25 @@
 Before a tensor is cast it is multiplied by a scale, so that its largest number nearly fills the range; the product is
 multiplied by the inverse scales. Two recipes: one scale for a *tensor*, or one for each *row* of an operand along the
 contraction, which costs two casts of each tensor with scales of their own and forgives outliers. Scales are taken from
-the numbers themselves, anew each time.
+the numbers themselves, anew each time. What is not finite makes the scale nan, and so the result.
 
 Cost for x of M rows and K numbers, w of N rows: three products of 2 M N K operations at the rate of fp8; read and
-written besides, in bytes, with one scale: 4 M K + 2 M K for x (its maximum, the cast, a transposed copy), 6 M N for the
-gradient, 8 N K for the weight, which is cast again in backward, so that nobody keeps a copy of it. Of x a layer keeps
-one byte a number for backward, where bf16 keeps two.
+written besides, in bytes, with one scale: 6 M K for x (its maximum, the cast, a transposed copy), 6 M N for the
+gradient, 8 N K for the weight, which is cast again in backward. Of x a layer keeps one byte a number for backward.
 
 [Note: powers of two] Scales are powers of two, taken from the bits of the maximum. To multiply by one is exact, so the
 cast rounds a number as if it were alone, whatever the maximum beside it, down to numbers 2^-14 of it (e4m3). So ranks
 that have other parts of a batch or of a weight round the same numbers alike, and compiled code rounds as eager code.
 
 [Note: layouts] The tensor cores of Hopper read both operands along the contraction. So backward needs transposed copies
-of g8, of w8 and of x8. Each is written from the number that is cast: a compiler writes the cast and its transposed
-copy in one pass.
-
-A tensor of zeros has the largest scale there is, and stays zero. A maximum that is not finite makes the scale nan, and
-so the result: a run finds out as it would in bf16.
+of g8, w8 and x8. A compiler writes the cast and its transposed copy in one pass.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -68,7 +63,6 @@ class Float8Linear(nn.Linear):
     by_row: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x times the weight, and the bias."""
         return float8_linear(x, self.weight, self.bias, by_row=self.by_row)
 
 
@@ -94,21 +88,20 @@ class _Float8Product(Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        backward = _backward_by_row if ctx.by_row else _backward_by_tensor
-        return *backward(ctx, gradient), None, None
-
-
-def _backward_by_tensor(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    x8_columns, x_inverse, weight, w_inverse = ctx.saved_tensors
-    scale, inverse = scales_of(_largest(gradient), E5M2)
-    g8, g8_columns = _cast_both(gradient, scale, E5M2)
-    for_x = for_weight = None
-    if ctx.needs_input_grad[0]:
-        _, w8_columns = _cast_both(weight, _inverted(w_inverse), E4M3)
-        for_x = _product(g8, w8_columns.t(), inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
-    if ctx.needs_input_grad[1]:
-        for_weight = _product(g8_columns, x8_columns.t(), inverse, x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS)
-    return for_x, for_weight
+        for_x = for_weight = None
+        if ctx.by_row:
+            return *_backward_by_row(ctx, gradient), None, None
+        x8_columns, x_inverse, weight, w_inverse = ctx.saved_tensors
+        scale, inverse = scales_of(_largest(gradient), E5M2)
+        g8, g8_columns = _cast_both(gradient, scale, E5M2)
+        if ctx.needs_input_grad[0]:
+            # One over a power of two, exactly, which a division need not be in compiled code: 2^(127 - n) from 2^n.
+            w_scale = (_TWO_TO_127 - w_inverse.view(torch.int32)).view(torch.float32)
+            _, w8_columns = _cast_both(weight, w_scale, E4M3)
+            for_x = _product(g8, w8_columns.t(), inverse, w_inverse, ctx.dtype, fast=_FAST_OVER_WIDTH)
+        if ctx.needs_input_grad[1]:
+            for_weight = _product(g8_columns, x8_columns.t(), inverse, x_inverse, weight.dtype, fast=_FAST_OVER_TOKENS)
+        return for_x, for_weight, None, None
 
 
 def _backward_by_row(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -193,11 +186,6 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return scale.view(torch.float32), inverse.view(torch.float32)
 
 
-def _inverted(power: Tensor) -> Tensor:
-    """Returns one over a power of two, exactly, which a division need not be in compiled code: 2^(127 - n) from 2^n."""
-    return (_TWO_TO_127 - power.view(torch.int32)).view(torch.float32)
-
-
 # Which layers are swapped.
 
 
@@ -212,7 +200,10 @@ class Float8Layers:
         reasons: dict[str, list[str]] = {}
         for name, reason in self.left.items():
             reasons.setdefault(reason, []).append(name)
-        parts = [f"{_few(names)} ({reason})" for reason, names in reasons.items()]
+        parts = [
+            f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''} ({reason})"
+            for reason, names in reasons.items()
+        ]
         rest = f"; in bf16: {', '.join(parts)}" if parts else ""
         return f"{len(self.chosen)} of {len(self.chosen) + len(self.left)} linear layers in fp8{rest}"
 
@@ -221,7 +212,14 @@ def choose_float8(model: nn.Module, blocks: Sequence[nn.Module]) -> Float8Layers
     """Says which linear layers compute with 8 bits: those inside the blocks, whose sizes are multiples of 16."""
     inside = {id(module) for block in blocks for module in block.modules()}
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    left = {name: reason for name, module in linears.items() for reason in _reasons(module, inside)}
+    left: dict[str, str] = {}
+    for name, module in linears.items():
+        if id(module) not in inside:
+            left[name] = "outside the blocks"
+        elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
+            left[name] = f"sizes that are no multiples of {MULTIPLE}"
+        elif not hasattr(module, "float8_by_row") and not _is_plain(module):
+            left[name] = "a forward of its own"
     # A tied weight is read by another module too: an embedding, or a layer that stays as it is.
     swapped = {id(module) for name, module in linears.items() if name not in left}
     read = {id(p) for each in model.modules() if id(each) not in swapped for p in each.parameters(recurse=False)}
@@ -268,20 +266,7 @@ def _mixed(own: Any) -> Any:
     return type(f"Float8{own.__name__}", (Float8Linear, own), {})
 
 
-def _reasons(module: nn.Linear, inside: set[int]) -> Iterator[str]:
-    if id(module) not in inside:
-        yield "outside the blocks"
-    elif module.in_features % MULTIPLE or module.out_features % MULTIPLE:
-        yield f"sizes that are no multiples of {MULTIPLE}"
-    elif not hasattr(module, "float8_by_row") and not _is_plain(module):
-        yield "a forward of its own"
-
-
 def _is_plain(module: nn.Linear) -> bool:
     """Whether a call of the module is ``F.linear``: neither its class nor the object has another forward."""
     is_read_apart = isinstance(module, NonDynamicallyQuantizableLinear)  # by the attention that has it
     return type(module).forward is nn.Linear.forward and "forward" not in vars(module) and not is_read_apart
-
-
-def _few(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

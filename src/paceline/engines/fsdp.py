@@ -10,47 +10,41 @@ Per step and rank, for P bytes of parameters on N ranks in units of U bytes:
 The life of a unit. Before its forward the ranks gather it, while the unit before it still computes; after it, it is
 freed again. Backward gathers it once more, ahead of use. When the gradient has come out at the unit's inputs, all
 its parameters' gradients are there: they are brought into one flat buffer, which is reduce-scattered while backward
-goes on. Each rank adds its slice to the gradient of its pieces. What autograd saved are views into the flat buffer,
-whose memory came back with the same values.
+goes on. What autograd saved are views into the flat buffer, whose memory came back with the same values.
 
 - The order of collectives is a route (``route.py``): learnt in the first pass, the same on all ranks, so a rank may
-  skip a unit, or sit a pass out, and none waits for ever.
+  skip a unit, or join a pass without samples, and none waits for ever.
 - The root unit (what no other unit has) stays gathered from forward to the end of backward; so does the last unit
-  called, which backward needs first, and a unit that is called several times.
-- So does a unit whose parameters are read beside its calls (``F.linear(x, block.weight)``, a list of layers that
-  nobody calls as one): the read gathers it, nobody knows who needs it until backward ends, and a note says so.
+  called, which backward needs first, a unit that is called several times, and one that is read beside its calls.
 - Every backward reduces, also inside ``no_sync``: accumulated gradients are sharded. Only the exchange between the
-  replicas of a hybrid mesh, and the flags, wait for the last microbatch.
-- A compression (see comm/compress) takes the place of that exchange; inside the shard group gradients stay whole.
-- One rank whose masters are the parameters themselves has nothing to gather or reduce, and no hooks.
+  replicas of a hybrid mesh, which a compression may replace, and the flags wait for the last microbatch.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.comm.base import BucketShape, GradientCompression
+from paceline.comm.base import BucketShape, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
-from paceline.engines.flat.norms import clip_pieces, measured_norms
-from paceline.engines.flat.parameter_table import Table
-from paceline.engines.flat.reads import Reads, late_read
+from paceline.engines.flat.gathering import Table
 from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.sharded import ShardedEngine
+from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
 from paceline.engines.flat.side_stream import SideStream
-from paceline.engines.flat.unit import Call, Crossing, Pass, Routes, Unit
-from paceline.engines.flat.used_flags import UsedFlags
+from paceline.engines.flat.unit import Call, Crossing, Pass, Routes, Unit, read_note
 from paceline.engines.groups import Groups
+from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
 
 
-class FullySharded(ShardedEngine):
+class FullySharded(ModuleEngine):
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group."""
 
     def __init__(
@@ -62,10 +56,7 @@ class FullySharded(ShardedEngine):
         precision: Precision,
         compression: GradientCompression | None = None,
     ) -> None:
-        """Takes units that are built already (``materialize.py``), the root last.
-
-        ``compression`` averages over the replicas.
-        """
+        """Takes units that are built already (``materialize.py``), the root last. ``compression`` is over replicas."""
         super().__init__(module, groups, precision, layout.buffers)
         self.layout = layout
         self._units = list(units)
@@ -74,7 +65,6 @@ class FullySharded(ShardedEngine):
         gathers, reductions = SideStream(self.device), SideStream(self.device)
         for group in self.flat_groups:
             group.gathers, group.gradients.side_stream = gathers, reductions
-        self._is_plain = groups.replicate.size == 1 and not any(group.has_copy for group in self.flat_groups)
         for unit in self._units if self._is_plain else ():
             unit.use()
         self._updated = dict(module.named_parameters())  # the pieces, unless units are in use
@@ -92,7 +82,7 @@ class FullySharded(ShardedEngine):
         self._interleaves = False
         self._pass = Pass(self._routes.training, self._routes.training)
         self._flags = UsedFlags(self.gradient_comm, list(self._updated))
-        self._reads = Reads()
+        self._has_noted_reads = False
 
     def watch(self, modules: Sequence[nn.Module]) -> None:
         """Hooks into the units' modules, the model itself last."""
@@ -110,11 +100,12 @@ class FullySharded(ShardedEngine):
         self._root.put_into(tables)
 
     def interleave(self) -> None:
-        """Prepares for a pipeline: forwards and backwards of several microbatches alternate, each with its own.
-
-        Then nothing stays gathered from a forward to its backward: others come in between.
-        """
+        """Prepares for a pipeline: nothing stays gathered from a forward to its backward, as others come in between."""
         self._interleaves = True
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.groups.replicate.size == 1 and not any(group.has_copy for group in self.flat_groups)
 
     @property
     def _spread(self) -> str:
@@ -135,11 +126,10 @@ class FullySharded(ShardedEngine):
             raise
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        norms = measured_norms(self.flat_groups) if norm_type == 2.0 else None
+        norms = measured_norms(group.gradients for group in self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.groups.shard, max_norm, norm_type, norms=norms)
 
     def join_forward(self) -> None:
-        """Takes part in the gathers of a forward."""
         if self.gradient_comm.size > 1:
             if torch.is_grad_enabled() and self._is_syncing and self.module.training:
                 self.share_buffers()
@@ -147,7 +137,6 @@ class FullySharded(ShardedEngine):
             self._end_forward()
 
     def join_backward(self) -> None:
-        """Takes part in the gathers and reductions of a backward."""
         if self.gradient_comm.size > 1:
             self._begin_backward()
             self._finish()
@@ -188,10 +177,10 @@ class FullySharded(ShardedEngine):
         elif unit.pass_number != now.number or not unit.in_use:
             self._reach(unit, now.forward)
         if torch.is_grad_enabled():
-            unit.open_call(now.forward_number)
+            unit.open_calls[now.forward_number] += 1
             self._watch_inputs(unit, args, kwargs)
         elif self._is_training_forward:  # a re-entrant checkpoint: the graph comes later
-            unit.open_call(now.forward_number)
+            unit.open_calls[now.forward_number] += 1
             unit.num_blind_calls += 1
 
     @property
@@ -218,8 +207,14 @@ class FullySharded(ShardedEngine):
         if now.is_forward:
             route = now.forward
             if route is self._routes.training and not route.is_learning and Leg(unit.index, "gather") not in route.read:
-                raise UsageError(late_read(unit, names[module]))
-            self._reads.add(unit, names[module])
+                raise UsageError(
+                    f"parameters of {names[module]} are read beside calls of their unit ({unit.name}), "
+                    "which is new after the first pass\n"
+                    "  the first pass settles when all ranks reduce the gradients of a unit, "
+                    "and this one's would come too late\n"
+                    f"  read them in the first step too, or leave {unit.name} to the root: units=... without it"
+                )
+            unit.readers.add(names[module])
             now.read.add(unit)
             self._reach(unit, route, is_read=True)
         elif now.is_backward and torch._C._current_graph_task_id() != -1:
@@ -231,16 +226,13 @@ class FullySharded(ShardedEngine):
         if now.is_backward:
             return
         has_graph = self._mark_outputs(unit, output)
-        if (
-            now.is_forward
-            and now.forward.is_learning
-            and unit not in now.read
-            and unit.owns_memory_of(tensors_in(output))
-        ):
+        is_first = now.is_forward and now.forward.is_learning
+        if is_first and unit not in now.read and unit.owns_memory_of(tensors_in(output)):
             self._read(unit, {self.module: unit.name}, self.module)
         # A re-entrant checkpoint runs without a graph, and will need the unit in backward all the same.
         if has_graph or self._is_training_forward:
-            self._reshard(unit)
+            if not self._stays(unit):
+                self._reshard(unit)
         elif unit not in now.read and not (now.is_forward and Leg(unit.index, "gather") in now.forward.repeated):
             unit.free()
 
@@ -254,19 +246,14 @@ class FullySharded(ShardedEngine):
         return bool(tensors)
 
     def _reshard(self, unit: Unit) -> None:
-        """Frees a unit between forward and backward, as far as the policy wants it."""
-        if self._stays(unit):
-            return
+        """Frees a unit between forward and backward, but for the slice that a part of the shard group regathers."""
         if self.groups.regather is not None:
             unit.keep_within(self.groups.regather)
         else:
             unit.free()
 
     def _stays(self, unit: Unit) -> bool:
-        """Whether a unit stays gathered until its backward: because it comes first there, or is called repeatedly.
-
-        The same on every rank; known after the first pass.
-        """
+        """Whether a unit stays gathered until its backward. The same on every rank; known after the first pass."""
         if self._interleaves:
             return False
         leg, legs = Leg(unit.index, "gather"), self._routes.training.legs
@@ -276,7 +263,7 @@ class FullySharded(ShardedEngine):
 
     def _reach(self, unit: Unit, route: Route, *, is_read: bool = False) -> None:
         unit.pass_number = self._pass.number
-        route.reach(Leg(unit.index, "gather"), self._describe, is_read=is_read)
+        route.reach(Leg(unit.index, "gather"), is_read=is_read)
         unit.use()
 
     def _begin_forward(self) -> None:
@@ -289,8 +276,7 @@ class FullySharded(ShardedEngine):
         for group in self.flat_groups:
             group.gradients.drop()
         for unit in self._units:
-            unit.sync_trainable()
-            unit.forget_small()
+            unit.begin_forward()
         for leg in self._routes.training.read:
             self._units[leg.unit].hide()  # it may be in use since a forward before
         now.forward.begin()
@@ -304,8 +290,10 @@ class FullySharded(ShardedEngine):
             for unit in (*now.read, *(self._units[leg.unit] for leg in now.forward.repeated)):
                 unit.free()
         now.read.clear()
-        if is_first and now.forward.read and self.gradient_comm.rank == 0:
-            self._reads.note_once(self.module, self._units[:-1], [leg.unit for leg in sorted(now.forward.read)])
+        if is_first and now.forward.read and self.gradient_comm.rank == 0 and not self._has_noted_reads:
+            self._has_noted_reads = True
+            read = [self._units[leg.unit] for leg in sorted(now.forward.read)]
+            warnings.warn(read_note(self.module, self._units[:-1], read), stacklevel=2)
 
     # Backward: a unit is gathered again; its gradients leave when they have come out at its inputs.
 
@@ -352,10 +340,8 @@ class FullySharded(ShardedEngine):
 
     def _backward_order(self) -> list[Leg]:
         """Returns the way of forward, from its end: who has come to a unit is done with those behind it."""
-        root = self._root.index
-        forward = [unit.index for unit in self._units]
-        if self._routes.training.legs:
-            forward = [leg.unit for leg in self._routes.training.legs]
+        root, learned = self._root.index, self._routes.training.legs
+        forward = [leg.unit for leg in learned] if learned else [unit.index for unit in self._units]
         legs = [Leg(root, "gather"), *sorted(self._routes.training.read)] if self._interleaves else []
         for unit in reversed(forward):
             if unit != root:
@@ -388,7 +374,7 @@ class FullySharded(ShardedEngine):
             return
         unit.is_complete = True
         if route.is_learning:
-            route.reach(Leg(unit.index, "reduce"), self._describe)
+            route.reach(Leg(unit.index, "reduce"))
         else:
             route.reach_ready(lambda leg: self._units[leg.unit].is_complete)
         unit.free()
@@ -403,7 +389,8 @@ class FullySharded(ShardedEngine):
         now.is_backward = False
         now.num_forwards = 0
         for unit in self._units:
-            unit.forget_calls(now.undone)
+            unit.open_calls.pop(now.undone, None)  # whatever calls were not part of it
+            unit.num_blind_calls = 0
             unit.free()
         late = [unit.name or "the root" for unit in self._units if unit.has_gradient]
         if late:
@@ -441,7 +428,8 @@ class FullySharded(ShardedEngine):
     # What the routes call.
 
     def _route(self, order: Sequence[Leg]) -> Route:
-        return Route(self.groups.shard, order, self._issue, self._release, self.layout.prefetch)
+        names = [unit.name or "root" for unit in self._units]
+        return Route(self.groups.shard, order, names, self._issue, self._release, self.layout.prefetch)
 
     def _issue(self, leg: Leg) -> None:
         unit, now = self._units[leg.unit], self._pass
@@ -450,7 +438,8 @@ class FullySharded(ShardedEngine):
             return
         with torch.no_grad():
             if now.landing is not None:
-                now.landing.land_gradients()
+                for group in now.landing.groups:
+                    group.gradients.finish()  # on the host: the device holds no more of them
             self._finish_reduce()  # two units' gradients at a time
             now.used.update(unit.start_reduce(averages_replicas=self._compression is None))
             now.landing, now.reducing = now.reducing, unit
@@ -465,11 +454,38 @@ class FullySharded(ShardedEngine):
         unit = self._units[leg.unit]
         if unit.in_use:
             return
-        is_needed = self._is_training_forward and unit is not self._root
-        if is_needed and self.groups.regather is not None and not self._stays(unit):
-            unit.keep_within(self.groups.regather)
+        if self._is_training_forward and unit is not self._root and not self._stays(unit):
+            self._reshard(unit)
         else:
             unit.free()
 
-    def _describe(self, leg: Leg) -> str:
-        return f"unit {self._units[leg.unit].name or 'root'}"
+
+class UsedFlags:
+    """Which parameters some rank has used: an all-reduce of one byte for each, of which few ranks need the answer."""
+
+    def __init__(self, comm: Communicator, names: Sequence[str]) -> None:
+        self._comm = comm
+        self._names = tuple(names)
+        self._all_used = torch.ones(len(names), dtype=torch.uint8, device=comm.device)
+        self._sent: tuple[torch.Tensor, Work] | None = None  # the flags live until they have been waited for
+
+    def ask_others(self, used: Collection[str], missing: list[str]) -> list[str]:
+        """Tells the others which parameters were used here; returns which of the missing ones no rank has used.
+
+        A rank that misses none does not wait for the answer.
+        """
+        if self._sent is not None:
+            self._sent[1].wait()
+        flags = self._all_used
+        if missing:
+            is_used = [name in used for name in self._names]
+            flags = torch.tensor(is_used, dtype=torch.uint8).to(self._comm.device, non_blocking=True)
+        else:
+            flags.fill_(1)
+        self._sent = (flags, self._comm.all_reduce(flags, "max"))
+        if not missing:
+            return []
+        self._sent[1].wait()
+        # sync point, for models that leave parameters unused
+        used_anywhere = dict(zip(self._names, flags.tolist(), strict=True))
+        return [name for name in missing if not used_anywhere[name]]

@@ -60,7 +60,6 @@ class Groups:
         )
 
     def of(self, parameter: nn.Parameter) -> ParameterGroups:
-        """Returns the groups of a parameter."""
         if expert_dim(parameter) is None or self.expert.size == 1:
             return self.dense
         return ParameterGroups(
@@ -91,7 +90,11 @@ def make_groups(comm: Communicator, layout: Layout | None = None) -> Groups:
         if ranks not in made:
             made[ranks] = comm.split(ranks)
     found = {name: made[getattr(wanted, name)] for name in GROUP_NAMES}
-    return Groups(**found, regather=_regather_group(found["shard"], layout.reshard_after_forward))
+    regather, shard, reshard = None, found["shard"], layout.reshard_after_forward
+    if not isinstance(reshard, bool):  # a number of ranks
+        first = shard.rank - shard.rank % reshard
+        regather = shard.split(range(first, first + reshard))
+    return Groups(**found, regather=regather)
 
 
 def reduction(comm: Communicator) -> ReduceOp:
@@ -100,10 +103,3 @@ def reduction(comm: Communicator) -> ReduceOp:
     Gloo would take a second pass over the sum.
     """
     return "sum" if comm.device_kind == "cpu" else "avg"
-
-
-def _regather_group(shard: Communicator, reshard: bool | int) -> Communicator | None:
-    if isinstance(reshard, bool):
-        return None
-    first = shard.rank - shard.rank % reshard
-    return shard.split(range(first, first + reshard))

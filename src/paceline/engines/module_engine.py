@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -13,14 +13,16 @@ from torch import nn
 
 from paceline.comm.base import Communicator
 from paceline.engines.agree import broadcast_tensors
+from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import BufferPolicy, Engine
-from paceline.engines.experts import ExpertParts
 from paceline.engines.flat.flat import piece_places
-from paceline.engines.flat.optimizer_state import load_optimizer_state
+from paceline.engines.flat.matrixwise import check_elementwise
+from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, on_cpu
 from paceline.engines.flat.shard_layout import dense_stride, full_shape
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.engines.replicas import ReplicaWatch
+from paceline.engines.tensor.layout import ExpertParts
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.shards import Region, Shard, memory_order, whole_region
 
@@ -29,6 +31,7 @@ class ModuleEngine(Engine):
     """An engine of one module over the ranks that share the batch: no rank computes with a part of the model alone."""
 
     replica_watch: ReplicaWatch | None = None  # compares ranks, in a loop of the user's own
+    _updated: dict[str, nn.Parameter]  # by name: parameters, or this rank's flat pieces of them, some of them empty
 
     def __init__(self, module: nn.Module, groups: Groups, precision: Precision, buffers: BufferPolicy) -> None:
         self.module = module
@@ -38,6 +41,23 @@ class ModuleEngine(Engine):
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
         self._buffers = SharedBuffers(module, groups.gradients if buffers == "broadcast" else None)
 
+    @property
+    def _is_plain(self) -> bool:
+        """Whether parameters are updated as they are: under data parallelism, and on one rank that keeps no copies."""
+        return not self.flat_groups
+
+    @property
+    def holds_parts(self) -> bool:
+        return not self._is_plain and self.gradient_comm.size > 1
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._updated.items())
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        super().check_optimizer(optimizer)
+        if not self._is_plain:
+            check_elementwise(optimizer)
+
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
         before, self._is_syncing = self._is_syncing, False
@@ -45,6 +65,12 @@ class ModuleEngine(Engine):
             yield
         finally:
             self._is_syncing = before
+
+    def join_pass(self) -> None:
+        with standing_in(self.module):
+            self.join_forward()
+            if torch.is_grad_enabled():
+                self.join_backward()
 
     def forget_pass(self) -> None:
         """Takes back what the last pass taught the engine: nothing."""
@@ -82,15 +108,16 @@ class ModuleEngine(Engine):
 
     @property
     def num_parameters(self) -> int:
-        return sum(self._whole_size(name, each) for name, each in self.named_parameters())
+        return sum(self._whole_sizes().values())
 
     @property
     def num_trained(self) -> int:
-        return sum(self._whole_size(name, each) for name, each in self.named_parameters() if each.requires_grad)
+        return sum(size for parameter, size in self._whole_sizes().items() if parameter.requires_grad)
 
-    def _whole_size(self, name: str, parameter: nn.Parameter) -> int:
-        """Returns how many elements a parameter has in the whole model."""
-        return math.prod(self.experts.splits[name].shape) if name in self.experts else math.prod(full_shape(parameter))
+    def _whole_sizes(self) -> dict[nn.Parameter, int]:
+        """Returns how many elements each parameter has in the whole model."""
+        splits = self.experts.splits
+        return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self.named_parameters()}
 
     def holders(self) -> dict[str, Communicator]:
         """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
@@ -111,9 +138,9 @@ class ModuleEngine(Engine):
     def join_forward(self) -> None:
         """Joins a forward for which this rank has no samples; ``join_backward`` follows, later."""
 
+    @abstractmethod
     def join_backward(self) -> None:
         """Joins the backward of a forward that was joined."""
-        self.join_pass()
 
     # States: each engine's own, and around them what ranks with other experts hold.
 
@@ -129,27 +156,67 @@ class ModuleEngine(Engine):
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         packed = self._gather_optimizer_state(optimizer, rank0_only=rank0_only and not self.experts)
-        return self._kept(self.experts.whole_states(optimizer, packed, self._names_by_id()), rank0_only)
+        return self._kept(
+            self.experts.change_states(optimizer, packed, self._names_by_id(), self.experts.whole), rank0_only
+        )
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        mine = self.experts.own_states(optimizer, state, self._names_by_id())
+        mine = self.experts.change_states(optimizer, state, self._names_by_id(), self.experts.part)
         load_optimizer_state(optimizer, self.flat_groups, mine)  # a copy: torch's own would keep the tensors
 
-    @abstractmethod
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
-        """Returns ``full_state_dict``, of experts this rank's part."""
-
-    @abstractmethod
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``_gather_state`` gave."""
-
-    @abstractmethod
     def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns ``full_gradients``, of experts this rank's part."""
+        named = dict(self.named_parameters())
+        found = {name: None if p.grad is None else p.grad.to("cpu", copy=True) for name, p in named.items()}
+        for group in () if self._is_plain else self.flat_groups:
+            parts = [torch.zeros_like(p) if p.grad is None else p.grad for p in group.pieces]
+            for name, piece, whole in zip(group.layout.names, group.pieces, group.gather_whole(parts), strict=True):
+                found[name] = None if piece.grad is None else whole.to("cpu", copy=True)
+        return found
 
-    @abstractmethod
+    @torch.no_grad()
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+        """Returns all parameters and buffers on the CPU, gathered one group at a time."""
+        is_kept = self.gradient_comm.rank == 0 or not rank0_only
+        whole: dict[int, torch.Tensor] = {}
+        for group in self.flat_groups:
+            tensors = group.gather_whole(group.pieces)
+            if is_kept:
+                for parameter, piece, tensor in zip(group.parameters, group.pieces, tensors, strict=True):
+                    whole[id(parameter)] = whole[id(piece)] = on_cpu(tensor)
+            del tensors
+        state = self.module.state_dict(keep_vars=True) if is_kept else {}
+        return {name: whole[id(value)] if id(value) in whole else on_cpu(value) for name, value in state.items()}
+
+    @torch.no_grad()
+    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+        """Loads what ``_gather_state`` gave: each rank takes its pieces, and the buffers.
+
+        Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed.
+        """
+        mine = self.module.state_dict(keep_vars=True)
+        places = piece_places(self.flat_groups)
+        for group in self.flat_groups:
+            places |= {id(p): (group, place) for place, p in enumerate(group.parameters)}
+        problems = name_problems(mine, state)
+        for name, value in mine.items():
+            if name in state:
+                shape = tuple(value.shape)
+                if id(value) in places:
+                    group, place = places[id(value)]
+                    shape = group.layout.slots[place].shape
+                if tuple(state[name].shape) != shape:
+                    problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
+        if problems:
+            raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
+        for name, value in mine.items():
+            if id(value) not in places:
+                value.copy_(state[name])
+                continue
+            group, place = places[id(value)]
+            group.pieces[place].copy_(group.layout.cut_piece(place, state[name]))
+
     def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
-        """Returns ``full_optimizer_state``, of experts this rank's part."""
+        return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
 
     def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank else state
@@ -203,3 +270,9 @@ class SharedBuffers:
 def own_region(tensor: torch.Tensor) -> Region:
     """Returns the region of a tensor that is whole, in the order of its memory."""
     return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
+
+
+def name_problems(mine: Collection[str], state: Collection[str]) -> list[str]:
+    """Lists the names of a model's state that another lacks, and those that it has besides."""
+    missing = [f"missing {name}" for name in mine if name not in state]
+    return missing + [f"unexpected {name}" for name in state if name not in mine]

@@ -10,12 +10,9 @@ One executor runs any schedule: it walks this rank's row of actions (see schedul
 
 - A receive is posted when the schedule says so, ahead of its use; a send is forgotten until something that comes back
   tells that it has arrived. Nothing but the use of what is missing waits.
-- A stage is an engine of its own (replicated, or sharded in any way, over the ranks that share the batch), which
-  reduces with the last backward of the step and accumulates in those before it.
+- A stage is an engine of its own, which reduces with the last backward of the step and accumulates before it.
 - The loss is called on every rank that needs it: on the first stage as far as its call of the model, which tells what
   the inputs are; on the last stage with a model that returns what came through the pipeline.
-- Schedules with I and W run backward in two parts, see split_backward.py.
-- A microbatch without samples, on this rank and so on all its stages, is joined without them.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, as_loss_sum, check_differentiable
+from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, differentiable_sum
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
@@ -103,10 +100,7 @@ class Pipeline:
     def run(
         self, microbatches: Sequence[Any], loss: LossFunction, scale: float | torch.Tensor | None, on_phase: OnPhase
     ) -> list[LossSum]:
-        """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage.
-
-        ``on_phase`` is called at the end of each "forward" and "backward".
-        """
+        """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage."""
         while self._sent:
             _wait(self._sent.popleft())
         program = self.program(max(len(microbatches), 1))
@@ -157,16 +151,15 @@ class Pipeline:
         return stage == self.num_stages - 1
 
     def program(self, microbatches: int) -> RankProgram:
-        """Returns what this rank does with so many microbatches."""
         if microbatches not in self._programs:
             programs = lower(self._make_schedule(microbatches))
             self._programs[microbatches] = _prepare(programs, self.pipe.rank, self.placement)
         return self._programs[microbatches]
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keeps a stage's output for the input part of backward; the engine gets, and watches, another view of it.
+        """Keeps a stage's output for the input part of backward; the engine watches another view of it.
 
-        So an engine sees one backward a microbatch, that over its parameters, and not the two parts.
+        So it sees one backward a microbatch, that over its parameters.
         """
         del module, args
         if not torch.is_grad_enabled():
@@ -208,28 +201,37 @@ class _Step:
             if action.kind in ("B", "W"):
                 self._last |= dict.fromkeys(self._receivers(action), action)
         self._sends: dict[Action, list[Work]] = {}
-        self._do = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._input_part,
-            "W": self._weight_part,
-            "SF": self._send_forward,
-            "RF": self._receive_forward,
-            "SB": self._send_backward,
-            "RB": self._receive_backward,
-        }
 
     def do(self, action: Action) -> None:
         """Does one action; those of a microbatch without samples are nothing, or a pass to join."""
-        if action.kind == "R":
+        kind, stage, number = action.kind, action.stage, action.microbatch
+        if kind == "R":
             return  # the engine reduced with the backward before it
-        if self._microbatches[action.microbatch] is None:
+        if self._microbatches[number] is None:
             self._join(action)
-            return
-        self._do[action.kind](action)
+        elif kind == "F":
+            self._forward(action)
+        elif kind == "B":
+            self._backward(action)
+        elif kind == "I":
+            self._input_part(action)
+        elif kind == "W":
+            self._weight_part(action)
+        elif kind == "SF":
+            output = self._outputs.pop((stage, number))
+            self._sends[action] = self._links.send_outputs(stage + 1, self._keys[number], output)
+        elif kind == "SB":
+            self._sends[action] = self._links.send_gradients(stage, self._gradients.pop((stage, number)))
+        elif kind == "RB":
+            self._arrivals[action] = self._links.post_gradients(stage, self._flights[stage, number].roots)
+        elif self._late.get(stage) or not self._links.knows(stage, self._keys[number]):
+            # The first of its shape is not described yet; to wait for that here might be to wait for oneself. What
+            # comes behind it waits too: messages are taken in the order in which they are sent.
+            self._late.setdefault(stage, deque()).append(action)
+        else:
+            self._post_inputs(action)
 
     def finish(self) -> None:
-        """Waits for what is still under way."""
         for works in self._sends.values():
             _wait(works)
 
@@ -268,8 +270,7 @@ class _Step:
             leaves.append(hand_over(output))
             return leaves[0]
 
-        value = as_loss_sum(self._loss(_once(engine, handed, cut), batch))
-        check_differentiable(value.total)
+        value = differentiable_sum(self._loss(_once(engine, handed, cut), batch))
         # Not the sum itself: its graph would hold the stage's inputs, and their gradients, until the step is over.
         self.values.append(DetachedLoss(value.total.detach(), value.count))
         total = value.total if self._scale is None else value.total * self._scale
@@ -376,29 +377,8 @@ class _Step:
         else:
             self._gradients[action.stage, action.microbatch] = gradients
 
-    def _send_forward(self, action: Action) -> None:
-        output = self._outputs.pop((action.stage, action.microbatch))
-        self._sends[action] = self._links.send_outputs(action.stage + 1, self._keys[action.microbatch], output)
-
-    def _receive_forward(self, action: Action) -> None:
-        # The first of its shape is not described yet; to wait for that here might be to wait for oneself. What comes
-        # behind it waits too: messages are taken in the order in which they are sent.
-        late = self._late.setdefault(action.stage, deque())
-        if late or not self._links.knows(action.stage, self._keys[action.microbatch]):
-            late.append(action)
-        else:
-            self._post_inputs(action)
-
     def _post_inputs(self, action: Action) -> None:
         self._arrivals[action] = self._links.post_inputs(action.stage, self._keys[action.microbatch])
-
-    def _send_backward(self, action: Action) -> None:
-        gradients = self._gradients.pop((action.stage, action.microbatch))
-        self._sends[action] = self._links.send_gradients(action.stage, gradients)
-
-    def _receive_backward(self, action: Action) -> None:
-        roots = self._flights[action.stage, action.microbatch].roots
-        self._arrivals[action] = self._links.post_gradients(action.stage, roots)
 
     def _release(self, receive: Action) -> None:
         """Lets go of sends that have arrived, as what was just received tells."""

@@ -83,7 +83,6 @@ def pool_on_gpu(x: torch.Tensor, y: torch.Tensor, taps: torch.Tensor) -> None:
 
 
 def gradient_on_gpu(g: torch.Tensor, taps: torch.Tensor, dx: torch.Tensor) -> None:
-    """Fills the gradient of the images."""
     _launch(_gradient_kernel, (g, taps, dx), dx, g)
 
 

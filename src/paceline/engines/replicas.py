@@ -1,11 +1,9 @@
 """What ranks of a loop of the user's own compare: that their batches differ, and that what they train does not.
 
-Two mistakes train on without a word. All ranks read the same batches, and do the same work. Or replicas drift apart:
-a schedule that looks at a rank's own loss changes the learning rate of one, an update follows a backward pass inside
-``no_sync()`` alone. Ranks compare at the end of backward passes, where they meet anyway: in step 2, 4, 8, ... 64, then
-in every hundredth. Each sends three numbers: a fingerprint of its first inputs, one of its learning rates, and, where
-it holds the whole model, a sum over the bits of its parameters. More is sent only where these differ. A step is counted
-as a backward pass that completes the gradients.
+Two mistakes train on without a word. All ranks read the same batches, and do the same work. Or replicas drift apart.
+Ranks compare at the end of backward passes, where they meet anyway: in step 2, 4, 8, ... 64, then in every hundredth.
+Each sends three numbers: a fingerprint of its first inputs, one of its learning rates, and, where it holds the whole
+model, a sum over the bits of its parameters. More is sent only where these differ.
 """
 
 from __future__ import annotations
@@ -63,8 +61,16 @@ class ReplicaWatch:
         everyone = torch.empty(self._comm.size, 3, dtype=own.dtype, device=own.device)
         self._comm.all_gather(everyone, own).wait()
         seen, all_rates, values = (list(column) for column in zip(*everyone.tolist(), strict=True))  # sync point
-        if self._num_passes == _FIRST and (pair := first_equal(seen)) is not None:
-            self._warn_of_inputs(*pair)
+        same = first_equal(seen) if self._num_passes == _FIRST and self._comm.ranks[self._comm.rank] == 0 else None
+        if same is not None:
+            first, second = same
+            warnings.warn(
+                f"ranks {first} and {second} of {self._comm.size} got the same inputs in their first {_FIRST} passes\n"
+                "  ranks share the batch out: with the same samples they do the same work, and are no faster than one\n"
+                "  give paceline.shard(dataloader, comm), paceline.loader(dataset, comm, batch_size=...), or a "
+                "DistributedSampler (docs/convert.md)",
+                stacklevel=2,
+            )
         rank = first_other(values)
         if rank is not None:
             bits = gather_objects(self._comm, [int(each) for each in sums])
@@ -84,16 +90,6 @@ class ReplicaWatch:
         optimizer = None if self.optimizer is None else self.optimizer()
         groups = [] if optimizer is None else optimizer.param_groups
         return [float(group["lr"]) for group in groups if "lr" in group]
-
-    def _warn_of_inputs(self, first: int, second: int) -> None:
-        if self._comm.ranks[self._comm.rank] == 0:
-            warnings.warn(
-                f"ranks {first} and {second} of {self._comm.size} got the same inputs in their first {_FIRST} passes\n"
-                "  ranks share the batch out: with the same samples they do the same work, and are no faster than one\n"
-                "  give paceline.shard(dataloader, comm), paceline.loader(dataset, comm, batch_size=...), or a "
-                "DistributedSampler (docs/convert.md)",
-                stacklevel=2,
-            )
 
     def _warn_of_drift(self, rank: int, names: Sequence[str], rates: Sequence[Sequence[float]]) -> None:
         self._has_warned = True

@@ -9,12 +9,11 @@ is right as it is (``clip_grad_value_``). One that looks at all of them is not, 
     Optimizer.step                             refused for parameters that an engine has replaced
     Optimizer.state_dict, load_state_dict      right: whole tensors, as in one process; all ranks call them
     Module.zero_grad                           right: what the engine updates forgets its gradients, too
-    Module.state_dict, load_state_dict         refused (``module_guard``)
+    Module.state_dict, load_state_dict         refused
 
 Optimizers have global hooks. For the other helpers, the function inside torch's wrapper is replaced when the first such
-engine is made, so that it does not matter when a script imported them. A subclass of tensors would need no
-replacement, but would turn off foreach and fused optimizers, and slow every step down. Without an engine that holds
-parts, a call costs a look into a dict.
+engine is made, so that it does not matter when a script imported them. A subclass of tensors would turn off foreach and
+fused optimizers, and slow every step down.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -32,14 +31,24 @@ from torch.nn.utils import clip_grad, convert_parameters
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.optim.swa_utils import AveragedModel
 
-from paceline.engines.engine import Engine
+from paceline.engines.engine import Engine, forget_gradients
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.module_guard import forget_gradients, guard_states
 from paceline.errors import UsageError
 from paceline.shards import are_states_own
 
 _Engines = weakref.WeakKeyDictionary[Engine, frozenset[int]]
 _Parameter = weakref.ref[nn.Parameter]
+
+_A_VECTOR = (
+    "a vector of the parameters of an engine that holds parts of them\n"
+    "  it would be another vector on every rank\n"
+    "  take engine.full_state_dict() on all ranks, which has whole tensors, and engine.load_full_state_dict(state)"
+)
+_AN_AVERAGE = (
+    "AveragedModel with an engine that holds parts of the parameters\n"
+    "  whole averages cannot be updated from parts\n"
+    "  average what the rank updates, and swap it in to evaluate: paceline.WeightAverage(engine, decay)"
+)
 
 
 class _Watch:
@@ -99,7 +108,7 @@ def watch_engine(engine: Engine, before: Mapping[str, nn.Parameter]) -> None:
     _WATCH.engines[engine] = frozenset(updated)
     if engine.holds_parts or replaced:
         _WATCH.elsewhere.add(engine)
-        guard_states(engine.module)
+        _guard_states(engine.module)
     if not _WATCH.is_installed:
         _WATCH.is_installed = True
         _install()
@@ -178,7 +187,6 @@ def _whole_state(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[
 
 
 def _loading_whole(function: Callable[..., None]) -> Callable[..., None]:
-    """Lets each rank take its part of a whole state."""
 
     @functools.wraps(function)
     def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
@@ -189,6 +197,39 @@ def _loading_whole(function: Callable[..., None]) -> Callable[..., None]:
             engine.load_full_optimizer_state(self, state_dict)
 
     return load_state_dict
+
+
+# Modules.
+
+
+def _guard_states(module: nn.Module) -> None:
+    """Lets ``state_dict`` and ``load_state_dict`` of a module, and of all modules inside, refuse.
+
+    Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which stays open, and write them with
+    ``load_own_state``.
+    """
+    each: Any  # torch does not annotate these
+    for each in module.modules():
+        each.register_state_dict_pre_hook(_refuse_state)
+        each.register_load_state_dict_pre_hook(_refuse_loading)
+
+
+def _refuse_state(module: nn.Module, _: str, keep_vars: bool) -> None:
+    if not keep_vars:
+        raise UsageError(
+            f"state_dict() of a {type(module).__name__} whose parameters an engine updates elsewhere\n"
+            "  the module has parts of them, or values from before the last update\n"
+            "  call engine.state_dict() on all ranks, or paceline.save(folder, engine, optimizer, step=step)"
+        )
+
+
+def _refuse_loading(module: nn.Module, *_: Any) -> None:
+    if not are_states_own():
+        raise UsageError(
+            f"load_state_dict() of a {type(module).__name__} whose parameters an engine updates elsewhere\n"
+            "  the engine would not see the new values, or has other shapes\n"
+            "  call engine.load_state_dict(state) on all ranks, or load before parallelize()"
+        )
 
 
 # Other helpers.
@@ -203,9 +244,11 @@ def _install() -> None:
     _replace_inside(clip_grad, "clip_grad_norm_", _checked)
     _replace_inside(clip_grad, "clip_grad_value_", _checked)
     names: dict[str, Any] = vars(convert_parameters)
-    names["_check_param_device"] = _whole(names["_check_param_device"])
+    vector = names["_check_param_device"]
+    names["_check_param_device"] = _refusing(vector, lambda param, *_, **__: [param], _A_VECTOR)
     averages: Any = AveragedModel
-    averages.update_parameters = _averaged(averages.update_parameters)
+    average = averages.update_parameters
+    averages.update_parameters = _refusing(average, lambda _, model: model.parameters(), _AN_AVERAGE)
     scaler: Any = torch.amp.GradScaler
     scaler._unscale_grads_ = _unscaled(scaler._unscale_grads_)
     modules: Any = nn.Module
@@ -252,7 +295,7 @@ def _total_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     def measure(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
         given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
         for engine in _WATCH.parts():
-            ours = {id(gradient): gradient.numel() for gradient in _gradients_of(engine)}
+            ours = {id(p.grad): p.grad.numel() for p in engine.parameters() if p.grad is not None}
             found = ours.keys() & {id(tensor) for tensor in given}
             if not found:
                 continue
@@ -271,40 +314,17 @@ def _total_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Te
     return measure
 
 
-def _gradients_of(engine: Engine) -> Sequence[torch.Tensor]:
-    return [parameter.grad for parameter in engine.parameters() if parameter.grad is not None]
-
-
-def _whole(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses a part of a parameter where a vector of all parameters is made, or taken apart."""
+def _refusing(
+    function: Callable[..., Any], parameters: Callable[..., Iterable[torch.Tensor]], problem: str
+) -> Callable[..., Any]:
+    """Refuses parts of parameters, and parameters that an engine has replaced, among what a function is given."""
 
     @functools.wraps(function)
-    def check(param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _WATCH.engines_of([param]) or _WATCH.num_replaced([param]):
-            raise UsageError(
-                "a vector of the parameters of an engine that holds parts of them\n"
-                "  it would be another vector on every rank\n"
-                "  take engine.full_state_dict() on all ranks, which has whole tensors, and "
-                "engine.load_full_state_dict(state)"
-            )
-        return function(param, *args, **kwargs)
-
-    return check
-
-
-def _averaged(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses an average of parts, or of parameters that an update has not come to yet."""
-
-    @functools.wraps(function)
-    def check(self: Any, model: Any) -> Any:
-        given = list(model.parameters())
+    def check(*args: Any, **kwargs: Any) -> Any:
+        given = list(parameters(*args, **kwargs))
         if _WATCH.engines_of(given) or _WATCH.num_replaced(given):
-            raise UsageError(
-                "AveragedModel with an engine that holds parts of the parameters\n"
-                "  whole averages cannot be updated from parts\n"
-                "  average what the rank updates, and swap it in to evaluate: paceline.WeightAverage(engine, decay)"
-            )
-        return function(self, model)
+            raise UsageError(problem)
+        return function(*args, **kwargs)
 
     return check
 

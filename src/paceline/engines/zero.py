@@ -7,20 +7,15 @@ Per step and rank, for P fp32 parameters on N ranks with Adam:
                     stage 2   4 P + 12 P / N bytes   and two buckets of gradients on their way
     communication   reduce-scatter of the gradients and all-gather of the parameters: 4 P (N-1)/N bytes each way
 
-The life of a gradient. Autograd hands a parameter its gradient; a hook counts it in. When the last one of a bucket is
-there, the bucket is reduce-scattered while backward goes on. Buckets leave in one order on all ranks. At the end of
-backward what is missing is sent as zeros. The slice that arrives is the gradient of this rank's *pieces*, which a plain
-optimizer updates; before the next forward reads them, the pieces are gathered into the whole again (gathering.py).
+The life of a gradient is that of data parallelism, but that a bucket is reduce-scattered. The slice that arrives is the
+gradient of this rank's *pieces*, which a plain optimizer updates; before the next forward reads them, the pieces are
+gathered into the whole again (gathering.py).
 
-- A bucket is a flat group, fixed from the start, since optimizers hold its pieces. A rank's master is its own slice of
-  the parameters, and in stage 1 its gradient a slice of the bucket's buffer: nothing is copied out.
-- The first backward learns how often each gradient arrives (twice under re-entrant checkpointing), and in which order
-  buckets are complete. What arrives inside such an inner backward is sent at the end of this first one.
+- A bucket is a flat group, fixed from the start, since optimizers hold its pieces. The first backward learns in which
+  order buckets are complete.
 - Inside ``no_sync``, stage 1 adds up whole gradients and sends nothing. Stage 2 sends all the same, and adds up slices.
-- A parameter used on some ranks counts as zero on the others; one used on no rank has no gradient. One flag for each
-  parameter is summed up behind the buckets; only a rank that misses a gradient waits for the answer. The squares of the
-  slices travel with the flags: clipping by the global norm finds their sum there, and asks nobody.
-- One rank alone has nothing to shard and watches no gradients, unless it keeps masters or offloads them.
+- One flag for each parameter (was it used?) is summed up behind the buckets; only a rank that misses a gradient waits
+  for the answer. The squares of the slices travel along: clipping by the global norm finds their sum there.
 """
 
 from __future__ import annotations
@@ -41,17 +36,16 @@ from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket
 from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.norms import clip_pieces, measured_norms
-from paceline.engines.flat.sharded import ShardedEngine
+from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
 from paceline.engines.groups import Groups, expert_dim
-from paceline.engines.module_engine import own_region
+from paceline.engines.module_engine import ModuleEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Offload
 from paceline.shards import Shard
 
 
-class ZeroParallel(ShardedEngine):
+class ZeroParallel(ModuleEngine):
     """Trains a module on the ranks of ``groups.gradients``, each of which updates a slice of the parameters."""
 
     can_leave_pass = True
@@ -62,10 +56,9 @@ class ZeroParallel(ShardedEngine):
         comm = groups.gradients
         offload = layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
-        self._is_plain = comm.size == 1 and self.precision.param_dtype is None and not is_offloaded
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
-        if not self._is_plain:
+        if comm.size > 1 or self.precision.param_dtype is not None or is_offloaded:
             self.flat_groups = _make_groups(module, groups, BucketPolicy.of(layout), self.precision, offload)
         self._frozen = _cast_frozen(module, self.precision.param_dtype)
         self._updated = {
@@ -125,10 +118,7 @@ class ZeroParallel(ShardedEngine):
         return clip_pieces(list(self._updated.values()), self.gradient_comm, max_norm, norm_type, squares=squares)
 
     def join_pass(self) -> None:
-        """Takes part in a pass of the other ranks for which this rank has no samples.
-
-        Called after a pass that failed on this rank, it completes that one for the others.
-        """
+        """Takes part in a pass of the others; after one that failed on this rank, completes that one for them."""
         if self._arrivals.is_open and not self._arrivals.reduces:
             self._drop_failed()  # the others wait for nothing of it
         super().join_pass()
@@ -184,39 +174,31 @@ class ZeroParallel(ShardedEngine):
         pieces = [self._updated[name].requires_grad for name in self._named]
         is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         if is_trainable != self._is_trainable or pieces != self._is_trainable:
-            self._follow(self._agree_on_frozen(is_trainable, pieces))
+            self._follow_frozen(is_trainable, pieces)
         if self._arrivals.is_open:
             self._drop_failed()
         if self._is_syncing and self.module.training:
             self._share_buffers()
 
     def _drop_failed(self) -> None:
-        """Forgets a backward that did not come to its end."""
         for bucket in self._fixed:
             bucket.abandon()
         self._reset()
 
-    def _agree_on_frozen(self, parameters: list[bool], pieces: list[bool]) -> list[bool]:
+    def _follow_frozen(self, parameters: list[bool], pieces: list[bool]) -> None:
         """Freezes or unfreezes a parameter whose piece was, or the other way round: users may have either in hand."""
-        found: list[bool] = []
-        for name, before, own, piece in zip(self._named, self._is_trainable, parameters, pieces, strict=True):
-            now = own if piece == before else piece
-            found.append(now)
-            self._named[name].requires_grad_(now)
-            self._updated[name].requires_grad_(now)
-        return found
-
-    def _follow(self, is_trainable: list[bool]) -> None:
-        ours = set(self._arrivals.names)
-        for name, now in zip(self._named, is_trainable, strict=True):
-            if now and name not in ours:
+        self._arrivals.expected = None
+        for place, (name, own, piece) in enumerate(zip(self._named, parameters, pieces, strict=True)):
+            now = own if piece == self._is_trainable[place] else piece
+            if now and name not in self._arrivals.names:
                 raise UsageError(
                     f"{name} was frozen when the engine was built, and requires a gradient now\n"
                     "  an optimizer holds pieces of the parameters that were trainable then\n"
                     "  build the engine with it trainable, and freeze it afterwards"
                 )
-        self._is_trainable = is_trainable
-        self._arrivals.expected = None
+            self._named[name].requires_grad_(now)
+            self._updated[name].requires_grad_(now)
+            self._is_trainable[place] = now
 
     # Backward: gradients arrive, buckets leave.
 
@@ -350,7 +332,7 @@ class _BackwardSummary:
             self._sums[1:].fill_(1)
         else:
             self._sums[1:].copy_(torch.tensor(used, dtype=self._sums.dtype), non_blocking=True)
-        norms = measured_norms(self._groups)
+        norms = measured_norms(group.gradients for group in self._groups)
         self._has_squares = norms is not None
         if norms is not None:
             stacked = torch.stack(norms).to(self._sums.dtype)

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import UsageError
+from paceline.learn.course import last_line
 from paceline.learn.exercise import Exercise
-from paceline.learn.failures import last_line
 
 
 def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:

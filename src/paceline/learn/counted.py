@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,57 +15,72 @@ from paceline.comm.virtual.communicator import run_virtual
 _TIMEOUT_S = 20.0  # of a rank that computes without talking: a loop that does not end
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
-    """What the ranks returned, and the count of what each called, by rank."""
-
-    results: list[Any]
-    traces: list[Trace]
-    receivers: list[frozenset[int]]  # the ranks to which each rank sent
-
-    @property
-    def sent_bytes(self) -> list[int]:
-        """The bytes that each rank sent by ``send``."""
-        return [trace.num_bytes["send"] for trace in self.traces]
-
-    @property
-    def operations(self) -> frozenset[str]:
-        """The names of all operations that any rank called."""
-        return frozenset(kind for trace in self.traces for kind in trace.num_operations)
-
-    def calls(self, kind: str) -> list[int]:
-        """Returns how often each rank called an operation."""
-        return [trace.num_operations[kind] for trace in self.traces]
-
-
-class _CountingCommunicator(TracedCommunicator):
+class CountingCommunicator(TracedCommunicator):
     """Counts what passes through, and keeps the ranks to which messages go."""
 
-    def __init__(self, inner: Communicator, trace: Trace) -> None:
-        super().__init__(inner, trace)
+    def __init__(self, inner: Communicator) -> None:
+        super().__init__(inner, Trace(inner.device))
         self.receivers: set[int] = set()
 
     def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
         self.receivers.add(to)
         return super().send(tensor, to, tag)
 
+    @property
+    def calls(self) -> dict[str, int]:
+        """How often each operation was called so far."""
+        return dict(self.trace.num_operations)
 
-def run_counted(work: Callable[[Any], Any], ranks: int) -> Counted:
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """What the ranks returned, and the communicators that counted, by rank."""
+
+    results: list[Any]
+    comms: list[CountingCommunicator]
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """The bytes that each rank sent by ``send``."""
+        return [comm.trace.num_bytes["send"] for comm in self.comms]
+
+    def calls_besides(self, *allowed: str) -> str:
+        """Names the operations that any rank called besides those that are allowed; "" where there are none."""
+        return ", ".join(sorted({kind for comm in self.comms for kind in comm.calls} - set(allowed)))
+
+
+def run_counted(
+    work: Callable[[Any], Any], ranks: int, counter: type[CountingCommunicator] = CountingCommunicator
+) -> Counted:
     """Runs ``work(comm)`` on virtual ranks, each with a communicator that counts."""
 
-    def counted(comm: Any) -> tuple[Any, Trace, frozenset[int]]:
-        counting = _CountingCommunicator(comm, Trace(comm.device))
-        return work(counting), counting.trace, frozenset(counting.receivers)
+    def counted(comm: Any) -> tuple[Any, CountingCommunicator]:
+        counting = counter(comm)
+        return work(counting), counting
 
-    results, traces, receivers = zip(*run_virtual(counted, ranks=ranks, timeout_s=_TIMEOUT_S), strict=True)
-    return Counted(results=list(results), traces=list(traces), receivers=list(receivers))
+    results, comms = zip(*run_virtual(counted, ranks=ranks, timeout_s=_TIMEOUT_S), strict=True)
+    return Counted(results=list(results), comms=list(comms))
+
+
+def shown_calls(calls: dict[str, int]) -> str:
+    """Returns how often operations were called, as words."""
+    return ", ".join(f"{count} x {kind}" for kind, count in sorted(calls.items())) or "no collective"
+
+
+def all_close(values: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
+    """Says whether all ranks have what was expected."""
+    return all(torch.allclose(value, expected) for value in values)
+
+
+def odd_shape(values: Sequence[Any], shape: torch.Size) -> tuple[int, Any] | None:
+    """Returns the first rank that has no tensor of this shape, with the shape or the type of what it has."""
+    for rank, value in enumerate(values):
+        is_tensor = isinstance(value, torch.Tensor)
+        if not is_tensor or value.shape != shape:
+            return rank, tuple(value.shape) if is_tensor else type(value).__name__
+    return None
 
 
 def tensor_of(rank: int, elements: int) -> torch.Tensor:
     """Returns the tensor that a rank brings to a check: no two elements of all ranks are equal."""
     return torch.arange(elements, dtype=torch.float64) + 100.0 * (rank + 1)
-
-
-def other_operations(found: Counted) -> str:
-    """Names the collectives that were called where only messages are allowed; "" where there are none."""
-    return ", ".join(sorted(found.operations - {"send", "recv"}))

@@ -1,62 +1,35 @@
-"""The exercises of all lessons by number, and what happens with an answer: it is converted, judged and reported.
+"""What happens with an answer to an exercise: it is converted, judged and reported.
 
-Each lesson keeps its exercises in a file of its own (lesson_1.py), under ``EXERCISES``. A lesson that is not there is
-skipped. Only the lesson that is asked for is imported, because most of them need torch.
+The checks of a lesson are in a file of its own (lesson_1.py), under ``CHECKS``, by the numbers of its exercises. Only
+the lesson that is asked for is imported, because most of them need torch.
 """
 
 from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
+import linecache
 import math
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, RankFailedError, UsageError
-from paceline.learn.exercise import Exercise, Verdict, wrong
-from paceline.learn.failures import line_of
+from paceline.learn.exercise import Exercise, Said, Verdict, lessons
 from paceline.terminal import echo
 
-LESSONS: dict[int, str] = {
-    1: "Ranks and collectives",
-    2: "Ring, tree, hierarchical: watch the bytes",
-    3: "Data parallelism",
-    4: "Where memory goes, and ZeRO",
-    5: "FSDP, the life of a unit",
-    6: "Tensor and sequence parallelism",
-    7: "Pipelines and their bubbles",
-    8: "Precision, speed and MFU",
-    9: "Planning a real run",
-}
 _MOST_EXACT = 2**53  # up to here every whole number is a float
-
-
-def lesson_exercises(lesson: int) -> tuple[Exercise, ...]:
-    """Returns the exercises of one lesson; none where it has no module."""
-    name = f"paceline.learn.lesson_{lesson}"
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return ()
-    exercises: tuple[Exercise, ...] = module.EXERCISES
-    return exercises
-
-
-def all_exercises() -> tuple[Exercise, ...]:
-    """Returns the exercises of all lessons, in their order."""
-    return tuple(each for lesson in LESSONS for each in lesson_exercises(lesson))
 
 
 def find(number: str) -> Exercise:
     """Returns the exercise with a number such as "3.2". Raises UsageError for an unknown number."""
-    lesson, _, _ = number.partition(".")
-    here = lesson_exercises(int(lesson)) if lesson.isascii() and lesson.isdigit() and int(lesson) in LESSONS else ()
-    for each in here:
-        if each.number == number:
-            return each
-    known = [each.number for each in here or all_exercises()]
+    exercises = {each.number: each for lesson in lessons().values() for each in lesson.exercises}
+    if number in exercises:
+        return exercises[number]
+    lesson = number.partition(".")[0]
+    known = [each for each in exercises if each.partition(".")[0] == lesson] or list(exercises)
     near = difflib.get_close_matches(number, known, n=1, cutoff=0.5)
     fix = f"did you mean {near[0]}?" if near else f"the numbers are {', '.join(known)}"
     raise UsageError(f"there is no exercise {number!r}\n  a number is LESSON.EXERCISE, such as 3.2\n  {fix}")
@@ -68,16 +41,18 @@ def judge(exercise: Exercise, answer: Any) -> Verdict:
     Raises UsageError for an answer of another kind than the exercise asks for.
     """
     taken = _CONVERTERS[exercise.answer](exercise, answer)
+    lesson = importlib.import_module(f"paceline.learn.lesson_{exercise.number.partition('.')[0]}")
+    find_mistake: Callable[[Any], Said] = lesson.CHECKS[exercise.number]
     if exercise.answer != "function":
-        return exercise.check(taken)
+        return exercise.verdict(find_mistake(taken))
     try:
-        return exercise.check(taken)
+        return exercise.verdict(find_mistake(taken))
     except RankFailedError as error:
-        return wrong(f"On rank {error.rank}, {_failure(exercise, error.error, taken)}")
+        return _wrong(f"On rank {error.rank}, {_failure(exercise, error.error, taken)}")
     except PacelineError as error:  # ranks that wait for each other, or call different operations: it names the lines
-        return wrong(f"The ranks that ran your function {exercise.function} stopped:\n{error}")
+        return _wrong(f"The ranks that ran your function {exercise.function} stopped:\n{error}")
     except (Exception, SystemExit) as error:
-        return wrong(_failure(exercise, error, taken))
+        return _wrong(_failure(exercise, error, taken))
 
 
 def check(number: str, answer: Any = ...) -> bool:
@@ -101,8 +76,7 @@ def ask(number: str) -> None:
 
 def hint(number: str, place: int = 1) -> None:
     """Prints a hint of an exercise: the first, or the one at ``place``; past the last one, the last."""
-    exercise = find(number)
-    echo(hint_text(exercise, place))
+    echo(hint_text(find(number), place))
 
 
 def sentence(exercise: Exercise, verdict: Verdict) -> str:
@@ -120,10 +94,28 @@ def _question(exercise: Exercise) -> str:
     return f"{exercise.number} {exercise.title}\n{exercise.asks}"
 
 
+def _wrong(words: str) -> Verdict:
+    return Verdict(is_right=False, words=words)
+
+
 def _failure(exercise: Exercise, error: BaseException, function: Callable[..., Any]) -> str:
-    where = line_of(error, function)
+    """Says what the reader's function raised, and at which line of the reader's own file or cell."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    where = "" if code is None else last_line(error, code.co_filename)
     raised = f"your function {exercise.function} raised {type(error).__name__}: {error}"
     return f"{raised}\n  {where}" if where else raised
+
+
+def last_line(error: BaseException, file: str) -> str:
+    """Returns the last line of ``file`` that the error passed through, with its text; "" where there is none."""
+    if isinstance(error, SyntaxError) and error.filename == file:
+        return f"{Path(file).name}, line {error.lineno}: {(error.text or '').strip()}"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    if not frames:
+        return ""
+    number = frames[-1].lineno or 0
+    text = linecache.getline(file, number).strip()
+    return f"{Path(file).name}, line {number}" + (f": {text}" if text else "")
 
 
 def _number(exercise: Exercise, answer: Any) -> int | float:

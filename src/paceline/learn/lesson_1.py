@@ -1,4 +1,4 @@
-"""The exercises of lesson 1: an all-gather from messages, the bytes of a star, and what an all-reduce is made of."""
+"""Checks of lesson 1: an all-gather from messages, the bytes of a star, and what an all-reduce is made of."""
 
 from __future__ import annotations
 
@@ -8,73 +8,49 @@ from typing import Any
 import torch
 
 from paceline.comm.virtual.communicator import run_virtual
-from paceline.learn.counted import Counted, other_operations, run_counted, tensor_of
-from paceline.learn.exercise import Exercise, Verdict, right, wrong
+from paceline.learn.counted import run_counted, tensor_of
+from paceline.learn.exercise import RIGHT, Said, judge_number, says
 
-_WORLDS = (1, 2, 4)
 _ELEMENTS = 3
 _STAR_RANKS, _STAR_ELEMENTS = 8, 1000
 _COLLECTIVES = ("broadcast", "reduce_scatter", "all_gather", "all_to_all", "all_reduce")
 
 
-def check_all_gather(function: Callable[[Any, torch.Tensor], Any]) -> Verdict:
+def check_all_gather(function: Callable[[Any, torch.Tensor], Any]) -> Said:
     """Runs the reader's all-gather on one, two and four ranks, and compares with the tensors that the ranks brought."""
-    for size in _WORLDS:
+    for size in (1, 2, 4):
         found = run_counted(lambda comm: function(comm, tensor_of(comm.rank, _ELEMENTS)), size)
-        if called := other_operations(found):
-            return wrong(f"Your function calls {called}. Use comm.send and comm.recv alone.")
-        for rank in range(size):
-            if words := _gathered_wrong(found.results[rank], rank, size):
-                return wrong(words)
-    return right(_gathered_words(found))
+        if called := found.calls_besides("send", "recv"):
+            return says("calls", called=called)
+        for rank, result in enumerate(found.results):
+            if said := _gathered_wrong(result, size):
+                return says(said.name, size=size, rank=rank, **said.gaps)
+    own = 8 * _ELEMENTS
+    return says("right", most=max(found.sent_bytes) / own, total=sum(found.sent_bytes) / own)
 
 
-def _gathered_wrong(result: Any, rank: int, size: int) -> str:
-    """Says what is wrong with the list that one rank returned; "" if nothing is."""
-    where = f"In a world of {size}, rank {rank}"
+def _gathered_wrong(result: Any, size: int) -> Said | None:
+    """Says what is wrong with the list that one rank returned; None if nothing is."""
     if not isinstance(result, list | tuple) or not all(isinstance(each, torch.Tensor) for each in result):
-        return f"{where} returned {type(result).__name__}: return a list of tensors, one for each rank."
+        return says("no_list", kind=type(result).__name__)
     if len(result) != size:
-        return f"{where} returned {len(result)} tensors for {size} ranks: its own tensor belongs to the list too."
+        return says("count", count=len(result))
     expected = [tensor_of(each, _ELEMENTS) for each in range(size)]
     if any(each.shape != expected[0].shape for each in result):
-        return f"{where} returned tensors of shape {tuple(result[0].shape)}: they have the shape of the argument."
+        return says("shape", shape=tuple(result[0].shape))
     if all(map(torch.equal, result, expected)):
-        return ""
+        return None
     if sorted(each.tolist() for each in result) == [each.tolist() for each in expected]:
-        return f"{where} has all tensors, in another order: the tensor of rank r belongs to place r on every rank."
-    if size > 1 and all(torch.equal(each, result[0]) for each in result):
-        return f"{where} has the same tensor at every place: receive each one into a tensor of its own."
-    return f"{where} has a tensor that no rank brought, or one twice. Did you wait for every receive?"
+        return says("order")
+    return says("same" if size > 1 and all(torch.equal(each, result[0]) for each in result) else "otherwise")
 
 
-def _gathered_words(found: Counted) -> str:
-    most, total = max(found.sent_bytes), sum(found.sent_bytes)
-    own = 8 * _ELEMENTS
-    return (
-        f"On 4 ranks the busiest rank sent {most / own:g} times its tensor, and all together {total / own:g} times. "
-        "Every rank needs 3 tensors of others, so that 12 is the least for all together."
-    )
-
-
-def check_star_bytes(answer: float) -> Verdict:
+def check_star_bytes(answer: float) -> Said:
     """Compares with what rank 0 really sends, counted on virtual ranks."""
     truth = run_counted(_star, _STAR_RANKS).sent_bytes[0]
-    if answer == truth:
-        return right(
-            "All of these bytes leave through one link, and as many come in: rank 0 is what the others wait for."
-        )
-    if answer == truth / 4:
-        return wrong("That is the number of elements. How many bytes does a float32 have?")
-    if answer == truth * 2:
-        return wrong(
-            "That is off by a factor of 2: either a float32 has fewer bytes, or you counted what rank 0 receives."
-        )
-    if answer == 4 * _STAR_RANKS * _STAR_ELEMENTS:
-        return wrong("Rank 0 does not send the sum to itself.")
-    if answer == 4 * _STAR_ELEMENTS:
-        return wrong("That is one message. To how many ranks does rank 0 send the sum?")
-    return wrong("Count the messages that rank 0 sends after it has added all tensors, and the bytes of one of them.")
+    one = 4 * _STAR_ELEMENTS
+    mistakes = {"elements": truth / 4, "twice": truth * 2, "to_itself": one * _STAR_RANKS, "one_message": one}
+    return judge_number(answer, truth, mistakes)
 
 
 def _star(comm: Any) -> None:
@@ -92,24 +68,19 @@ def _star(comm: Any) -> None:
         comm.send(tensor, to=other).wait()
 
 
-def check_first_half(answer: str) -> Verdict:
+def check_first_half(answer: str) -> Said:
     """Calls the collective of that name on virtual ranks, then an all-gather, and compares with an all-reduce."""
     name = "_".join(answer.replace("-", " ").replace("_", " ").split())
     name = {"reducescatter": "reduce_scatter", "allgather": "all_gather", "allreduce": "all_reduce"}.get(name, name)
     if name not in _COLLECTIVES:
-        return wrong(f"{answer!r} is none of the collectives of the lesson: {', '.join(_COLLECTIVES)}.")
+        return says("unknown", answer=answer, known=", ".join(_COLLECTIVES))
     if name == "all_reduce":
-        return wrong("An all-reduce alone gives it already, and an all-gather of whole sums would give N copies.")
+        return says("all_reduce")
     results = run_virtual(lambda comm: _followed_by_gather(comm, name), ranks=4)
     if all(gathered == reduced for gathered, reduced in results):
-        return right(
-            "Each half sends M (N-1)/N bytes a rank, and ZeRO and FSDP use the two halves apart (lessons 4 and 5)."
-        )
+        return RIGHT
     gathered, reduced = results[0]
-    return wrong(
-        f"On 4 ranks, {name} and then an all-gather give rank 0 {gathered}, and an all-reduce gives {reduced}. "
-        "Which collective adds anything up?"
-    )
+    return says("otherwise", name=name, gathered=gathered, reduced=reduced)
 
 
 def _followed_by_gather(comm: Any, name: str) -> tuple[list[float], list[float]]:
@@ -132,43 +103,4 @@ def _followed_by_gather(comm: Any, name: str) -> tuple[list[float], list[float]]
     return whole.tolist(), mine.tolist()
 
 
-EXERCISES: tuple[Exercise, ...] = (
-    Exercise(
-        number="1.1",
-        title="An all-gather from messages",
-        asks=(
-            "Write all_gather(comm, tensor) with comm.send and comm.recv alone. On every rank it returns a list of the "
-            "tensors of all ranks, in the order of ranks."
-        ),
-        answer="function",
-        function="all_gather",
-        hints=(
-            "A rank knows its own tensor: put it at its own place of the list.",
-            "For each other rank, send yours to it and receive its tensor into a new tensor: torch.empty_like(tensor).",
-            "Issue all sends first and keep what they return; receive from each rank; wait for the sends at the end.",
-        ),
-        check=check_all_gather,
-    ),
-    Exercise(
-        number="1.2",
-        title="The bytes of a star",
-        asks="Eight ranks run star_all_reduce on tensors of 1000 float32 elements. How many bytes does rank 0 send?",
-        answer="number",
-        hints=(
-            "A float32 element has 4 bytes.",
-            "Rank 0 sends the whole sum to every other rank, once, and nothing to itself.",
-        ),
-        check=check_star_bytes,
-    ),
-    Exercise(
-        number="1.3",
-        title="Two halves of an all-reduce",
-        asks="One collective, followed by an all-gather, gives every rank what an all-reduce gives. Which one?",
-        answer="word",
-        hints=(
-            "Before the all-gather, rank r must hold part r of the sum.",
-            "Look at the picture of the lesson: after which collective does each rank hold one part of the sum?",
-        ),
-        check=check_first_half,
-    ),
-)
+CHECKS = {"1.1": check_all_gather, "1.2": check_star_bytes, "1.3": check_first_half}

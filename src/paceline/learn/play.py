@@ -42,22 +42,8 @@ NUMBERS: Mapping[str, tuple[int, int]] = {
     "microbatch": (1, 128),
     "accumulate": (1, 64),
 }
-# What the file says already: the command leaves it out.
-_OF_FILE = {
-    "model.size": "gpt-7b",
-    "model.layers": "32",
-    "model.heads": "32",
-    "model.kv_heads": "32",
-    "model.width": "4096",
-    "model.mlp_width": "11008",
-    "model.context": "4096",
-    "model.compile": "true",
-    "data.context": "4096",
-    "train.precision": "bf16_master",
-    "parallel.tensor": "1",
-    "parallel.pipeline": "1",
-    "memory.checkpoint_activations": "none",
-}
+# What the file does not say as the sliders stand at first: the command always has it.
+_OWN = ("parallel.ranks", "parallel.strategy", "train.microbatch", "train.global_batch")
 _BASE: dict[str, Any] = {
     "name": "gpt-7b",
     "model": {"kind": "gpt", "size": "gpt-7b", "vocab_size": 32000, "compile": True},
@@ -182,10 +168,11 @@ class PlayInputs:
     def command(self, verb: str) -> str:
         """Returns the command line that asks ``paceline plan`` or ``predict`` for the same."""
         is_file = GPT_SIZES[self.size] is GPT_SIZES["gpt-7b"]
+        usual = PlayInputs().settings()
         words = [
             f"{key}={value}"
             for key, value in self.settings().items()
-            if _OF_FILE.get(key) != value or (key.startswith("model.") and not is_file)
+            if key in _OWN or usual.get(key) != value or (key.startswith("model.") and not is_file)
         ]
         return shlex.join(["paceline", verb, CONFIG_FILE, *words, "--cluster", self.cluster_text])
 

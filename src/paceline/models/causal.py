@@ -24,15 +24,12 @@ class _WithHeadLoss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
         """Returns the logits; with ``targets`` their summed cross entropy, with ``counts`` right answers too."""
-        hidden, head = _hidden(self, tokens), _head(self)
-        assert head is not None
+        hidden, head = _hidden(self, tokens), cast("nn.Linear", _head(self))
         return head(hidden) if targets is None else head_loss(hidden, head.weight, targets, counts=counts)
 
     def loss_vocabulary(self) -> int:
         """Returns the number of logits of a token."""
-        head = _head(self)
-        assert head is not None
-        return head.weight.shape[0]
+        return cast("nn.Linear", _head(self)).weight.shape[0]
 
 
 def is_causal(model: nn.Module) -> bool:

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from paceline.config.sections import GPT_DIMENSIONS, GPT_SIZES, GPTModelConfig, gpt_shape, head_problems
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.models.head_loss import OutputLayer, head_loss
-from paceline.models.key_values import KeyValues
 from paceline.models.layers import PipelineLayer
 from paceline.plan.model_shape import ModelShape
 
@@ -279,6 +278,25 @@ class Rotary(nn.Module):
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+class KeyValues:
+    """Keys and values of the tokens that a model has read, so that the next token costs one token and not all before.
+
+    A layer of L tokens, batch b and k heads of width d for keys and values keeps 2 b L k d numbers.
+    """
+
+    def __init__(self) -> None:
+        self.length = 0  # the tokens that it has read
+        self._kept: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def add(self, layer: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Adds those of new tokens, (batch, heads, length, head_dim), to a layer's; returns all of them."""
+        if layer in self._kept:
+            before = self._kept[layer]
+            key, value = torch.cat((before[0], key), dim=2), torch.cat((before[1], value), dim=2)
+        self._kept[layer] = key, value
+        return key, value
+
+
 class SwiGLU(nn.Module):
     """An MLP whose hidden features are gated: ``down(silu(gate(x)) * up(x))``."""
 
@@ -289,7 +307,6 @@ class SwiGLU(nn.Module):
         self.down = Linear(config.mlp_width, config.width, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns features of the shape of x."""
         return cast("Tensor", self.down(F.silu(self.gate(x)) * self.up(x)))
 
 
@@ -302,7 +319,6 @@ class GELU(nn.Module):
         self.down = Linear(config.mlp_width, config.width, std=_residual_std(config))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns features of the shape of x."""
         return cast("Tensor", self.down(F.gelu(self.up(x), approximate="tanh")))
 
 
@@ -314,7 +330,6 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws the weight."""
         nn.init.normal_(self.weight, std=self.std)
 
 
@@ -326,7 +341,6 @@ class Embedding(nn.Embedding):
     """An embedding drawn from a normal distribution, as narrow as that of the linear layers."""
 
     def reset_parameters(self) -> None:
-        """Draws the weight."""
         nn.init.normal_(self.weight, std=_INIT_STD)
 
     def project(self, x: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:

@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from paceline.models.head_chunk import Chunk
-
 _BLOCK = 8192
 _WARPS = 16
 
@@ -74,9 +72,16 @@ def _row_kernel(  # type: ignore[no-untyped-def]
             tl.store(logits + place, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def go_over_on_gpu(chunk: Chunk) -> None:
+def go_over_on_gpu(
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    losses: torch.Tensor,
+    hits: torch.Tensor | None,
+    ignored: int,
+    smoothing: float,
+    is_trained: bool,
+) -> None:
     """Writes the losses and right answers of some rows, and the gradients of their logits over these."""
-    logits, hits = chunk.logits, chunk.hits
     if logits.shape[0] == 0:
         return
     launch: Any = _row_kernel[(logits.shape[0],)]
@@ -84,15 +89,15 @@ def go_over_on_gpu(chunk: Chunk) -> None:
         launch(
             logits,
             logits.stride(0),
-            chunk.targets,
-            chunk.losses,
-            chunk.losses if hits is None else hits,
+            targets,
+            losses,
+            losses if hits is None else hits,
             logits.shape[1],
-            chunk.ignored,
-            chunk.smoothing,
-            smooths=chunk.smoothing > 0,
+            ignored,
+            smoothing,
+            smooths=smoothing > 0,
             counts=hits is not None,
-            trains=chunk.is_trained,
+            trains=is_trained,
             block=_BLOCK,
             num_warps=_WARPS,
         )

@@ -8,17 +8,13 @@ are made for some rows at a time, in one buffer that the gradient of these rows 
     for each chunk of R rows     logits = hidden @ weight^T        a product of 2 R V W operations
                                  loss; logits become p - target    one pass over R V numbers (a Triton kernel on CUDA)
                                  d_hidden = logits @ weight        the products of backward, made on the way
-                                 d_weight += logits^T @ hidden     in float32
+                                 d_weight += logits^T @ hidden     in float32, or float64 where the model is
 
     memory      R V numbers, + d_hidden and d_weight, which are kept for backward; in place of 2 N V numbers or more
     time        that of the plain loss, less its passes over the logits; backward multiplies by a number and no more
 
-Sums, exponentials and the gradient of the weight are in float32, in float64 where the model is.
-
-[Note: torch's own] ``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works in chunks too. It is not used: in
-bf16 it returns the *sum* in bf16, which has three digits, and adds up the gradient of the weight in bf16; with label
-smoothing it makes all logits; it does not count right answers; on a GPU its chunks are passed over five times. Where
-both apply they give the same numbers (tests/models/test_head_loss.py), and torch below 2.13 has none.
+``torch.nn.functional.linear_cross_entropy`` (torch 2.13) works in chunks too, but returns the sum in bf16 and adds up
+the gradient of the weight in it, makes all logits with label smoothing, and counts no right answers.
 """
 
 from __future__ import annotations
@@ -32,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.models.head_chunk import Chunk, go_over_by_torch
 from paceline.plan.layout import loss_rows
 
 _SCHEMA = (
@@ -76,7 +71,17 @@ def head_loss(
     Backward may run once. Raises UsageError for shapes that do not fit, and for targets out of range on a CPU; on a
     GPU, where looking would take time, such a target makes the sum NaN.
     """
-    _check_shapes(hidden, weight, targets)
+    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
+        raise UsageError(
+            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
+            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
+            "  give the weight of the layer that makes the logits, and what goes into it"
+        )
+    if hidden.shape[:-1] != targets.shape:
+        raise UsageError(
+            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
+            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
+        )
     flat = hidden.reshape(-1, hidden.shape[-1]).to(_compute_dtype(hidden))
     if rows is None:
         rows = loss_rows(weight.shape[0], flat.element_size())
@@ -103,20 +108,6 @@ class OutputLayer(nn.Linear):
                 "  make the layer with bias=False, or compute the loss of its logits"
             )
         return head_loss(x, self.weight, targets, counts=counts)
-
-
-def _check_shapes(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
-    if weight.ndim != 2 or hidden.shape[-1] != weight.shape[-1]:
-        raise UsageError(
-            f"hidden states of shape {list(hidden.shape)} and an output layer of shape {list(weight.shape)}\n"
-            "  the output layer is a matrix (vocabulary, width), and hidden states are (..., width)\n"
-            "  give the weight of the layer that makes the logits, and what goes into it"
-        )
-    if hidden.shape[:-1] != targets.shape:
-        raise UsageError(
-            f"targets of shape {list(targets.shape)} for hidden states of shape {list(hidden.shape)}\n"
-            "  each row has one target\n  give targets of the hidden states' shape without its last dim"
-        )
 
 
 def _compute_dtype(hidden: Tensor) -> torch.dtype:
@@ -147,8 +138,9 @@ def _walk(
     """Goes over the rows, chunk by chunk. Gradients that nobody asked for are empty."""
     results = _make_results(hidden, weight, targets, for_hidden, for_weight, counts)
     if targets.device.type == "cpu":
-        _check_values(targets, weight.shape[0], ignored)
-    with _without_autocast(hidden.device.type):
+        check_targets(targets, weight.shape[0], ignored)
+    kind = hidden.device.type
+    with contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
         _fill(results, hidden, weight.to(hidden.dtype), targets, ignored, smoothing, rows)
     losses, hits, d_hidden, d_weight = results
     return losses.sum(), hits.sum(), d_hidden, d_weight.to(weight.dtype)
@@ -167,16 +159,8 @@ def _fill(
         part = slice(begin, min(begin + rows, num_rows))
         logits, inputs = buffer[: part.stop - begin], hidden[part]
         torch.mm(inputs, matrix.t(), out=logits)
-        chunk = Chunk(
-            logits=logits,
-            targets=targets[part],
-            losses=losses[part],
-            hits=hits[part] if hits.numel() else None,
-            ignored=ignored,
-            smoothing=smoothing,
-            is_trained=is_trained,
-        )
-        _go_over(chunk)
+        rows_hits = hits[part] if hits.numel() else None
+        _go_over(logits, targets[part], losses[part], rows_hits, ignored, smoothing, is_trained)
         if d_hidden.numel() and not hidden.is_meta:
             torch.mm(logits, matrix, out=d_hidden[part])
         if d_weight.numel() and not hidden.is_meta:
@@ -224,10 +208,7 @@ _operator.register_autograd(_scale, setup_context=_keep)
 
 
 class _OnMeta(torch.autograd.Function):
-    """The same for tensors without values, product by product.
-
-    The products of the gradients run in backward: who counts a model's operations takes forward three times.
-    """
+    """The same for tensors without values, product by product: those of the gradients run, and count, in backward."""
 
     forward = staticmethod(_walk)
 
@@ -254,11 +235,8 @@ class _OnMeta(torch.autograd.Function):
         return _scale(ctx, gradient)
 
 
-def _without_autocast(kind: str) -> contextlib.AbstractContextManager[object]:
-    return contextlib.nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False)
-
-
-def _check_values(targets: Tensor, vocabulary: int, ignored: int) -> None:
+def check_targets(targets: Tensor, vocabulary: int, ignored: int) -> None:
+    """Raises UsageError for a target that is no token. Reads values: on a GPU the host would wait for them."""
     wrong = targets[((targets < 0) | (targets >= vocabulary)) & (targets != ignored)]
     if wrong.numel():
         raise UsageError(
@@ -268,20 +246,42 @@ def _check_values(targets: Tensor, vocabulary: int, ignored: int) -> None:
         )
 
 
-# A chunk.
-
-
-def _go_over(chunk: Chunk) -> None:
-    """Writes the losses and right answers of some rows, and the gradients of their logits over these."""
-    logits = chunk.logits
+def _go_over(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    hits: Tensor | None,
+    ignored: int,
+    smoothing: float,
+    is_trained: bool,
+) -> None:
+    """Writes the losses and right answers (None: nobody asks) of some rows; if trained, gradients over their logits."""
     if logits.is_cuda and logits.dtype != torch.float64 and _has_triton():
         from paceline.models.head_kernel import go_over_on_gpu  # where there is no GPU, there is no triton
 
-        go_over_on_gpu(chunk)
-    elif logits.is_meta:  # in place of the kernel above: one pass
+        go_over_on_gpu(logits, targets, losses, hits, ignored, smoothing, is_trained)
+        return
+    if logits.is_meta:  # in place of the kernel above: one pass
         torch.ops.aten._softmax.out(logits, -1, False, out=logits)
-    else:
-        go_over_by_torch(chunk)
+        return
+    is_counted = targets != ignored
+    index = torch.where(is_counted, targets, 0)[:, None]
+    if hits is not None:
+        hits.copy_((logits.argmax(-1) == targets) & is_counted)
+    wide = logits.to(losses.dtype)
+    normaliser = wide.logsumexp(-1)
+    row = normaliser - (1 - smoothing) * wide.gather(1, index)[:, 0]
+    if smoothing:
+        row -= smoothing * wide.mean(-1)
+    losses.copy_(torch.where(is_counted, row, 0.0))
+    if is_trained:
+        wide.sub_(normaliser[:, None]).exp_()
+        if smoothing:
+            wide.sub_(smoothing / wide.shape[1])
+        wide.scatter_add_(1, index, wide.new_full(index.shape, smoothing - 1))
+        wide.mul_(is_counted[:, None])
+        if wide is not logits:
+            logits.copy_(wide)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, *, is_first: bool) -> None:

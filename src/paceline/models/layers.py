@@ -6,7 +6,7 @@ A model says so with a method
 
 whose layers, run one after another, compute what ``forward`` does: the first takes the model's inputs, each other what
 the one before it returned, and the last returns the model's output. Between two layers any cut is allowed. A plain
-``nn.Sequential`` needs no such method, and neither do causal language models of Hugging Face (``causal_layers.py``).
+``nn.Sequential`` needs no such method, and neither do causal language models of Hugging Face (``_causal_layers``).
 
 What a layer uses it lists: all modules whose parameters, buffers or modes it reads. A module may be in several layers
 (a tied output layer reads the embedding's weight), and every parameter and buffer of the model is in at least one.
@@ -14,15 +14,27 @@ What a layer uses it lists: all modules whose parameters, buffers or modes it re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from paceline.errors import UsageError
-from paceline.models.causal_layers import causal_layers
-from paceline.models.pipeline_layer import PipelineLayer as PipelineLayer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineLayer:
+    """One layer: a function of what the layer before returned, and the modules that it uses.
+
+    ``name`` is that of its first module, as ``named_modules()`` has it: split points are given by it. ``run`` of the
+    first layer takes the model's inputs.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +44,6 @@ class Chain:
     modules: tuple[nn.Module, ...]
 
     def __call__(self, *args: Any) -> Any:
-        """Returns what the last module gives."""
         first, *others = self.modules
         x = first(*args)
         for module in others:
@@ -51,7 +62,7 @@ def model_layers(model: nn.Module) -> tuple[PipelineLayer, ...]:
     elif isinstance(model, nn.Sequential) and _is_plain(model):
         layers = sequential_layers(model)
     else:
-        found = causal_layers(model)
+        found = _causal_layers(model)
         if found is None:
             raise UsageError(_explain(model))
         layers = tuple(found)
@@ -162,3 +173,82 @@ def _check_complete(model: nn.Module, layers: Sequence[PipelineLayer]) -> None:
             "  what no stage has would be neither trained nor saved\n"
             "  name the module in the modules of the layer that uses it; a tensor of the model itself needs a module"
         )
+
+
+# Causal language models of Hugging Face: embedding, blocks, norm and head. A block is called without a mask: the fused
+# attention is causal then. So sequences are whole, without padding, and at most as long as a sliding window.
+
+# Embedding, blocks, last norm, and what else belongs to the embedding and to every block, as attributes of the base.
+_LLAMA = ("embed_tokens", "layers", "norm", (), "rotary_emb")
+_FAMILIES: dict[str, tuple[str, str, str, tuple[str, ...], str]] = {
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "gemma"), _LLAMA),
+    "gpt_neox": ("embed_in", "layers", "final_layer_norm", ("emb_dropout",), "rotary_emb"),
+    "gpt2": ("wte", "h", "ln_f", ("wpe", "drop"), ""),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    embedding: nn.Module
+    positions: nn.Module | None
+    dropout: nn.Module | None
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        x: Tensor = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions(_positions(x))
+        return x if self.dropout is None else self.dropout(x)
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    block: nn.Module
+    rotary: nn.Module | None
+    window: int | None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.window is not None and x.shape[1] > self.window:
+            raise UsageError(
+                f"{x.shape[1]} tokens for a sliding window of {self.window}, in a pipeline\n"
+                "  its blocks attend to all tokens before\n  set data.context to at most the window"
+            )
+        places = _positions(x)
+        turned = {} if self.rotary is None else {"position_embeddings": self.rotary(x, places)}
+        found = self.block(x, attention_mask=None, position_ids=places, **turned)
+        stream: Tensor = found[0] if isinstance(found, tuple) else found  # older releases return more
+        return stream
+
+
+def _causal_layers(model: Any) -> list[PipelineLayer] | None:
+    """Returns the layers of a causal language model of Hugging Face; None for any other model."""
+    base, settings = getattr(model, "base_model", None), getattr(model, "config", None)
+    family = _FAMILIES.get(str(getattr(settings, "model_type", None)))
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if family is None or not isinstance(base, nn.Module) or base is model or not isinstance(head, nn.Linear):
+        return None
+    if getattr(settings, "_attn_implementation", None) == "eager":
+        raise UsageError(
+            f"{type(model).__name__} with attention of its own (eager) cannot be cut into stages\n"
+            "  its blocks need a mask, which stages do not send\n  build it with attn_implementation='sdpa'"
+        )
+    first, row, last, beside, turns = family
+    embedding, blocks, norm = (getattr(base, name) for name in (first, row, last))
+    extra = {name: getattr(base, name, None) for name in beside}
+    entry = _Entry(embedding, extra.get("wpe"), extra.get("drop", extra.get("emb_dropout")))
+    rotary = getattr(base, turns) if turns else None
+    window = getattr(settings, "sliding_window", None) if getattr(settings, "use_sliding_window", True) else None
+    prefix = model.base_model_prefix
+    around = () if rotary is None else (rotary,)
+    modules = (embedding, *(each for each in extra.values() if each is not None))
+    return [
+        PipelineLayer(name=f"{prefix}.{first}", run=entry, modules=modules),
+        *(
+            PipelineLayer(name=f"{prefix}.{row}.{i}", run=_Block(block, rotary, window), modules=(block, *around))
+            for i, block in enumerate(blocks)
+        ),
+        PipelineLayer(name=f"{prefix}.{last}", run=Chain((norm, head)), modules=(norm, head)),
+    ]
+
+
+def _positions(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[1], device=x.device).unsqueeze(0)

@@ -36,7 +36,6 @@ class Adapted(nn.Module):
     lora_dropout: float
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns what the layer does, and what its adapter adds."""
         found: Tensor = super().forward(x)
         return found + self.added(x, self.lora_a, self.lora_b)
 
@@ -63,7 +62,7 @@ def add_lora(
     ask = getattr(model, "get_output_embeddings", None)
     head = ask() if callable(ask) else None
     layers = {n: m for n, m in model.named_modules() if _sizes(m) is not None and m is not head}
-    lost = [pattern for pattern in targets if not any(_fits(name, pattern) for name in layers)]
+    lost = [pattern for pattern in targets if not any(matches(name, pattern) for name in layers)]
     if lost or not layers:
         known = sorted({name.rpartition(".")[2] for name in layers})
         raise UsageError(
@@ -75,7 +74,7 @@ def add_lora(
     for name, parameter in model.named_parameters():
         if any(fits(name, pattern) for pattern in trained):
             parameter.requires_grad_(True)
-    chosen = {n: m for n, m in layers.items() if not targets or any(_fits(n, pattern) for pattern in targets)}
+    chosen = {n: m for n, m in layers.items() if not targets or any(matches(n, pattern) for pattern in targets)}
     for layer in chosen.values():
         _adapt(layer, rank, alpha / rank, dropout)
     return list(chosen)
@@ -98,11 +97,13 @@ def adapters(model: nn.Module) -> dict[str, dict[str, Any]]:
 
 def fits(name: str, pattern: str) -> bool:
     """Says whether a parameter's name, or that of its layer, ends with what a pattern says."""
-    return _fits(name, pattern) or _fits(name.rpartition(".")[0], pattern)
+    return matches(name, pattern) or matches(name.rpartition(".")[0], pattern)
 
 
-def _fits(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Says whether the last parts of a name are those of a pattern, in which ``*`` stands for text within a part."""
     parts, wanted = name.split("."), pattern.split(".")
+    # Backwards: names differ most at their ends.
     return len(parts) >= len(wanted) and all(map(fnmatch.fnmatchcase, reversed(parts), reversed(wanted)))
 
 
@@ -117,10 +118,9 @@ def _sizes(module: nn.Module) -> tuple[int, int] | None:
 
 
 def _adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
-    sizes = _sizes(layer)
-    assert sizes is not None
-    weight = layer._parameters["weight"]
+    weight, sizes = layer._parameters["weight"], _sizes(layer)
     assert weight is not None
+    assert sizes is not None
     inputs, outputs = sizes
     device = "cpu" if weight.is_meta else weight.device
     a = torch.empty(rank, inputs, dtype=weight.dtype, device=device)

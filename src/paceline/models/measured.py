@@ -19,19 +19,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from paceline.plan.model_shape import SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class BlockBytes:
     """One call of a block: what it saves, its inputs, and the outputs of its matrix products."""
 
-    saved: int
+    saved: int = 0
     inputs: int
-    products: int
+    products: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ActivationBytes:
     blocks: tuple[BlockBytes, ...]
     largest: int  # of a single tensor
     written_bytes: int  # by all operations, for backward or not
-    work: SampleModel  # of all samples of the pass
+    work: ModelShape  # of all samples of the pass
 
     @property
     def total(self) -> int:
@@ -120,7 +120,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._params = float(sum(parameter.numel() for parameter in model.parameters()))
         self._seen = {_storage_key(tensor) for tensor in [*model.parameters(), *model.buffers()]}
         self._kept: list[torch.Tensor] = []  # alive, so that no storage is taken for another at the same place
-        self._calls: list[dict[str, int]] = []
+        self._calls: list[BlockBytes] = []
         self._depth = 0  # of the blocks that are running: what happens counts for the outermost
         self._outside = 0
         self._flops = {"convolution": 0.0, "other": 0.0}
@@ -153,23 +153,21 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._kept.append(tensor)
         num_bytes = tensor.untyped_storage().nbytes()
         if self._depth:
-            self._calls[-1]["saved"] += num_bytes
+            self._calls[-1].saved += num_bytes
         else:
             self._outside += num_bytes
         return tensor
 
     def result(self) -> ActivationBytes:
-        """Returns what was counted."""
-        blocks = tuple(BlockBytes(**call) for call in self._calls)
         largest = max((tensor.untyped_storage().nbytes() for tensor in self._kept), default=0)
-        work = SampleModel(
-            params=self._params,
+        work = ModelShape(
+            total_params=self._params,
             flops=sum(self._flops.values()),
             activations=float(self._written),
             kernels=self._kernels,
             kind="convolution" if self._flops["convolution"] > self._flops["other"] else "attention",
         )
-        written = self._written_bytes
+        blocks, written = tuple(self._calls), self._written_bytes
         return ActivationBytes(outside=self._outside, blocks=blocks, largest=largest, written_bytes=written, work=work)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,13 +183,13 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kind = "convolution" if name.startswith("convolution") else "other"
                 self._flops[kind] += operator_flops(func, args, kwargs or {}, result)
             if self._depth:
-                self._calls[-1]["products"] += _num_bytes(outputs[:1])
+                self._calls[-1].products += _num_bytes(outputs[:1])
         return result
 
     def _enter(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         del block
         if not self._depth:
-            self._calls.append({"saved": 0, "inputs": _num_bytes(tree_leaves((args, kwargs))), "products": 0})
+            self._calls.append(BlockBytes(inputs=_num_bytes(tree_leaves((args, kwargs)))))
         self._depth += 1
 
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
@@ -204,15 +202,13 @@ def operator_flops(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     # Torch's registry has not the CPU's attention, and wants as many heads of keys as of queries.
     if "scaled_dot_product" in func.__name__:
         shapes = [each.shape for each in tree_leaves(args) if isinstance(each, torch.Tensor) and each.ndim == 4]
-        return 2.5 * _attention_flops(*shapes[1:4]) if "backward" in func.__name__ else _attention_flops(*shapes[:3])
+        is_backward = "backward" in func.__name__
+        query, key, value = shapes[1:4] if is_backward else shapes[:3]
+        # Two products, of the queries with the keys and of the weights with the values.
+        forward = 2.0 * math.prod(query[:-2]) * query[-2] * key[-2] * (query[-1] + value[-1])
+        return 2.5 * forward if is_backward else forward
     count = flop_registry.get(func.overloadpacket)
     return 0.0 if count is None else float(count(*args, **kwargs, out_val=result))
-
-
-def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size) -> float:
-    """Two products, of the queries with the keys and of the weights with the values."""
-    heads = math.prod(query[:-2])
-    return 2.0 * heads * query[-2] * key[-2] * (query[-1] + value[-1])
 
 
 def _storage_key(tensor: torch.Tensor) -> int:

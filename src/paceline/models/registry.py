@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -60,7 +60,13 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
     blocks: object = getattr(model, "blocks", None)
     # Some models keep their blocks in an attribute of this name, and a Sequential is callable too.
     if callable(blocks) and not isinstance(blocks, nn.Module):
-        found = _said_blocks(model, blocks)
+        found = list(blocks())
+        if not all(isinstance(block, nn.Module) for block in found):
+            raise UsageError(
+                f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}\n"
+                "  every block must be an nn.Module\n"
+                "  return the repeated submodules in order, or rename the method"
+            )
     else:
         candidates = [list(module.children()) for module in model.modules() if _is_row_of_blocks(module)]
         found = max(candidates, key=lambda row: sum(map(num_parameters, row)), default=[])
@@ -129,17 +135,6 @@ def num_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def _said_blocks(model: nn.Module, blocks: Callable[[], Any]) -> list[nn.Module]:
-    found = list(blocks())
-    if not all(isinstance(block, nn.Module) for block in found):
-        raise UsageError(
-            f"{type(model).__name__}.blocks() returned {[type(block).__name__ for block in found]}\n"
-            "  every block must be an nn.Module\n"
-            "  return the repeated submodules in order, or rename the method"
-        )
-    return found
-
-
 def _is_row_of_blocks(module: nn.Module) -> bool:
     if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
         return False
@@ -182,12 +177,16 @@ def _build_gpt(config: GPTModelConfig, shape: DataShape) -> GPT:
     if config.context is None and config.size is None:
         overrides["context"] = shape.context
     settings = gpt_config(config.size, **overrides)
-    _raise_any(
-        [
-            *_disagreement("vocab_size", settings.vocab_size, shape.vocab_size),
-            *_context_problems(settings.context, shape),
-        ]
-    )
+    problems = [*_disagreement("vocab_size", settings.vocab_size, shape.vocab_size)]
+    if shape.context is not None and shape.context > settings.context:
+        problems.append(
+            Problem(
+                what=f"model.context = {settings.context}, but a sample of the data has {shape.context} tokens",
+                rule="a model reads at most its context",
+                fix=f"set model.context = {shape.context}, or data.context = {settings.context}",
+            )
+        )
+    _raise_any(problems)
     return GPT(settings, end_token=shape.end_token)
 
 
@@ -244,15 +243,6 @@ def _disagreement(field: str, asked: int, offered: int | None, *, exact: bool = 
             what=f"model.{field} = {asked}, but the data has {offered}",
             rule="they must be equal" if exact else "the model needs room for all that the data has",
             fix=f"set model.{field} = {offered}, or leave it out",
-        )
-
-
-def _context_problems(context: int, shape: DataShape) -> Iterator[Problem]:
-    if shape.context is not None and shape.context > context:
-        yield Problem(
-            what=f"model.context = {context}, but a sample of the data has {shape.context} tokens",
-            rule="a model reads at most its context",
-            fix=f"set model.context = {shape.context}, or data.context = {context}",
         )
 
 

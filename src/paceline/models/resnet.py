@@ -57,7 +57,6 @@ class ResNet(nn.Module):
         self.head = nn.Linear(channels, num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Returns the logits of each class."""
         x = self.stem(images)
         for block in self.layers:
             x = block(x)
@@ -147,7 +146,6 @@ class BatchNorm(nn.BatchNorm2d):
         super().__init__(channels)
 
     def reset_parameters(self) -> None:
-        """Sets the weight to ``scale``, the bias to zero, and forgets the running statistics."""
         super().reset_parameters()
         nn.init.constant_(self.weight, self.scale)
 
@@ -162,7 +160,6 @@ class GroupNorm(nn.GroupNorm):
         super().__init__(num_groups, channels)
 
     def reset_parameters(self) -> None:
-        """Sets the weight to ``scale`` and the bias to zero."""
         super().reset_parameters()
         nn.init.constant_(self.weight, self.scale)
 

@@ -19,10 +19,14 @@ from typing import Literal
 class ModelShape:
     """A model by its dimensions, in the words of ``model`` in a config. 0: not known yet, or that of the data.
 
-    Of models that are no transformers, ``kind`` and ``layers`` alone are known: blocks, or the linear layers of an mlp.
+    Of models that are no transformers, ``kind`` and ``layers`` are known: blocks, or the linear layers of an mlp.
     ``experts`` is 0 for a dense transformer; with experts, ``mlp_width`` is the width of one of them. ``head_dim`` is 0
     where it is width / heads. ``score_dim``: where scores and values of a head differ in size (latent attention), their
     mean; else 0. ``total_params``: where layers differ, the count of all.
+
+    Where no dimensions say what a model costs, one sample (an image, a token) does: ``flops`` of a forward pass are
+    those of products and convolutions, ``activations`` the numbers that its layers write, ``kernels`` those of a
+    forward pass, whatever its samples; a row of a batch counts as ``samples_each``.
     """
 
     kind: str = "gpt"
@@ -44,6 +48,16 @@ class ModelShape:
     active_experts: int = 0
     total_params: float = 0.0
     score_dim: int = 0
+    flops: float = 0.0
+    activations: float = 0.0
+    kernels: int = 0
+    unit: Literal["image", "token"] = "image"
+    samples_each: float = 1.0
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether it is known by what a sample costs, and not by dimensions."""
+        return self.kernels > 0
 
     @property
     def num_layers(self) -> int:
@@ -108,26 +122,11 @@ class ModelShape:
 
     @cached_property
     def params(self) -> float:
-        return self.total_params or self.layers * self.layer_params + self.end_params
+        if self.total_params or self.is_sampled:
+            return self.total_params
+        return self.layers * self.layer_params + self.end_params
 
     @cached_property
     def active_matmul_params(self) -> float:
         """Weights that one token is multiplied with, the head included."""
         return self.layers * (self.attention_params + self.active_mlp_params) + self.vocab_size * self.width
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleModel:
-    """A model known by what one sample (an image, a token) costs, where no dimensions say it.
-
-    ``flops`` of a forward pass are those of products and convolutions, ``activations`` the numbers that its layers
-    write; ``kernels`` are those of a forward pass, whatever its samples.
-    """
-
-    params: float
-    flops: float
-    activations: float
-    kernels: int
-    unit: Literal["image", "token"] = "image"
-    kind: Literal["convolution", "planar", "depthwise", "recurrent", "attention"] = "convolution"
-    samples_each: float = 1.0

@@ -35,20 +35,23 @@ class BatchPlan:
 class MemoryEstimate:
     """Bytes of one rank, on its device by category, and on its host where something is offloaded."""
 
-    parameters: int
-    gradients: int
-    optimizer: int
-    activations: int
-    buffers: int
-    temporary: int
-    framework: int
-    host: int = 0
-    compression: int = 0  # what ranks owe one another
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float = 0.0
+    temporary: float = 0.0
+    framework: float
+    host: float = 0
+    compression: float = 0  # what ranks owe one another
 
     @property
-    def device_bytes(self) -> int:
-        states = self.parameters + self.gradients + self.optimizer + self.buffers + self.compression
-        return states + self.activations + self.temporary + self.framework
+    def states(self) -> float:
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.compression
+
+    @property
+    def device_bytes(self) -> float:
+        return self.states + self.activations + self.temporary + self.framework
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self) | {"device_bytes": self.device_bytes}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 
 Framework: TypeAlias = Literal["eager", "compiled", "megatron"]
 Recompute: TypeAlias = Literal["none", "selective", "attention", "full"]
@@ -60,15 +60,9 @@ class Running:
 class Workload:
     """Everything a prediction is made from, but the machine. The layout is decided: it has no 0 left to fill in."""
 
-    model: ModelShape | SampleModel
+    model: ModelShape
     layout: Layout
     run: Running
-
-    @property
-    def shape(self) -> ModelShape:
-        """The model, where the formulas of transformers are asked."""
-        assert isinstance(self.model, ModelShape)
-        return self.model
 
     @property
     def tokens(self) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from paceline.comm.clock_offset import clock_offset
+from paceline.comm.objects import clock_offset
 from paceline.comm.traced import Trace
 from paceline.engines.pipeline import Pipeline
 from paceline.profile.spans import ANCHOR, Operator, RankSpans, TraceSpan

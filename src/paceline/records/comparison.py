@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -22,6 +21,7 @@ from rich.text import Text
 
 from paceline.errors import UsageError
 from paceline.records.console import format_loss
+from paceline.records.gains import settings_of
 from paceline.records.records import RunRecord, strict_json
 from paceline.records.tables import new_table
 from paceline.units import format_bytes, format_seconds
@@ -62,7 +62,10 @@ def scaling_between(run: RunRecord | RunSummary, base: RunRecord | RunSummary) -
         "parameters": (f"{run.num_parameters:,}", f"{base.num_parameters:,}"),
         "compute": (run.compute, base.compute) if run.compute and base.compute else ("", ""),
         "device peak": (peaks[0], peaks[-1]) if len(peaks) == 2 else ("", ""),
-        "ranks": (_kind_of_ranks(run), _kind_of_ranks(base)),
+        "ranks": (
+            "simulated" if run.backend == "virtual" else "real",
+            "simulated" if base.backend == "virtual" else "real",
+        ),
     }
     others = [f"{name}: {ours} against {theirs}" for name, (ours, theirs) in pairs.items() if ours != theirs]
     if run.world_size < base.world_size:
@@ -80,32 +83,26 @@ def scaling_between(run: RunRecord | RunSummary, base: RunRecord | RunSummary) -
     return "strong" if is_strong else "weak"
 
 
-def _kind_of_ranks(run: RunRecord | RunSummary) -> str:
-    return "simulated" if run.backend == "virtual" else "real"
-
-
 def scaling_of(runs: Sequence[RunSummary]) -> tuple[ScalingPoint, ...]:
-    """Compares runs of one strategy with different numbers of ranks; nothing where there are no two such runs."""
+    """Compares runs of one strategy with different numbers of ranks; nothing where there are no two such runs.
+
+    Each run, in the order of their ranks, is put to the first that it scales, or begins a row of its own.
+    """
     found: list[ScalingPoint] = []
     for strategy in dict.fromkeys(run.strategy for run in runs):
+        rows: list[list[tuple[RunSummary, str]]] = []
         known = [run for run in runs if run.strategy == strategy and run.samples_per_s]
-        for (base, _), *others in _families(sorted(known, key=lambda run: run.world_size)):
-            if any(run.world_size != base.world_size for run, _ in others):
-                found += [_point(run, base, scaling) for run, scaling in ((base, ""), *others)]
-    return tuple(found)
-
-
-def _families(runs: Sequence[RunSummary]) -> list[list[tuple[RunSummary, str]]]:
-    """Puts each run, of those in the order of their ranks, to the first that it scales; or begins a row with it."""
-    rows: list[list[tuple[RunSummary, str]]] = []
-    for run in runs:
+        for run in sorted(known, key=lambda run: run.world_size):
+            for row in rows:
+                with contextlib.suppress(UsageError):
+                    row.append((run, scaling_between(run, row[0][0])))
+                    break
+            else:
+                rows.append([(run, "")])
         for row in rows:
-            with contextlib.suppress(UsageError):
-                row.append((run, scaling_between(run, row[0][0])))
-                break
-        else:
-            rows.append([(run, "")])
-    return rows
+            if any(run.world_size != row[0][0].world_size for run, _ in row):
+                found += [_point(run, row[0][0], scaling) for run, scaling in row]
+    return tuple(found)
 
 
 def _point(run: RunSummary, base: RunSummary, scaling: str) -> ScalingPoint:
@@ -163,31 +160,19 @@ class Comparison:
 
 def compare_runs(before: RunSummary, after: RunSummary) -> Comparison:
     """Sets two runs side by side. Reads their configs; a run without one has no keys to compare."""
+    first, second = (settings_of(run.folder)[1] for run in (before, after))
+    changed = [key for key in dict.fromkeys([*first, *second]) if first.get(key) != second.get(key)]
     return Comparison(
         before=before.name,
         after=after.name,
-        config=tuple(_config_changes(before.folder, after.folder)),
+        config=tuple(
+            ConfigChange(key=key, before=first.get(key), after=second.get(key))
+            for key in changed
+            if key not in _UNIMPORTANT
+        ),
         figures=tuple(_figures(before, after)),
         limited=(before.limits.sentence, after.limits.sentence),
     )
-
-
-def _config_changes(before: Path, after: Path) -> Iterator[ConfigChange]:
-    first, second = _leaves(before), _leaves(after)
-    for key in dict.fromkeys([*first, *second]):
-        if first.get(key) != second.get(key) and key not in _UNIMPORTANT:
-            yield ConfigChange(key=key, before=first.get(key), after=second.get(key))
-
-
-def _leaves(folder: Path) -> dict[str, Any]:
-    from paceline.config import load_config
-    from paceline.config.load import leaf_values
-    from paceline.errors import PacelineError
-
-    try:
-        return leaf_values(load_config(folder / "config.yaml"))
-    except (PacelineError, OSError, ValueError):  # without one, or of another version
-        return {}
 
 
 def _figures(before: RunSummary, after: RunSummary) -> Iterator[FigureChange]:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.records.records import EventRecord
-from paceline.units import format_bytes, format_seconds
+from paceline.records.templates import fill
+from paceline.units import format_seconds
 
 MOST_CHARACTERS = 400
 
@@ -25,7 +26,7 @@ def event_text(event: EventRecord) -> str:
     if told is None:
         make = _WORDS.get(event.name, _fields)
         try:
-            told = make(event.detail)
+            told = fill(make, event.detail) if isinstance(make, str) else make(event.detail)
         except (KeyError, TypeError, ValueError, OverflowError):
             told = _fields(event.detail)
     return " ".join(str(told)[:MOST_CHARACTERS].split())
@@ -40,52 +41,17 @@ def _fields(detail: Detail) -> str:
     return ", ".join(f"{str(key).replace('_', ' ')} {value}" for key, value in detail.items())
 
 
-def _checkpoint(detail: Detail) -> str:
-    size, seconds = format_bytes(float(detail["bytes"])), format_seconds(float(detail["seconds"]))
-    waited = format_seconds(float(detail["stall_seconds"]))
-    how = f"in the background; training waited {waited}" if detail.get("background") else "while training waited"
-    return f"{size} saved to {detail['folder']} in {seconds}, {how}"
-
-
 def _roll_back(detail: Detail) -> str:
-    told = f"back from step {int(detail['from_step']):,}: {detail['reason']}"
-    told += f"; {int(detail['skipped_samples']):,} samples are left out" if detail.get("skipped_samples") else ""
+    told = fill("back from step {from_step:,}: {reason}[; {skipped_samples:?,} samples are left out]", detail)
     told += f"; learning rate x {float(detail['rate_scale']):g}" if detail.get("rate_scale", 1.0) != 1.0 else ""
     return f"{told} (roll-back {int(detail['number'])})"
 
 
 def _skipped(detail: Detail) -> str:
     row = int(detail["in_a_row"])
-    told = f"the update was left out: the gradient norm is {detail['grad_norm']}"
+    told = fill("the update was left out: the gradient norm is {grad_norm}", detail)
     told += f"; {row} in a row" if row > 1 else ""
-    return told + (f"; loss scale {float(detail['loss_scale']):g}" if detail.get("loss_scale") is not None else "")
-
-
-def _spike(detail: Detail) -> str:
-    return f"loss {float(detail['loss']):.4g} after a median of {float(detail['median']):.4g}"
-
-
-def _preempted(detail: Detail) -> str:
-    asked = int(detail["ranks_asked"])
-    return f"stopped by {detail['signal']}, on {asked} {'rank' if asked == 1 else 'ranks'}; the state is saved"
-
-
-def _buckets(detail: Detail) -> str:
-    count = int(detail["buckets"])
-    told = f"{count} {'bucket' if count == 1 else 'buckets'} of up to {float(detail['bucket_mb']):g} MiB"
-    if "lost_ms" in detail and "default_lost_ms" in detail:
-        lost, usual = float(detail["lost_ms"]), float(detail["default_lost_ms"])
-        told += f": {lost:g} ms of a step expected to be lost, {usual:g} ms with the default buckets"
-    return told
-
-
-def _loader(detail: Detail) -> str:
-    workers = int(detail["workers"])
-    return f"{workers} {'worker' if workers == 1 else 'workers'} of a rank: {detail['reason']}"
-
-
-def _fallback(detail: Detail) -> str:
-    return f"{detail['backend']} in place of {str(detail['instead_of']).replace('_', ' ')}: {detail['reason']}"
+    return told + fill("[; loss scale {loss_scale:g}]", detail)
 
 
 def _first_step(detail: Detail) -> str:
@@ -93,31 +59,31 @@ def _first_step(detail: Detail) -> str:
     return f"after {format_seconds(float(detail['seconds']))}: {parts}"
 
 
-def _settings(detail: Detail) -> str:
-    return ", ".join(f"{name}={value}" for name, value in detail.items())
-
-
-_WORDS: dict[str, Callable[[Detail], str]] = {
-    "checkpoint": _checkpoint,
-    "not_saved": lambda detail: str(detail["reason"]),
+_WORDS: dict[str, str | Callable[[Detail], str]] = {  # see templates.py, or functions
+    "checkpoint": "{bytes:B} saved to {folder} in {seconds:S}, "
+    "[{background:?}in the background; training waited {stall_seconds:S}|while training waited]",
+    "not_saved": "{reason}",
     "roll_back": _roll_back,
     "skipped": _skipped,
-    "spike": _spike,
-    "preempted": _preempted,
-    "attempt": lambda detail: f"attempt {int(detail['number'])} of this run",
-    "restart": lambda detail: f"restart {int(detail['number'])} of {int(detail['of'])}: {detail['reason']}",
-    "resume": lambda detail: f"from {detail['checkpoint']}",
-    "microbatch": lambda detail: f"{detail['reason']}: {int(detail['microbatch'])} samples at a time from here on",
-    "fallback": _fallback,
-    "buckets": _buckets,
-    "loader": _loader,
-    "compiling": lambda detail: str(detail["what"]),
-    "compiled": lambda detail: f"{detail['what']}, in {format_seconds(float(detail['seconds']))}",
-    "not_compiled": lambda detail: f"{detail['what']}: {detail['why']}",
-    "cuda_graphs": lambda detail: f"{'in use' if detail['used'] else 'not used'}: {detail['why']}",
-    "precision": lambda detail: str(detail["layers"]),
+    "spike": "loss {loss:.4g} after a median of {median:.4g}",
+    "preempted": "stopped by {signal}, on {ranks_asked:n rank}; the state is saved",
+    "attempt": "attempt {number:d} of this run",
+    "restart": "restart {number:d} of {of:d}: {reason}",
+    "resume": "from {checkpoint}",
+    "microbatch": "{reason}: {microbatch:d} samples at a time from here on",
+    "fallback": lambda detail: fill(
+        "{backend} in place of {before}: {reason}", {**detail, "before": str(detail["instead_of"]).replace("_", " ")}
+    ),
+    "buckets": "{buckets:n bucket} of up to {bucket_mb:g} MiB"
+    "[: {lost_ms:g} ms of a step expected to be lost, {default_lost_ms:g} ms with the default buckets]",
+    "loader": "{workers:n worker} of a rank: {reason}",
+    "compiling": "{what}",
+    "compiled": "{what}, in {seconds:S}",
+    "not_compiled": "{what}: {why}",
+    "cuda_graphs": "[{used:?}in use|not used]: {why}",
+    "precision": "{layers}",
     "first_step": _first_step,
-    "settings": _settings,
+    "settings": lambda detail: ", ".join(f"{name}={value}" for name, value in detail.items()),
 }
 
 _NAMES = {"roll_back": "roll-back", "attempt": "new attempt", "skipped": "skipped update", "spike": "loss spike"}

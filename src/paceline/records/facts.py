@@ -1,15 +1,31 @@
-"""What a run is judged by, as plain data: see limits.py and gains.py."""
+"""What a run is judged by: see limits.py and gains.py. What its records do not say comes from its plan and the catalog.
+
+Of what the ranks sent one another, by collective and group, the rank counts that waited least: the others waited for it
+as well. Without records of operations, what a step sends follows from the strategy (``plan/sharing.py``) and the
+parameters, in fp32.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
 
-from paceline.health.straggler import Straggler
-from paceline.records.goodput import Goodput
-from paceline.records.records import RunRecord
-from paceline.records.summary import StepTable
-from paceline.records.traffic import TrafficRow
+from paceline.cluster.devices import Catalog, Cluster, load_cluster
+from paceline.cluster.wires import WireCost, wire_cost
+from paceline.errors import UsageError
+from paceline.health.straggler import Straggler, find_straggler
+from paceline.plan.sharing import SHARING
+from paceline.records.goodput import Goodput, find_goodput
+from paceline.records.records import CommRecord, RunRecord
+from paceline.records.summary import RankAttempt, RunRecords, StepTable
+from paceline.untrusted import parse_json, read_regular
+
+_MOST_RANKS = 2**16  # records that name more were not written by a run
+_BUCKET_BYTES = 25 * 2**20
+_ELEMENT_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +58,107 @@ class RunFacts:
     memory: MemoryUse = field(default_factory=MemoryUse)
     priced_comm_s: float | None = None
     num_hosts: int = 1
-    traffic: tuple[TrafficRow, ...] = ()  # most bytes first
+    traffic: tuple[CommRecord, ...] = ()  # of a rank over the whole run, most bytes first
+
+    @classmethod
+    def of(cls, records: RunRecords) -> RunFacts:
+        """Returns what the records alone say."""
+        steps = records.steps
+        straggler, goodput = find_straggler(steps.rows), find_goodput(records.lead)
+        return cls(run=records.run, steps=steps, goodput=goodput, straggler=straggler)
 
     @property
     def is_inside_a_host(self) -> bool:
         """Whether real ranks exchange with others of their host alone; simulated ones have links of their own."""
         return self.num_hosts == 1 and self.run.backend != "virtual"
+
+
+def find_facts(folder: Path, records: RunRecords, cluster: str) -> RunFacts:
+    """Returns the facts of a run, whose devices are those of a ``cluster`` of the catalog, where that is known."""
+    traffic = find_traffic(records.ranks)
+    return replace(
+        RunFacts.of(records),
+        memory=_memory(folder, records),
+        priced_comm_s=_priced(records, traffic, cluster),
+        num_hosts=len({own[-1].run.host for own in records.ranks.values()}),
+        traffic=traffic,
+    )
+
+
+def catalog_name(cluster: str) -> str:
+    """Returns the name of a cluster of the catalog; nothing for a file, which a run's folder must not name."""
+    return "" if "/" in cluster or "\\" in cluster or cluster.endswith((".yaml", ".yml")) else cluster
+
+
+def _memory(folder: Path, records: RunRecords) -> MemoryUse:
+    run, capacity = records.run, None
+    if run.device != "cpu":
+        with contextlib.suppress(UsageError):  # a device that the catalog does not have
+            capacity = int(Catalog().device(run.device).memory_bytes)
+    cuts = {
+        event.step: event.detail["microbatch"]
+        for attempt in records.lead
+        for event in attempt.events
+        if event.name == "microbatch" and isinstance(event.detail.get("microbatch"), int)
+    }
+    try:
+        plan: Any = parse_json(read_regular(folder / "plan.json"))
+    except (OSError, ValueError):  # there is no plan that can be read
+        plan = {}
+    planned = plan.get("memory") if isinstance(plan, dict) else None
+    known = planned.items() if isinstance(planned, dict) else ()
+    sizes = {str(name): size for name, size in known if name != "device_bytes" and isinstance(size, int) and size > 0}
+    peak = records.steps.totals().memory_bytes
+    return MemoryUse(peak_bytes=peak, capacity_bytes=capacity, cuts=cuts, by_category=sizes)
+
+
+def find_traffic(attempts: Mapping[int, Sequence[RankAttempt]]) -> tuple[CommRecord, ...]:
+    """Adds up what ranks recorded of their operations, most bytes first; nothing where no rank recorded any."""
+    found: dict[tuple[str, str, int], list[CommRecord]] = {}
+    for own in attempts.values():
+        sums: dict[tuple[str, str, int], CommRecord] = {}
+        for each in (record for attempt in own for record in attempt.records if isinstance(record, CommRecord)):
+            key = each.kind, each.group, each.ranks
+            sums[key] = sums[key].with_more(each) if key in sums else each
+        for key, row in sums.items():
+            found.setdefault(key, []).append(row)
+    rows = [min(own, key=lambda row: row.seconds / max(row.bytes, 1)) for own in found.values()]
+    return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, row.group)))
+
+
+def _priced(records: RunRecords, traffic: Sequence[CommRecord], cluster: str) -> float | None:
+    """Returns what the traffic of a step should take; None where links or traffic are not known.
+
+    Stages of a pipeline wait for one another besides, so that what they wait says nothing about links.
+    """
+    run = records.run
+    most = max((row.ranks for row in traffic), default=run.world_size)
+    if not 2 <= max(run.world_size, most) <= _MOST_RANKS or run.world_size < 2 or "pipeline" in run.strategy:
+        return None
+    place: Cluster | None = None  # None is hosts
+    for name in (cluster, catalog_name(f"{run.world_size}x {run.device}")) if run.device != "cpu" else ():
+        with contextlib.suppress(UsageError):  # a device that the catalog does not have
+            if name and place is None:
+                place = load_cluster(name)
+    if place is None and run.backend == "nccl":
+        return None
+    node_ranks = sum(own[-1].run.host == run.host for own in records.ranks.values())
+    steps = sum(len(attempt.steps) for attempt in records.lead)
+    with contextlib.suppress(UsageError, ValueError, KeyError, ArithmeticError):  # an operation that has no price
+        return priced_step_s(run, traffic, steps, wire_cost(place, run.world_size, node_ranks))
+    return None
+
+
+def priced_step_s(run: RunRecord, traffic: Sequence[CommRecord], steps: int, cost: WireCost) -> float | None:
+    """Returns what the operations of a step should take, one after another; None where they are not known."""
+    if traffic and steps > 0:
+        times = (row.calls * cost(row.kind, row.bytes // max(row.calls, 1), tuple(range(row.ranks))) for row in traffic)
+        return sum(times) / steps
+    sharing, world = SHARING.get(run.strategy), tuple(range(run.world_size))
+    if sharing is None or run.strategy == "hybrid" or run.num_parameters <= 0 or run.world_size < 2:
+        return None
+    total = _ELEMENT_BYTES * run.num_parameters
+    calls = max(1, -(-total // _BUCKET_BYTES))
+    # Beside the gradients a step exchanges a few numbers: how many samples count, and the norm.
+    small = 2 * cost("all_reduce", _ELEMENT_BYTES, world)
+    return small + sum(calls * cost(kind, total // calls, world) for kind in sharing.collectives)

@@ -14,20 +14,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
+from paceline.cluster.devices import load_cluster
+from paceline.config import Config, load_config
+from paceline.config.load import leaf_values
+from paceline.errors import PacelineError
 from paceline.records.facts import RunFacts
 from paceline.records.records import RunRecord
 
 _FEWEST = 1.005  # a speed-up below is none
 _LONGEST = 50.0  # a bound beyond says nothing
+_COMPILE = "compile the model (model.compile = auto)"
 Predict = Callable[[Sequence[str]], float | None]
 """Returns how many times as fast a run would be with these overrides of its config; None where that is not known."""
-
-
-def _unknown(overrides: Sequence[str]) -> None:
-    del overrides
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,7 @@ class Gains:
 
     run: RunRecord
     settings: Mapping[str, Any] = field(default_factory=dict)  # by dotted key
-    predict: Predict = _unknown
+    predict: Predict = lambda _: None
 
     def best_changes(self, shares: Mapping[str, float], facts: RunFacts, most: int = 2) -> tuple[Improvement, ...]:
         """Returns the changes that help most against what limits a run: those of the first cause come first."""
@@ -78,23 +80,16 @@ class Gains:
             return Improvement(text=text, gain=predicted, basis="predicted")
         return Improvement(text=text, gain=min(bound, _LONGEST), basis="bound", why=why)
 
-    def _for_data(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
-        del facts
-        bound = 1.0 / max(1.0 - share, 1e-9)
-        workers = self.settings.get("data.workers", 0)
-        if isinstance(workers, int):
+    def _for_data(self, share: float, _: RunFacts) -> Iterator[Improvement]:
+        bound, text = 1.0 / max(1.0 - share, 1e-9), "raise data.workers"
+        if isinstance(workers := self.settings.get("data.workers", 0), int):
             # Workers that are always busy read one step in (workers x step); without any, the rank itself reads.
-            wanted = (
-                math.ceil(workers / max(1.0 - share, 0.02)) if workers else math.ceil(share / max(1.0 - share, 0.02))
-            )
-            wanted = max(wanted, workers + 1)
-            yield self._change(f"raise data.workers from {workers} to {wanted}", bound, "no waiting for data")
-        else:
-            yield self._change("raise data.workers", bound, "no waiting for data")
+            wanted = math.ceil((workers or share) / max(1.0 - share, 0.02))
+            text += f" from {workers} to {max(wanted, workers + 1)}"
+        yield self._change(text, bound, "no waiting for data")
         yield self._change("prepare samples once, ahead of the run", bound, "no waiting for data")
 
-    def _for_communication(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
-        del facts
+    def _for_communication(self, share: float, _: RunFacts) -> Iterator[Improvement]:
         half = 1.0 / (1.0 - share / 2)
         yield self._accumulate(half)
         if self.settings.get("comm.compression.policy", "none") == "none":
@@ -129,18 +124,19 @@ class Gains:
         if ranks > 2:
             yield self._change(f"leave rank {rank} out", bound * (ranks - 1) / ranks, f"{ranks - 1} equal ranks")
 
-    def _for_host(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
-        del share, facts
-        if str(self.settings.get("model.compile", "none")).lower() in ("none", "false"):
-            yield self._change(
-                "compile the model (model.compile = auto)", 2.0, "half the launches", ["model.compile=auto"]
-            )
-        run = self.run
+    def _for_host(self, _: float, facts: RunFacts) -> Iterator[Improvement]:
+        if self._is_eager:
+            yield self._change(_COMPILE, 2.0, "half the launches", ["model.compile=auto"])
+        run = facts.run
         text = f"raise train.microbatch from {run.microbatch} to {2 * run.microbatch}"
         twice = [f"train.microbatch={2 * run.microbatch}", f"train.global_batch={2 * run.global_batch}"]
         yield self._change(text, 2.0, "twice the samples in as many launches", twice)
 
-    def _for_memory(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
+    @property
+    def _is_eager(self) -> bool:
+        return str(self.settings.get("model.compile", "none")).lower() in ("none", "false")
+
+    def _for_memory(self, share: float, _: RunFacts) -> Iterator[Improvement]:
         run, bound = self.run, 1.0 / max(1.0 - share, 1e-9) if share > 0 else 2.0
         why = "as before memory ran out" if share > 0 else "half as many passes over the model"
         if run.world_size > 1 and run.strategy == "ddp":
@@ -150,7 +146,6 @@ class Gains:
             yield self._change(text, max(1.0, bound * 0.75), f"{why}, less a forward pass of four parts")
         if not self.settings.get("train.precision", "").startswith("bf16"):
             yield self._change("halve activations (train.precision = bf16) and raise train.microbatch", bound, why)
-        del facts
 
     def _for_restarts(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
         goodput = facts.goodput
@@ -163,81 +158,54 @@ class Gains:
             "save twice as often (checkpoint.every_steps)", 1.0 / (1.0 - saved), "half the steps made again"
         )
 
-    def _for_compute(self, share: float, facts: RunFacts) -> Iterator[Improvement]:
-        del share
+    def _for_compute(self, _: float, facts: RunFacts) -> Iterator[Improvement]:
         run, steps = self.run, facts.steps.without_warm_up()
-        is_gpu = run.device != "cpu"
         total = steps.mean_s("step_s")
         waited = steps.mean_s("comm_s") / total if total > 0 else 0.0
-        yield self._change(
-            f"twice the ranks ({2 * run.world_size})",
-            1.0 / ((1.0 - waited) / 2 + waited),
-            "compute halves, the rest stays",
-        )
-        if is_gpu and run.compute in ("fp32", "tf32"):
-            times = 16.0 if run.compute == "fp32" else 2.0
-            yield self._change(
-                "train in bf16 (train.precision = bf16)",
-                times,
-                "products at the peak of bf16",
-                ["train.precision=bf16"],
-            )
-        if is_gpu and str(self.settings.get("model.compile", "none")).lower() in ("none", "false"):
-            predicted = self.predict(["model.compile=auto"])
-            if predicted is not None:
-                yield Improvement(text="compile the model (model.compile = auto)", gain=predicted, basis="predicted")
+        text, why = f"twice the ranks ({2 * run.world_size})", "compute halves, the rest stays"
+        yield self._change(text, 1.0 / ((1.0 - waited) / 2 + waited), why)
+        if run.device != "cpu" and run.compute in ("fp32", "tf32"):
+            times, text = 16.0 if run.compute == "fp32" else 2.0, "train in bf16 (train.precision = bf16)"
+            yield self._change(text, times, "products at the peak of bf16", ["train.precision=bf16"])
+        if run.device != "cpu" and self._is_eager and (gain := self.predict(["model.compile=auto"])) is not None:
+            yield Improvement(text=_COMPILE, gain=gain, basis="predicted")
         peak, rate = run.measured_peak_flops, steps.samples_per_s
         if peak and rate and run.flops_per_sample:
             bound = peak * run.world_size / (rate * run.flops_per_sample)
             yield self._change("larger products: raise train.microbatch", bound, "the measured peak of products")
 
 
+def settings_of(folder: Path) -> tuple[Config | None, dict[str, Any]]:
+    """Reads a run's config, and its values by dotted key; nothing where there is none, or one of another version."""
+    try:
+        config = load_config(folder / "config.yaml")
+    except (PacelineError, OSError, ValueError):
+        return None, {}
+    return config, leaf_values(config)
+
+
 def gains_of(folder: Path, run: RunRecord, cluster: str) -> Gains:
     """Reads the config of a run, and predicts changes of it where its model and ``cluster`` can be priced."""
-    from paceline.config import load_config
-    from paceline.config.load import leaf_values
-    from paceline.errors import PacelineError
-
-    path = folder / "config.yaml"
-    try:
-        config = load_config(path)
-    except (PacelineError, OSError, ValueError):  # a run without one, or of another version
-        return Gains(run)
-    settings = leaf_values(config)
-    if config.model.kind != "gpt" or not cluster:
+    config, settings = settings_of(folder)
+    if config is None or config.model.kind != "gpt" or not cluster:
         return Gains(run, settings)
-    return Gains(run, settings, _Formulas(path, run, cluster))
 
-
-@dataclass(slots=True)
-class _Formulas:
-    """Prices a config as it is, once, and as it would be."""
-
-    path: Path
-    run: RunRecord
-    cluster: str
-    _rate: float | None = None
-
-    def __call__(self, overrides: Sequence[str]) -> float | None:
-        if self._rate is None:
-            self._rate = self._samples_per_s([]) or 0.0
-        changed = self._samples_per_s(overrides) if self._rate else None
-        return changed / self._rate if changed and self._rate else None
-
-    def _samples_per_s(self, overrides: Sequence[str]) -> float | None:
-        from paceline.cluster.devices import load_cluster
-        from paceline.config import load_config
-        from paceline.errors import PacelineError
+    @cache
+    def samples_per_s(*overrides: str) -> float | None:
         from paceline.search.from_config import task_of, workload_as_written
         from paceline.search.search import rank_one
 
         try:
-            config = load_config(self.path, list(overrides))
-            cluster = load_cluster(self.cluster)
-            task = task_of(config, self.run.world_size)
-            workload = workload_as_written(config, task, cluster)
-            if workload is None:
-                return None
-            return task.global_batch / rank_one(workload, cluster).seconds
+            changed, place = load_config(folder / "config.yaml", list(overrides)), load_cluster(cluster)
+            task = task_of(changed, run.world_size)
+            workload = workload_as_written(changed, task, place)
+            return None if workload is None else task.global_batch / rank_one(workload, place).seconds
         except (PacelineError, ValueError, KeyError, ArithmeticError):  # this change, or this device, has no price
             return None
+
+    def predict(overrides: Sequence[str]) -> float | None:
+        now = samples_per_s()
+        changed = samples_per_s(*overrides) if now else None
+        return changed / now if changed and now else None
+
+    return Gains(run, settings, predict)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 from paceline.records.summary import RankAttempt, final_steps
@@ -53,39 +53,22 @@ def find_goodput(attempts: Sequence[RankAttempt]) -> Goodput:
     made = [record for attempt in attempts for record in attempt.steps]
     kept = final_steps(attempts)
     useful_s = sum(record.step_s for record in kept.values())
-    failures = [(before, after) for before, after in pairwise(attempts) if _has_failed(before)]
-    events = list(chain.from_iterable(attempt.events for attempt in attempts))
+    wall_s, down_s, restarts = sum(max(0.0, each.last_time - each.run.time) for each in attempts), 0.0, 0
+    for before, after in pairwise(attempts):
+        if before.end is None or before.end.status == "failed":
+            restarts += 1
+            wall_s += max(0.0, after.run.time - before.last_time)
+            progress = before.steps[-1].time if before.steps else before.run.time
+            again = after.steps[0].time - after.steps[0].step_s if after.steps else after.last_time
+            down_s += max(0.0, again - progress)
     return Goodput(
-        wall_s=sum(_length(attempt) for attempt in attempts)
-        + sum(max(0.0, after.run.time - _last_time(before)) for before, after in failures),
+        wall_s=wall_s,
         useful_s=useful_s,
         repeated_s=max(0.0, sum(record.step_s for record in made) - useful_s),
-        down_s=sum(max(0.0, _first_start(after) - _last_step_end(before)) for before, after in failures),
+        down_s=down_s,
         evaluation_s=sum(record.seconds for attempt in attempts for record in attempt.evaluations),
-        restarts=len(failures),
-        roll_backs=sum(event.name == "roll_back" for event in events),
+        restarts=restarts,
+        roll_backs=sum(event.name == "roll_back" for attempt in attempts for event in attempt.events),
         repeated_steps=len(made) - len(kept),
         skipped_steps=sum(record.is_skipped for record in kept.values()),
     )
-
-
-def _has_failed(attempt: RankAttempt) -> bool:
-    return attempt.end is None or attempt.end.status == "failed"
-
-
-def _last_time(attempt: RankAttempt) -> float:
-    return attempt.records[-1].time if attempt.records else attempt.run.time
-
-
-def _length(attempt: RankAttempt) -> float:
-    return max(0.0, _last_time(attempt) - attempt.run.time)
-
-
-def _last_step_end(attempt: RankAttempt) -> float:
-    """Returns when an attempt last made progress: the end of its last step, else its start."""
-    return attempt.steps[-1].time if attempt.steps else attempt.run.time
-
-
-def _first_start(attempt: RankAttempt) -> float:
-    """Returns when an attempt began to train again; where it never did, when it ended."""
-    return attempt.steps[0].time - attempt.steps[0].step_s if attempt.steps else _last_time(attempt)

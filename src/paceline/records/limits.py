@@ -25,7 +25,6 @@ from typing import Any, Literal
 
 from paceline.records.facts import RunFacts
 from paceline.records.gains import Gains, Improvement
-from paceline.records.goodput import Goodput
 from paceline.records.records import strict_json
 from paceline.records.summary import StepTable
 from paceline.units import format_bytes, format_flops, format_seconds
@@ -103,8 +102,14 @@ def judge_run(facts: RunFacts, gains: Gains | None = None) -> Limits:
     found = [*_step_limits(facts, steps, total), *_memory_limits(facts, steps)]
     left = 1.0 - facts.goodput.lost_share
     weighed = [(left * limit.share, limit) for limit in found]
-    if facts.goodput.restarts and facts.goodput.lost_share >= _RESTARTS:
-        weighed.append((facts.goodput.lost_share, _restarts(facts.goodput)))
+    if (goodput := facts.goodput).restarts and goodput.lost_share >= _RESTARTS:
+        count = "1 restart" if goodput.restarts == 1 else f"{goodput.restarts} restarts"
+        repeated_s, down_s = format_seconds(goodput.repeated_s), format_seconds(goodput.down_s)
+        told = (
+            f"{count}: {goodput.repeated_steps:,} recorded steps were made again ({repeated_s}), and "
+            f"{down_s} passed before training went on; goodput {100 * goodput.share:.0f} %"
+        )
+        weighed.append((goodput.lost_share, _limit("restarts", goodput.lost_share, (told,))))
     ranked = [limit for _, limit in sorted(weighed, key=lambda each: -each[0])] or [_compute(facts, steps, total)]
     changes = (gains or Gains(facts.run)).best_changes({limit.what: limit.share for limit in ranked}, facts)
     return Limits(what=ranked[0].what, sentence=str(ranked[0]), found=tuple(ranked), changes=changes)
@@ -118,20 +123,14 @@ def _step_limits(facts: RunFacts, steps: StepTable, total: float) -> list[Limit]
     if data >= _DATA:
         found.append(_limit("data", data, (f"{_of(data * per_step, per_step)} a step, mean of the ranks",)))
     if facts.straggler is not None:
-        words = f"rank {facts.straggler.rank}"
-        found.append(
-            Limit(
-                what="rank",
-                share=facts.straggler.loss,
-                words=f"{words} holds the others up",
-                evidence=(str(facts.straggler),),
-            )
-        )
+        late = facts.straggler
+        words = f"rank {late.rank} holds the others up"
+        found.append(Limit(what="rank", share=late.loss, words=words, evidence=(str(late),)))
     waited = own_wait_share(steps) if facts.straggler is not None else steps.mean_s("comm_s") / total
     if waited >= _COMMUNICATION:
         found.append(_communication(facts, steps, waited, per_step))
     waits = [each.host_s for each in chain.from_iterable(row.values() for row in steps.rows) if each.host_s is not None]
-    host = sum(waits) / steps.totals().step_s
+    host = sum(waits) / steps.totals().total_s
     if host >= _HOST:
         idle = sum(wait > 0 for wait in waits)
         told = f"in {idle:,} of {len(waits):,} steps the device had nothing left to do when the host had issued them"
@@ -149,12 +148,6 @@ def own_wait_share(steps: StepTable) -> float:
     )
 
 
-def _least_wait_s(steps: StepTable) -> float:
-    """Returns what every rank waits for at least, in nine of ten steps."""
-    waits = sorted(min(record.comm_s for record in row.values()) for row in steps.rows)
-    return waits[len(waits) // 10]
-
-
 def _communication(facts: RunFacts, steps: StepTable, share: float, per_step: float) -> Limit:
     """Tells waiting for a slow link from waiting for much traffic, where it is known what the traffic should take."""
     told = f"{_of(share * per_step, per_step)} a step"
@@ -164,7 +157,8 @@ def _communication(facts: RunFacts, steps: StepTable, share: float, per_step: fl
         return _limit("communication", share, (told,))
     links = f"what a step sends should take {format_seconds(priced)} on these links, with nothing hidden"
     # A processor or a network that others use too makes some steps wait; a slow link makes all of them.
-    always = _least_wait_s(steps)
+    waits = sorted(min(record.comm_s for record in row.values()) for row in steps.rows)
+    always = waits[len(waits) // 10]  # what every rank waits for at least, in nine of ten steps
     if always > _SLOW_LINK * priced:
         times = f"{always / priced:.0f} times as long"
         slow = f"in nine of ten steps every rank waits {format_seconds(always)} or more, {times}"
@@ -183,33 +177,19 @@ def _memory_limits(facts: RunFacts, steps: StepTable) -> list[Limit]:
     if memory.cuts:
         step, microbatch = max(memory.cuts.items())
         words = f"memory ran out, and ranks went on with microbatches of {microbatch} from step {step} on"
-        share, told = _cut_share(steps, min(memory.cuts))
-        return [Limit(what="memory", share=share, words=words, evidence=(*told, *evidence))]
+        first = min(memory.cuts)
+        rows = [(next(iter(row.values())).step, row) for row in steps.rows]
+        before = StepTable(row for step, row in rows if step < first).step_s
+        after = StepTable(row for step, row in rows if step > first).step_s
+        if not before or not after:
+            return [Limit(what="memory", share=0.0, words=words, evidence=tuple(evidence))]
+        told = f"a step took {format_seconds(before)} before and {format_seconds(after)} after"
+        share = max(0.0, 1.0 - before / after)
+        return [Limit(what="memory", share=share, words=words, evidence=(told, *evidence))]
     if memory.filled >= _NEARLY_FULL and memory.capacity_bytes:
         words = f"{100 * memory.filled:.0f} % of {format_bytes(memory.capacity_bytes)} is in use at the peak"
         return [Limit(what="memory", share=0.0, words=words, evidence=tuple(evidence))]
     return []
-
-
-def _cut_share(steps: StepTable, first: int) -> tuple[float, list[str]]:
-    """Returns what smaller microbatches cost, as a share of the step, where steps before and after were recorded."""
-    rows = [(next(iter(row.values())).step, row) for row in steps.rows]
-    before = StepTable(row for step, row in rows if step < first).step_s
-    after = StepTable(row for step, row in rows if step > first).step_s
-    if not before or not after:
-        return 0.0, []
-    told = f"a step took {format_seconds(before)} before and {format_seconds(after)} after"
-    return max(0.0, 1.0 - before / after), [told]
-
-
-def _restarts(goodput: Goodput) -> Limit:
-    count = "1 restart" if goodput.restarts == 1 else f"{goodput.restarts} restarts"
-    repeated_s, down_s = format_seconds(goodput.repeated_s), format_seconds(goodput.down_s)
-    told = (
-        f"{count}: {goodput.repeated_steps:,} recorded steps were made again ({repeated_s}), and "
-        f"{down_s} passed before training went on; goodput {100 * goodput.share:.0f} %"
-    )
-    return _limit("restarts", goodput.lost_share, (told,))
 
 
 def _compute(facts: RunFacts, steps: StepTable, total: float) -> Limit:

@@ -10,13 +10,15 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from importlib import resources
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from paceline.records.bandwidth import achieved_bytes_per_s, bus_bytes_per_s
+from paceline.bounded_yaml import load_yaml
 from paceline.records.records import (
     CommRecord,
     EndRecord,
@@ -32,45 +34,14 @@ from paceline.untrusted import open_regular
 
 _TAIL_BYTES = 2**18
 
-METRICS = {
-    "paceline_step": "updates that the rank has made",
-    "paceline_steps_planned": "updates that the run will make",
-    "paceline_epoch": "epochs that the run has gone through",
-    "paceline_loss": "mean loss of the rank's samples in the newest step",
-    "paceline_learning_rate": "learning rate of the newest step",
-    "paceline_grad_norm": "norm of the gradients of all ranks before clipping",
-    "paceline_step_seconds": "seconds of the newest step",
-    "paceline_phase_seconds": "seconds of the newest step by phase; comm is exposed communication",
-    "paceline_samples_per_second": "samples of the rank a second",
-    "paceline_units_per_second": "tokens, images or samples of the rank a second",
-    "paceline_flops_per_second": "FLOP/s of the rank's share of the model",
-    "paceline_mfu": "share of the device's peak FLOP/s",
-    "paceline_memory_bytes": "memory of the rank: peak, allocated, reserved",
-    "paceline_eval_loss": "loss of the newest evaluation",
-    "paceline_eval_accuracy": "accuracy of the newest evaluation",
-    "paceline_comm_bytes_per_second": "bytes of tensors over seconds, by kind and group of collectives",
-    "paceline_comm_bus_bytes_per_second": "bytes over a link a second, by kind and group of collectives",
-    "paceline_last_record_timestamp_seconds": "when the newest record was made",
-    "paceline_ended": "1 when the rank's newest attempt has ended, with how",
-    "paceline_hw_gpu_utilization": "share of time in which a GPU ran kernels",
-    "paceline_hw_gpu_memory_usage": "bytes of a GPU's memory in use",
-    "paceline_hw_gpu_memory_limit": "bytes of a GPU's memory",
-    "paceline_hw_gpu_clock_sm": "clock of a GPU's processors in hertz",
-    "paceline_hw_gpu_clock_memory": "clock of a GPU's memory in hertz",
-    "paceline_hw_gpu_throttle_power": "1 while power lowers a GPU's clocks",
-    "paceline_hw_gpu_throttle_thermal": "1 while heat lowers a GPU's clocks",
-    "paceline_hw_gpu_throttle_hardware": "1 while the hardware lowers a GPU's clocks",
-    "paceline_hw_gpu_throttle_sync": "1 while another GPU of its group lowers a GPU's clocks",
-    "paceline_hw_power": "watts of a GPU",
-    "paceline_hw_temperature": "degrees Celsius of a GPU",
-    "paceline_system_cpu_utilization": "share of all cores of the host that is busy",
-    "paceline_system_memory_usage": "bytes of the host's memory in use",
-    "paceline_system_memory_limit": "bytes of the host's memory",
-    "paceline_process_memory_usage": "resident bytes of a rank's process; device is the rank",
-    "paceline_system_network_io": "bytes a second through the network; device is receive or transmit",
-    "paceline_system_disk_io": "bytes a second of the disks; device is read or write",
-}
-"""The names of all metrics, with what they are."""
+
+@cache
+def metrics() -> dict[str, str]:
+    """Returns the names of all metrics, with what they are."""
+    text = resources.files("paceline.records").joinpath("metrics.yaml").read_text(encoding="utf-8")
+    names: dict[str, str] = load_yaml(text)
+    return names
+
 
 Sample = tuple[str, dict[str, str], float]
 
@@ -91,7 +62,7 @@ class _Runs(Collector):
         for label, folder in _labels(self._runs):
             for sample in _of_run(label, folder):
                 by_name.setdefault(sample[0], []).append(sample)
-        for name, help_text in METRICS.items():
+        for name, help_text in metrics().items():
             samples = by_name.get(name)
             if samples:
                 family = GaugeMetricFamily(name, help_text)
@@ -156,8 +127,8 @@ def _of_rank(labels: dict[str, str], newest: dict[object, Record]) -> Iterator[S
                     yield "paceline_eval_accuracy", labels, record.accuracy
             case CommRecord():
                 collective = {**labels, "kind": record.kind, "group": record.group}
-                yield "paceline_comm_bytes_per_second", collective, achieved_bytes_per_s(record)
-                yield "paceline_comm_bus_bytes_per_second", collective, bus_bytes_per_s(record)
+                yield "paceline_comm_bytes_per_second", collective, record.bandwidth
+                yield "paceline_comm_bus_bytes_per_second", collective, record.bus_bandwidth
             case EndRecord():
                 yield "paceline_ended", {**labels, "status": record.status}, 1
     if newest:
@@ -196,5 +167,5 @@ def _of_host(label: str, newest: dict[object, Record]) -> Iterator[Sample]:
     for key, value in record.values.items():
         name, _, device = key.partition("/")
         metric = f"paceline_{name.replace('.', '_')}"
-        if metric in METRICS:
+        if metric in metrics():
             yield metric, {"run": label, "host": record.host, **({"device": device} if device else {})}, value

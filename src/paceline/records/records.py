@@ -20,7 +20,7 @@ import numbers
 import operator
 import time as clock
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -169,7 +169,7 @@ class CommRecord:
 
     ``group`` names the mesh axis (``world``, ``data``, ...) and ``ranks`` its size. ``bytes`` are those of the tensors
     (``paceline.comm``'s count, not what an algorithm sends). ``seconds`` add up the time from the start of each
-    operation until the compute had its result; ``records/bandwidth.py`` derives bandwidths.
+    operation until the compute had its result: where communication hides behind compute, bandwidths are lower bounds.
     """
 
     step: int
@@ -180,6 +180,27 @@ class CommRecord:
     bytes: int
     seconds: float
     time: float
+
+    @property
+    def bandwidth(self) -> float:
+        """The bytes of the tensors over the seconds; 0 where none passed."""
+        return self.bytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def bus_bandwidth(self) -> float:
+        """The bytes that each link carried over the seconds, which compares with what a link can do.
+
+        An all-reduce of n ranks sends 2 (n - 1) / n of its bytes over each link.
+        """
+        if self.ranks < 2:
+            return 0.0
+        times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(self.kind)
+        return self.bandwidth * (1.0 if times is None else times * (self.ranks - 1) / self.ranks)
+
+    def with_more(self, later: CommRecord) -> CommRecord:
+        """Returns one record of these operations and of later ones."""
+        calls, total = self.calls + later.calls, self.bytes + later.bytes
+        return replace(later, calls=calls, bytes=total, seconds=self.seconds + later.seconds)
 
 
 Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord

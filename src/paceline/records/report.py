@@ -1,7 +1,7 @@
 """What a run did, from its records alone.
 
-    runs/<name>/records/rank-*.jsonl  --summarize-->  RunSummary  --render-->  tables for a console
-                                                                  --to_json--> strict JSON
+    runs/<name>/records/rank-*.jsonl  --summarize-->  RunSummary  --to_json--> strict JSON
+                                                                  --render-->  tables for a console (tables.py)
 
 Nothing here can tell a measured run from a simulated one: both leave the same records.
 
@@ -21,34 +21,26 @@ in ``summary.py`` says what counts.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from rich import box
-from rich.console import Group, RenderableType
-from rich.table import Column, Table
-from rich.text import Text
-
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
-from paceline.records.console import format_loss, format_percent, parameters_text
-from paceline.records.facts import MemoryUse
+from paceline.records.facts import MemoryUse, catalog_name, find_facts
+from paceline.records.gains import gains_of
 from paceline.records.goodput import Goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
-from paceline.records.records import RunRecord, strict_json
-from paceline.records.run_facts import find_facts
-from paceline.records.summary import FINAL_STEPS, PHASES, RankAttempt, RankSummary, RunRecords, add_up, open_run
-from paceline.records.tables import draw_tables, plain_tables
-from paceline.records.traffic import TrafficRow
+from paceline.records.records import CommRecord, RunRecord, strict_json
+from paceline.records.summary import FINAL_STEPS, RankAttempt, RankSummary, RunRecords, open_run
 from paceline.search.expectation import Compared, compare, read_expectation
-from paceline.units import format_bytes, format_count, format_flops, format_seconds
+from paceline.units import format_seconds
 from paceline.untrusted import is_number
 
-# Of the event ``first_step``, as a reader calls them.
-_PARTS = {
+_TRAFFIC = ("kind", "group", "ranks", "calls", "bytes", "seconds", "bandwidth", "bus_bandwidth")
+# Parts of the event ``first_step``, as a reader calls them.
+STARTING = {
     "processes": "starting and loading",
     "joining": "joining",
     "data": "data",
@@ -100,7 +92,7 @@ class RunSummary(Shown):
     num_trained: int | None = None
     limits: Limits = UNKNOWN  # what limited the run, and what would help
     goodput: Goodput | None = None
-    traffic: tuple[TrafficRow, ...] = ()  # most bytes first
+    traffic: tuple[CommRecord, ...] = ()  # most bytes first
     memory: MemoryUse = field(default_factory=MemoryUse)
     test_metrics: dict[str, float] = field(default_factory=dict)  # perplexity, and those of one's own
     start: dict[str, float] = field(default_factory=dict)  # seconds to the first step of the last attempt, and parts
@@ -126,18 +118,13 @@ def summarize(run_folder: Path) -> RunSummary:
     comm_s, step_s = table.mean_s("comm_s"), table.mean_s("step_s")
     samples_per_s = table.without_warm_up().samples_per_s
     prediction = _compared(run_folder, records)
-    facts, gains = find_facts(run_folder, records, prediction)
+    cluster = "" if prediction is None else catalog_name(prediction.predicted.cluster)
+    facts = find_facts(run_folder, records, cluster)
     return RunSummary(
         name=run_folder.resolve().name,
         folder=run_folder,
         status="unfinished" if end is None else end.status,
         message="" if end is None else end.message,
-        strategy=run.strategy,
-        backend=run.backend,
-        world_size=run.world_size,
-        num_parameters=run.num_parameters,
-        num_trained=run.num_trained,
-        global_batch=run.global_batch,
         steps=max(records.attempts, default=0),
         seconds=sum(attempt.seconds for attempt in records.lead),
         final_loss=table.last(FINAL_STEPS).totals().loss,
@@ -147,16 +134,16 @@ def summarize(run_folder: Path) -> RunSummary:
         samples_per_s=samples_per_s,
         comm_share=comm_s / step_s if step_s > 0 else 0.0,
         comm_s=comm_s,
-        ranks=tuple(_rank_summary(rank, records) for rank in records.ranks),
+        ranks=tuple(map(records.of_rank, records.ranks)),
         prediction=prediction,
         straggler=facts.straggler,
         late=tuple(f"at step {each.step}: {each.detail.get('sentence', '')}" for each in records.events("straggler")),
-        limits=judge_run(facts, gains),
+        limits=judge_run(facts, gains_of(run_folder, run, cluster)),
         goodput=facts.goodput,
         traffic=facts.traffic,
         memory=facts.memory,
         start=_start(records.lead),
-        **_speed(run, samples_per_s),
+        **_about(run, samples_per_s),
     )
 
 
@@ -167,22 +154,23 @@ def _start(attempts: Sequence[RankAttempt]) -> dict[str, float]:
         first, compiled = found.get("first_step"), found.get("compiled")
         if first is not None and is_number(first.detail.get("seconds")):
             took = compiled.detail.get("seconds") if compiled is not None and compiled.step == first.step else None
-            parts = {name: first.detail.get(name) for name in ("seconds", *_PARTS)} | {"compiling": took}
+            parts = {name: first.detail.get(name) for name in ("seconds", *STARTING)} | {"compiling": took}
             return {name: seconds for name, seconds in parts.items() if is_number(seconds)}
     return {}
 
 
-def _speed(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
-    """Returns how fast a run was in what it counts, and how good that is, as far as its first record knows."""
+def _about(run: RunRecord, samples_per_s: float | None) -> dict[str, Any]:
+    """Returns what the first record says, how fast the run was in what it counts, and how good that is, if known."""
+    names = ("strategy", "backend", "world_size", "num_parameters", "num_trained", "global_batch", "unit")
+    about = {name: getattr(run, name) for name in names}
     if samples_per_s is None:
-        return {"unit": run.unit}
+        return about
     flops = samples_per_s * run.flops_per_sample if run.flops_per_sample else None
 
     def share(peak: float | None) -> float | None:
         return flops / peak / run.world_size if flops and peak else None
 
-    return {
-        "unit": run.unit,
+    return about | {
         "units_per_s": samples_per_s * run.units_per_sample,
         "flops_per_s": flops,
         "compute": run.compute,
@@ -200,28 +188,9 @@ def to_json(summary: RunSummary) -> dict[str, Any]:
         "folder": str(summary.folder),
         "limits": summary.limits.to_json(),
         "goodput": None if summary.goodput is None else strict_json(summary.goodput.to_json()),
-        "traffic": [strict_json(row.to_json()) for row in summary.traffic],
+        "traffic": [strict_json({name: getattr(row, name) for name in _TRAFFIC}) for row in summary.traffic],
     }
     return values | more
-
-
-def render(summary: RunSummary) -> RenderableType:
-    """Draws the summary for a console of 80 columns or more: what limited the run, the headline, then the tables."""
-    parts: list[RenderableType] = [_title(summary), ""]
-    if told := summary.limits.lines() if summary.limits.found else []:
-        parts += [Text(told[0], style="bold"), *map(Text, told[1:]), ""]
-    parts.append(_headline(summary))
-    if summary.steps > 0:
-        parts += ["", _rank_table(summary), Text(_rank_legend(summary), style="dim")]
-    parts += draw_tables(plain_tables(summary.ranks, summary.traffic, summary.goodput, summary.memory))
-    if summary.prediction is not None and (told := summary.prediction.lines()):
-        parts += ["", *map(Text, told)]
-    if summary.straggler is None:  # for a part of the run
-        parts += [Text(line, style="yellow") for line in summary.late]
-    elif summary.limits.what != "rank":  # else the verdict has said so
-        parts.append(Text(str(summary.straggler), style="yellow"))
-    parts += [Text(line, style="yellow") for line in _doubts(summary)]
-    return Group(*parts)
 
 
 def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
@@ -234,134 +203,3 @@ def _compared(run_folder: Path, records: RunRecords) -> Compared | None:
         return compare(expected, None, None)
     made = records.steps.only({step for step, attempt in records.attempts.items() if attempt is last})
     return compare(expected, made.without_warm_up().step_s, made.totals().memory_bytes)
-
-
-def _rank_summary(rank: int, records: RunRecords) -> RankSummary:
-    """Adds up one rank's steps."""
-    run, totals = records.ranks[rank][-1].run, add_up(records.steps.of_rank(rank))
-    times: dict[str, float] = {name: getattr(totals, name) for name in PHASES}
-    return RankSummary(
-        rank=rank,
-        device=run.device,
-        host=run.host,
-        steps=totals.steps,
-        samples=totals.samples,
-        step_s=totals.median_s,
-        total_s=totals.step_s,
-        memory_bytes=totals.memory_bytes,
-        absent_steps=sum(attempt.run.world_size <= rank for attempt in records.attempts.values()),
-        **times,
-    )
-
-
-def _title(summary: RunSummary) -> Text:
-    styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
-    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
-    size = parameters_text(summary.num_parameters, summary.num_trained)
-    title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
-    title.append(f"  {summary.message}" if summary.message else "")
-    return title.append(
-        f"\n{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}", style="dim"
-    )
-
-
-def _headline(summary: RunSummary) -> Table:
-    table = Table.grid("", Column(style="bold", no_wrap=True), Column(style="dim"), padding=(0, 3, 0, 0))
-    if summary.test_accuracy is not None:
-        table.add_row("test accuracy", format_percent(summary.test_accuracy), "")
-    if summary.test_loss is not None:
-        table.add_row("test loss", format_loss(summary.test_loss), "")
-    for name, value in summary.test_metrics.items():
-        table.add_row(f"test {name}", format_loss(value), "")
-    if summary.final_loss is not None:
-        last = "the last step" if summary.steps == 1 else f"the last {min(FINAL_STEPS, summary.steps)} steps"
-        table.add_row("training loss", format_loss(summary.final_loss), f"all samples of {last}")
-    if summary.samples_per_s is not None:
-        for row in _speed_rows(summary, summary.samples_per_s):
-            table.add_row(*row)
-        share = f"{format_percent(summary.comm_share)} of step time, mean of the ranks"
-        table.add_row("time in communication", format_seconds(summary.comm_s), share)
-    table.add_row("steps", f"{summary.steps:,}", "")
-    table.add_row("duration", format_seconds(summary.seconds), "")
-    if summary.start:
-        table.add_row("first step after", format_seconds(summary.start["seconds"]), _start_parts(summary.start))
-    return table
-
-
-def _start_parts(start: Mapping[str, float]) -> str:
-    """Writes what the time to the first step went to; parts that took next to nothing are left out."""
-    parts = {_PARTS[name]: start[name] for name in _PARTS if start.get(name, 0.0) >= 0.05}
-    return ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
-
-
-def _speed_rows(summary: RunSummary, samples_per_s: float) -> Iterator[tuple[str, str, str]]:
-    """Yields throughput, the model's FLOPs in it, and their share of what the devices could do."""
-    rate = samples_per_s if summary.units_per_s is None else summary.units_per_s
-    note = "all ranks, median step after warm-up"
-    if rate != samples_per_s:
-        note = f"median step after warm-up, {samples_per_s:,.1f} samples/s"
-    yield f"{summary.unit}/s", f"{rate:,.0f}", note
-    if summary.flops_per_s is not None:
-        yield "model FLOP/s", format_flops(summary.flops_per_s), "forward and backward of the model alone"
-    if summary.mfu is not None and summary.peak_flops is not None:
-        told = f"of {format_flops(summary.peak_flops)} ({summary.compute}, data sheet)"
-        if summary.mfu_measured is not None and summary.measured_peak_flops is not None:
-            measured = f"{format_flops(summary.measured_peak_flops)} (measured)"
-            told += f", {format_percent(summary.mfu_measured)} of {measured}"
-        yield "MFU", format_percent(summary.mfu), told
-
-
-def _rank_table(summary: RunSummary) -> Table:
-    """Draws the ranks, with parts of the step as shares, so that a rank that others wait for stands out."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.title, table.title_justify, table.title_style = "what each rank did", "left", "bold"
-    for name in ("rank", "samples", "step", "data", "forward", "backward", "comm", "update", "memory"):
-        # On a narrow terminal the name of a device is broken, and no number is cut.
-        table.add_column(name, justify="left" if name == "rank" else "right", no_wrap=name != "rank")
-    width = max(len(str(rank.rank)) for rank in summary.ranks)
-    for rank in summary.ranks:
-        times = [getattr(rank, name) for name in PHASES]
-        table.add_row(
-            f"{rank.rank:>{width}} {rank.device.removeprefix('NVIDIA ')}",
-            format_count(rank.samples),
-            format_seconds(rank.step_s),
-            *(f"{100 * seconds / rank.total_s:.1f}" if rank.total_s > 0 else "-" for seconds in times),
-            format_bytes(rank.memory_bytes),
-        )
-    return table
-
-
-def _rank_legend(summary: RunSummary) -> str:
-    hosts: dict[str, list[str]] = {}
-    for rank in summary.ranks:
-        hosts.setdefault(rank.host, []).append(str(rank.rank))
-    where = ", ".join(f"{host} (rank {' '.join(ranks)})" for host, ranks in hosts.items())
-    legend = f"step: median   data to update: % of step time   comm: waiting for others\non {where}"
-    return "\n".join([legend, *_comings(summary)])
-
-
-def _comings(summary: RunSummary) -> list[str]:
-    """Says which ranks were not there all the time, as the run went on with more or fewer of them."""
-    found: dict[tuple[int, int], list[str]] = {}
-    for rank in summary.ranks:
-        if rank.absent_steps and rank.steps:
-            found.setdefault((rank.steps, rank.steps + rank.absent_steps), []).append(str(rank.rank))
-    return [f"rank {' '.join(ranks)}: there in {steps:,} of {of:,} steps" for (steps, of), ranks in found.items()]
-
-
-def _doubts(summary: RunSummary) -> list[str]:
-    """Returns what a reader must know before trusting the figures."""
-    there = {rank.rank for rank in summary.ranks if 0 <= rank.rank < summary.world_size}
-    num_missing = summary.world_size - len(there)
-    missing = itertools.islice((rank for rank in itertools.count() if rank not in there), max(min(num_missing, 8), 0))
-    doubts = [f"rank {rank} left no records: the figures are of the other ranks" for rank in missing]
-    if num_missing > len(doubts):
-        doubts.append(f"and so did {num_missing - len(doubts):,} more ranks")
-    most = max(rank.steps + rank.absent_steps for rank in summary.ranks)
-    return doubts + [
-        f"rank {rank.rank} recorded {rank.steps} of the {most - rank.absent_steps} steps in which it was there"
-        if rank.absent_steps
-        else f"rank {rank.rank} recorded {rank.steps} steps, others {most}"
-        for rank in summary.ranks
-        if rank.steps + rank.absent_steps < most
-    ]

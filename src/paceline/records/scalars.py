@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paceline.records.bandwidth import achieved_bytes_per_s, bus_bytes_per_s
 from paceline.records.records import CommRecord, EvalRecord, EventRecord, HostRecord, Record, StepRecord
 
 
@@ -24,8 +23,8 @@ def scalars(record: Record) -> Iterator[tuple[str, float]]:
             yield f"{name}/calls", record.calls
             yield f"{name}/bytes", record.bytes
             yield f"{name}/seconds", record.seconds
-            yield f"{name}/bytes_per_s", achieved_bytes_per_s(record)
-            yield f"{name}/bus_bytes_per_s", bus_bytes_per_s(record)
+            yield f"{name}/bytes_per_s", record.bandwidth
+            yield f"{name}/bus_bytes_per_s", record.bus_bandwidth
         case HostRecord():
             yield from ((f"host/{record.host}/{name}", value) for name, value in record.values.items())
         case EventRecord(name="scalars"):

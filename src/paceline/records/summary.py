@@ -24,7 +24,7 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from paceline.config.suggest import near_folders
 from paceline.errors import RunFolderError
@@ -77,10 +77,14 @@ class RankAttempt:
         return ends[-1] if ends else None
 
     @property
+    def last_time(self) -> float:
+        """When the last record was made."""
+        return (self.records[-1] if self.records else self.run).time
+
+    @property
     def seconds(self) -> float:
         """How long it lasted, as far as the records say."""
-        last = self.records[-1] if self.records else self.run
-        return self.end.seconds if self.end is not None else last.time - self.run.time
+        return self.end.seconds if self.end is not None else self.last_time - self.run.time
 
     def _all(self, kind: type[_Kind]) -> tuple[_Kind, ...]:
         return tuple(each for each in self.records if isinstance(each, kind))
@@ -164,14 +168,17 @@ def _steps_with_attempts(attempts: Sequence[RankAttempt]) -> dict[int, tuple[Ran
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Totals:
-    """Sums over step records. ``memory_bytes`` is the largest of them, and ``median_s`` the median step."""
+    """Sums over step records: ``total_s`` of whole steps, and of phases. ``step_s`` is the median step.
+
+    ``memory_bytes`` is the largest of them.
+    """
 
     steps: int
     samples: int
     count: int
     loss_sum: float
-    median_s: float
     step_s: float
+    total_s: float
     data_s: float
     forward_s: float
     backward_s: float
@@ -187,54 +194,42 @@ class Totals:
     @property
     def compute_s(self) -> float:
         """What the steps did not wait for others."""
-        return self.step_s - self.comm_s
+        return self.total_s - self.comm_s
 
     @property
     def comm_share(self) -> float:
         """The share of the steps' time that they waited for others."""
-        return self.comm_s / self.step_s if self.step_s else 0.0
+        return self.comm_s / self.total_s if self.total_s else 0.0
 
     def efficiency(self, ranks: int, took_s: float) -> float:
         """Returns the share in which ``ranks`` ranks computed, of steps that took so long together."""
         return self.compute_s / (ranks * took_s) if took_s else 0.0
 
 
-def add_up(records: Iterable[StepRecord]) -> Totals:
-    """Adds up records of one rank or of many, in their order."""
-    known = list(records)
-    times: dict[str, float] = {name: sum(map(attrgetter(name), known)) for name in ("step_s", *PHASES)}
-    return Totals(
-        steps=len(known),
-        samples=sum(record.samples for record in known),
-        count=sum(record.count for record in known),
-        loss_sum=sum(record.loss_sum for record in known),
-        median_s=median(record.step_s for record in known) if known else 0.0,
-        memory_bytes=max((record.memory_bytes for record in known), default=0),
-        **times,
-    )
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankSummary:
-    """What one rank did. ``step_s`` is the median step, ``total_s`` the sum of all; the other times are sums too.
-
-    ``absent_steps`` are those of attempts with fewer ranks, in which there was none of this number.
-    """
+class RankSummary(Totals):
+    """What one rank did. ``absent_steps`` are those of attempts with fewer ranks, which had none of this number."""
 
     rank: int
     device: str
     host: str
-    steps: int
-    samples: int
-    step_s: float
-    total_s: float
-    data_s: float
-    forward_s: float
-    backward_s: float
-    comm_s: float
-    optimizer_s: float
-    memory_bytes: int
     absent_steps: int = 0
+
+
+def add_up(records: Iterable[StepRecord]) -> Totals:
+    """Adds up records of one rank or of many, in their order."""
+    return Totals(**_sums(records))
+
+
+def _sums(records: Iterable[StepRecord]) -> dict[str, Any]:
+    known = list(records)
+    return {
+        "steps": len(known),
+        "total_s": sum(record.step_s for record in known),
+        "step_s": median(record.step_s for record in known) if known else 0.0,
+        "memory_bytes": max((record.memory_bytes for record in known), default=0),
+        **{name: sum(map(attrgetter(name), known)) for name in ("samples", "count", "loss_sum", *PHASES)},
+    }
 
 
 class StepTable:
@@ -330,6 +325,13 @@ class RunRecords:
         """Returns the events of a name of all ranks, rank by rank."""
         attempts = chain.from_iterable(self.ranks.values())
         return [event for attempt in attempts for event in attempt.events if event.name == name]
+
+    def of_rank(self, rank: int) -> RankSummary:
+        """Adds up one rank's steps."""
+        run = self.ranks[rank][-1].run
+        absent = sum(attempt.run.world_size <= rank for attempt in self.attempts.values())
+        sums = _sums(self.steps.of_rank(rank))
+        return RankSummary(rank=rank, device=run.device, host=run.host, absent_steps=absent, **sums)
 
     @property
     def evaluation(self) -> EvalRecord | None:

@@ -16,8 +16,7 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.cluster.wires import over_backend, wire_cost
 from paceline.config import Config, layout_of, load_config, with_precision
 from paceline.errors import UsageError
-from paceline.predict.memory.memory import is_known
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep
@@ -74,7 +73,7 @@ def memory_bound(config: Config, cluster: Cluster, ranks: int) -> int | None:
         return None
     layout = layout_of(config, ranks, min(ranks, cluster.node.devices))
     found = need.estimate(layout) if is_known(need.facts, layout) else None
-    return None if found is None else found.device_bytes
+    return None if found is None else int(found.device_bytes)
 
 
 def predict_decided(

@@ -45,8 +45,8 @@ from paceline.run.records import (
 from paceline.run.start_times import StartTimes
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
+from paceline.train.evaluate import load_hooks
 from paceline.train.hooks import EvaluateHook, Every
-from paceline.train.metrics import load_hooks
 from paceline.train.survive.consensus import ConsensusHook
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.saving import Saver

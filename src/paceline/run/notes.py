@@ -95,7 +95,10 @@ def read_progress(folder: Path) -> dict[int, TrainedSteps]:
     """Returns the progress of each rank that noted any, by rank."""
     found = {}
     for path in sorted((folder / "logs").glob("rank-*.step")):
-        content = path.read_bytes()
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:  # a new attempt has begun, and has removed the notes of the last one
+            continue
         if len(content) == _STEPS.size:
             first, last = _STEPS.unpack(content)
             found[_rank_of(path)] = TrainedSteps(first_step=first, last_step=last)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from paceline import __version__
-from paceline.cluster.peaks import Peaks, find_peaks
+from paceline.cluster.devices import Peaks, find_peaks
 from paceline.config import why_not_sharded
 from paceline.records.records import (
     EndRecord,

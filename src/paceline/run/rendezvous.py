@@ -31,11 +31,10 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-from paceline.comm.control.hosts import Hosts
-from paceline.comm.control.server import ControlServer, private_server
+from paceline.comm.control.server import ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
-from paceline.comm.side_channel import PatientChannel
+from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.agreement import HostFacts, agree, refusal_of, refuse
 from paceline.run.console import say
@@ -176,9 +175,9 @@ class Rendezvous(RendezvousHandler):
         keys = [f"ended/{number}" for number in range(1, self._round + 1)]
         return [self._store.get(each).decode() for each in keys if self._store.check([each])]
 
-    def side_channel(self) -> PatientChannel:
+    def side_channel(self) -> SideChannel:
         """Returns a way for texts between the hosts of this round."""
-        return PatientChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")
+        return SideChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")
 
     def is_told(self) -> bool:
         """Says whether a host has told how this round ended."""

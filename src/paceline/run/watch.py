@@ -32,7 +32,7 @@ from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.meeting import join_store
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.comm.side_channel import TIMEOUT_S, PatientChannel
+from paceline.comm.side_channel import TIMEOUT_S, SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
 from paceline.health.lateness import Lateness, LatenessPolicy
@@ -124,7 +124,7 @@ def start_watch(
     run = broadcast_object(comm, f"{time.time_ns()}")
     channel = None
     if len(hosts) > 1:
-        channel = PatientChannel(join_store(TIMEOUT_S), run, farewell=left_key(0))
+        channel = SideChannel(join_store(TIMEOUT_S), run, farewell=left_key(0))
     watch = Watch(folder, hosts, policy, host=own, channel=channel, ledger=comm.ledger, told=told)
     watch.observe(time.monotonic())  # all ledgers are there by now, and steps may be fast
     watch.start()
@@ -146,7 +146,7 @@ class Watch(SeenRanks):
         policy: WatchPolicy,
         *,
         host: str,
-        channel: PatientChannel | None = None,
+        channel: SideChannel | None = None,
         ledger: Ledger | None = None,
         named: str = "",
         told: Path | None = None,
@@ -336,7 +336,7 @@ class Watch(SeenRanks):
 
     # What it has to do with other hosts.
 
-    def _with_others(self, channel: PatientChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
+    def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
         """Tells other hosts that this one makes no progress, and judges when none does."""
         for host in self.hosts.keys() - self._names.keys():
             if name := channel.read(f"name/{host}"):
@@ -376,14 +376,14 @@ class Watch(SeenRanks):
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
 
-    def _views_of(self, channel: PatientChannel, host: str, now: float) -> list[LedgerView]:
+    def _views_of(self, channel: SideChannel, host: str, now: float) -> list[LedgerView]:
         """Returns the ranks of a host that stand still or have left; none while one of them may move."""
         text = channel.read(f"host/{host}")
         if text or self.left is None or host == self.host:
             return views_from_text(text, now) if text else []
         return self.left.of_host(host, now)
 
-    def _wait_for_others(self, channel: PatientChannel) -> None:
+    def _wait_for_others(self, channel: SideChannel) -> None:
         """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
         deadline = time.monotonic() + _ANSWER_S
         with contextlib.suppress(CommunicationError):
@@ -391,7 +391,7 @@ class Watch(SeenRanks):
             while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self.hosts):
                 time.sleep(_ASK_S)
 
-    def _ask_others(self, channel: PatientChannel, now: float) -> None:
+    def _ask_others(self, channel: SideChannel, now: float) -> None:
         """Asks other hosts whether they live, once this one has stood still for half of the limit."""
         if self.still_s(now) < self._policy.limits.step_s / 2:
             if self._heard:

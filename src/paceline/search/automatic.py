@@ -20,7 +20,6 @@ from paceline.config import Config, config_batch, layout_of, with_precision
 from paceline.errors import ConfigError, UsageError
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import RECOMPUTES
 from paceline.predict.formulas.engine_costs import price
 from paceline.predict.memory.facts import ModelFacts
@@ -112,7 +111,7 @@ def _seconds(
     if layout.checkpoint_activations not in RECOMPUTES:
         return None
     if layout.is_split:
-        if not isinstance(task.model, ModelShape):
+        if task.model.is_sampled:
             return None  # a model known by its samples is not priced in parts
         layout = dataclasses.replace(layout, sequence_parallel=config.parallel.sequence_parallel and layout.tensor > 1)
     elif config.train.microbatch == "auto":  # the largest that divides a rank's samples and has room

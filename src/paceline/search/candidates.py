@@ -21,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from paceline.cluster.devices import Cluster
 from paceline.mesh import divisors
 from paceline.plan.layout import Layout, Strategy
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import RECOMPUTES, Compute, Framework, Running, Workload
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory
 
 CHECKPOINTS = tuple(RECOMPUTES)
 _MOST_CHUNKS = 4
@@ -39,7 +39,7 @@ class TrainingTask:
     the estimate that the engines are checked against; None where that does not know the model.
     """
 
-    model: ModelShape | SampleModel
+    model: ModelShape
     global_batch: int
     seq_len: int
     compute: Compute = "bf16"
@@ -64,7 +64,7 @@ class TrainingTask:
 def candidates_for(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Iterator[Layout]:
     """Iterates over all that can be, with nothing recomputed; counts in ``left_out`` what cannot, by reason."""
     model = task.model
-    if isinstance(model, SampleModel):
+    if model.is_sampled:
         if task.global_batch % cluster.devices:
             left_out["data ranks do not divide the batch"] += 1
         else:
@@ -90,7 +90,7 @@ def _of_mesh(
 ) -> Iterator[Layout]:
     pipeline, data, tensor = mesh
     local = task.global_batch // data
-    layers = task.model.layers if isinstance(task.model, ModelShape) else 1
+    layers = 1 if task.model.is_sampled else task.model.layers
     of_node = max(1, cluster.node.devices // tensor)
     for microbatch in (size for size in _MICROBATCHES if local % size == 0):
         count = local // microbatch
@@ -149,9 +149,9 @@ def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[Stra
         yield "hybrid", local
 
 
-def _expert_degrees(model: ModelShape | SampleModel, data: int, local: int) -> Iterator[int]:
+def _expert_degrees(model: ModelShape, data: int, local: int) -> Iterator[int]:
     """Ranks among which the experts of a block are shared: data ranks of one node. 1 for a dense model."""
     yield 1
-    if isinstance(model, ModelShape) and model.experts:
+    if model.experts:
         most = min(local, data)
         yield from (each for each in divisors(model.experts)[1:] if each <= most and data % each == 0)

@@ -21,8 +21,7 @@ from paceline.cluster.wires import over_backend
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.workload import Workload
-from paceline.predict.memory.memory import framework_bytes
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import framework_bytes, rank_estimates
 from paceline.search.expectation import Expectation
 from paceline.search.from_config import COMPUTE, task_of, workload_as_written
 from paceline.search.search import rank_one

@@ -14,7 +14,7 @@ from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.layout import Compression, Layout, Offload
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import RECOMPUTES, Compute, Workload
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
@@ -43,7 +43,6 @@ def task_of(
     """
     train, compiles = config.train, Layout(compile=config.model.compile).for_ranks(devices).compile
     precision = train.precision_on(config.parallel.device)
-    own: ModelShape | SampleModel
     if isinstance(config.model, GPTModelConfig):
         own, details = _of_gpt(config)
     else:
@@ -68,7 +67,7 @@ def _of_gpt(config: Config) -> tuple[ModelShape, dict[str, Any]]:
     return known[0], {"seq_len": known[1]}
 
 
-def _of_samples(config: Config, facts: ModelFacts | None) -> tuple[SampleModel, dict[str, Any]]:
+def _of_samples(config: Config, facts: ModelFacts | None) -> tuple[ModelShape, dict[str, Any]]:
     """Reads a model that is known by what a sample of it costs: data-parallel meshes alone."""
     facts = facts or describe_model(config, "cuda")
     if facts is None or facts.work is None:

@@ -26,8 +26,7 @@ from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.describe import config_values
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known
-from paceline.predict.memory.planned import rank_estimates
+from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known, rank_estimates
 from paceline.search.expect import present_cluster
 from paceline.search.from_config import planned_values
 from paceline.search.plan_for import plan_for
@@ -117,7 +116,7 @@ def _of_all(stages: Sequence[MemoryEstimate], ranks: int) -> dict[str, int]:
     """Returns what all ranks hold by category, as many of each stage; the framework is there once."""
     names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
     parts = {name: ranks * sum(getattr(each, name) for each in stages) // len(stages) for name in names}
-    return parts | {"framework": stages[0].framework}
+    return parts | {"framework": int(stages[0].framework)}
 
 
 def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[Problem]:

@@ -14,8 +14,7 @@ from paceline.config import Config, config_from_dict, with_precision
 from paceline.errors import UsageError
 from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import StateFacts
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory, StateFacts
 from paceline.search.candidates import TrainingTask
 from paceline.search.from_config import PRECISIONS, assumed_of, task_of
 from paceline.search.hugging_face import read_hugging_face

@@ -18,7 +18,6 @@ from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.notebook import Shown, table
 from paceline.plan.layout import Layout
-from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Workload
 from paceline.search.candidates import TrainingTask
 from paceline.search.from_config import planned_values, planned_yaml
@@ -206,7 +205,7 @@ def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
         "memory_bytes": ranked.memory_bytes,
         "host_bytes": ranked.host_bytes,
         "memory_by_category": _categories(result, ranked),
-        "memory_by_formula": asdict(ranked.prediction.memory),
+        "memory_by_formula": _by_formula(ranked),
         "memory_by_estimate": _estimate(result, ranked),
         "cost": asdict(result.cost_of(ranked)),
     }
@@ -214,7 +213,12 @@ def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
 
 def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
     """Of what ``memory_bytes`` is: of the estimate that the engines are checked against, or of the formulas."""
-    return _estimate(result, ranked) or {**asdict(ranked.prediction.memory), "buffers": 0.0}
+    return _estimate(result, ranked) or {**_by_formula(ranked), "buffers": 0.0}
+
+
+def _by_formula(ranked: Ranked) -> dict[str, float]:
+    names = ("parameters", "gradients", "optimizer", "activations", "temporary", "framework")
+    return {name: getattr(ranked.prediction.memory, name) for name in names}
 
 
 def _estimate(result: PlanResult, ranked: Ranked) -> dict[str, float] | None:
@@ -265,9 +269,9 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
     request = result.request
     task, cluster = request.tasks[0], request.cluster
     samples = (
-        f"{task.global_batch} sequences of {task.seq_len} tokens"
-        if isinstance(task.model, ModelShape)
-        else f"{task.global_batch} samples"
+        f"{task.global_batch} samples"
+        if task.model.is_sampled
+        else f"{task.global_batch} sequences of {task.seq_len} tokens"
     )
     compute = "any precision" if len(request.tasks) > 1 else task.compute
     yield (
@@ -332,7 +336,7 @@ def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
 
 
 def _scaling(result: PlanResult) -> Iterator[str]:
-    unit = "tokens" if isinstance(result.request.tasks[0].model, ModelShape) else "samples"
+    unit = "samples" if result.request.tasks[0].model.is_sampled else "tokens"
     for name, rows in result.scaling.items():
         yield f"\n{name} scaling ({'same batch' if name == 'strong' else 'same samples a device'})"
         best = next((row.best for row in rows if row.best is not None), None)

@@ -21,12 +21,10 @@ from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.plan.describe import Value, config_values, count_differences, layout_text
 from paceline.plan.layout import Layout, Offload
-from paceline.plan.model_shape import ModelShape, SampleModel
 from paceline.plan.workload import Workload
-from paceline.predict.formulas.engine_costs import engine_footprint, price_untuned, with_tuning
-from paceline.predict.formulas.predict import Prediction, model_flops
-from paceline.predict.formulas.tuning import BUCKETS_MB, part_params
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.formulas.engine_costs import BUCKETS_MB, engine_footprint, part_params, price_untuned, with_tuning
+from paceline.predict.formulas.step import Prediction, model_flops
+from paceline.predict.memory.memory import EngineMemory
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.search.choice import MARGIN
 from paceline.units import format_bytes, format_seconds
@@ -102,7 +100,7 @@ class Ranked:
     @property
     def unit(self) -> str:
         """What throughput counts: tokens, or samples of a model that has none."""
-        return "tokens" if isinstance(self.workload.model, ModelShape) else "samples"
+        return "samples" if self.workload.model.is_sampled else "tokens"
 
 
 def workload_text(workload: Workload) -> str:
@@ -208,7 +206,7 @@ def _rank(workload: Workload, num_bytes: float, cluster: Cluster, untuned: Predi
 
 def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
     """Returns what a rank needs: by the estimate of the engines, as ``paceline predict`` shows it; else by formula."""
-    return engine_footprint(workload).total if need is None else need(workload.layout)
+    return engine_footprint(workload).device_bytes if need is None else need(workload.layout)
 
 
 def host_bytes(workload: Workload) -> float:
@@ -428,7 +426,7 @@ def room_makers(found: Search) -> Iterator[Change]:
         if _fits_at_all(found, task, larger):
             yield Change(keys={"devices": larger.devices})
             break
-    if isinstance(task.model, SampleModel):
+    if task.model.is_sampled:
         return
     for factor in (2, 4, 8):
         shorter = replace(task, seq_len=max(1, task.seq_len // factor), need=None)  # which is for the whole length

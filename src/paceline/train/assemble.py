@@ -12,9 +12,8 @@ from torch import nn
 
 from paceline.checkpoint.pretrained import Pretrained, open_pretrained
 from paceline.cluster.detect import detect_machine, usable_cores
-from paceline.comm.algorithms.communicator import AlgorithmCommunicator
-from paceline.comm.algorithms.topology import detect_topology, share_table
-from paceline.comm.algorithms.two_levels import TwoLevelCommunicator, join_hosts
+from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLevelCommunicator, join_hosts
+from paceline.comm.algorithms.rounds import detect_topology, share_table
 from paceline.comm.base import Communicator, clock_of
 from paceline.comm.compress import Compressor
 from paceline.comm.ledger.communicator import LedgerCommunicator
@@ -41,26 +40,21 @@ from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
 from paceline.plan.plan import Plan
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots
-from paceline.predict.memory.planned import with_memory
+from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots, with_memory
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.search.make_plan import RunMachine, make_plan, with_length
-from paceline.train.batch_trials import TrialLimits, find_microbatch, optimizer_bytes
-from paceline.train.ema import WeightAverage
+from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
+from paceline.train.evaluate import load_metrics
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.hooks import CompileHook, NoteHook, bucket_choice
-from paceline.train.kept_files import kept_files
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
-from paceline.train.metrics import load_metrics
-from paceline.train.model_errors import has_own_code
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
-from paceline.train.resolve import resolve_together
-from paceline.train.run_state import TrainerParts
+from paceline.train.resolve import has_own_code, resolve_together
+from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
 from paceline.train.trainer import Hook, Trainer
@@ -135,31 +129,35 @@ def build_trainer(
     layout = plan.layout
     if layout.is_compiled and not has_own_code(config):
         load_compiler()
-    work = _build_work(config, layout, comm, on_part)
-    plan = _with_lengths(plan, config, work.data)
+    channels_last = keeps_channels_last(config, layout, comm.device)
+    work = build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
+    data = work.data
+    num_eval = 0 if data.eval is None else len(data.eval)
+    plan = with_length(plan, config, train_samples=len(data.train), eval_samples=num_eval)
+    check_enough(plan.train_samples, plan.layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
     policy = build_policy(config)
     compressor = build_compressor(layout)
     # The engine takes the model over: what reads the plain model comes before it.
-    sample = cost_of_sample(config, work.data, work.model)
-    files = kept_files(work.model, work.data, model_folder(config.model))
+    sample = cost_of_sample(config, data, work.model)
+    files = kept_files(work.model, data, model_folder(config.model))
     loss = _build_loss(config, layout, work, comm.device)
     engine = _build_engine(config, _build_comm(config, comm, trace, node_ranks), layout, work, compressor)
     notes: list[Hook] = []
     if plan.finds_microbatch:
-        plan, found = _fit_microbatch(config, plan, engine, loss, work.data, node_ranks)
+        plan, found = _fit_microbatch(config, plan, engine, loss, data, node_ranks)
         notes.append(NoteHook("microbatch", {"note": found}))
     elif layout.is_compiled:
-        _fix_sizes(config, plan, engine, loss, work.data)
+        _fix_sizes(config, plan, engine, loss, num_eval)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
-    options, choice = loader_options(config, comm, work.data.train, plan.batch.microbatch, node_ranks)
+    options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
     parts = TrainerParts(
         plan=plan,
         engine=engine,
         optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
-        loader=_train_loader(config, plan, work.data, engine.batch_comm, options),
-        eval_loader=_eval_loader(plan, work.data, engine.batch_comm, options),
+        loader=_train_loader(config, plan, data, engine.batch_comm, options),
+        eval_loader=_eval_loader(plan, data, engine.batch_comm, options),
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
@@ -173,11 +171,36 @@ def build_trainer(
         sample=sample,
         files=files,
         metrics=load_metrics(config.train.metrics),
-        has_perplexity=work.data.shape.kind == "tokens" and config.train.loss == "auto",
+        has_perplexity=data.shape.kind == "tokens" and config.train.loss == "auto",
         early_stop=config.train.early_stop,
     )
     on_part("model")
-    return Trainer(parts, [*notes, *_notes(engine, choice), *_tuning(layout), *hooks], sink)
+    return Trainer(parts, [*notes, *_notes(layout, engine, choice), *hooks], sink)
+
+
+def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:
+    """Returns the plan for the ranks that are there, and the config with what was decided on the way."""
+    config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
+    if config.parallel.strategy == "auto":
+        config, _ = resolve_together(config, comm, node_ranks)
+    return config, make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
+
+
+def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, num_eval: int) -> None:
+    """Has graphs compiled for one batch size where all batches, of training or of evaluation, have the same."""
+    batch, at_once = plan.batch.global_batch, plan.batch.microbatch * plan.layout.data
+    is_even = (config.data.last_batch == "drop" or plan.train_samples % batch == 0) and batch % at_once == 0
+    fix_sizes(engine.module, getattr(loss, "sum", None), training=is_even, evaluation=num_eval % at_once == 0)
+
+
+def _notes(layout: Layout, engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
+    """Returns the hooks that record what was chosen for this run, and what its first steps compile and tune."""
+    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
+    if engine.float8 is not None:
+        notes.append(NoteHook("precision", {"layers": str(engine.float8)}))
+    if layout.is_compiled:
+        notes.append(CompileHook())
+    return [*notes, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else notes
 
 
 def _build_loss(config: Config, layout: Layout, work: DataAndModel, device: torch.device) -> Loss:
@@ -200,19 +223,6 @@ def normalises_inside(config: Config, layout: Layout) -> bool:
     return layout.compile == "whole" and not layout.is_split and config.train.loss == "auto"
 
 
-def _plan_here(config: Config, comm: Communicator, node_ranks: int | None) -> tuple[Config, Plan]:
-    """Returns the plan for the ranks that are there, and the config with what was decided on the way."""
-    config = with_precision(config, comm.device.type, has_bf16=has_bf16(comm.device))
-    if config.parallel.strategy == "auto":
-        config, _ = resolve_together(config, comm, node_ranks)
-    return config, make_plan(config, RunMachine(device=comm.device.type, ranks=comm.size, node_ranks=node_ranks))
-
-
-def _build_work(config: Config, layout: Layout, comm: Communicator, on_part: Callable[[str], None]) -> DataAndModel:
-    channels_last = keeps_channels_last(config, layout, comm.device)
-    return build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
-
-
 def _build_engine(
     config: Config, comm: Communicator, layout: Layout, work: DataAndModel, compressor: Compressor | None
 ) -> Engine:
@@ -222,37 +232,6 @@ def _build_engine(
         work.weights.fill(engine)
     seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     return engine
-
-
-def _with_lengths(plan: Plan, config: Config, data: DataSplits) -> Plan:
-    plan = with_length(plan, config, train_samples=len(data.train), eval_samples=_length(data.eval))
-    check_enough(plan.train_samples, plan.layout.data)
-    return plan
-
-
-def _length(data: MapDataset | None) -> int:
-    return 0 if data is None else len(data)
-
-
-def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, data: DataSplits) -> None:
-    """Has graphs compiled for one batch size where all batches, of training or of evaluation, have the same."""
-    num_eval = _length(data.eval)
-    batch, at_once = plan.batch.global_batch, plan.batch.microbatch * plan.layout.data
-    is_even = config.data.last_batch == "drop" or plan.train_samples % batch == 0
-    sums = getattr(loss, "sum", None)
-    fix_sizes(engine.module, sums, training=is_even and batch % at_once == 0, evaluation=num_eval % at_once == 0)
-
-
-def _tuning(layout: Layout) -> list[Hook]:
-    """Returns the hooks that follow the first steps of a run."""
-    compiling: list[Hook] = [CompileHook()] if layout.is_compiled else []
-    return [*compiling, NoteHook("buckets", bucket_choice)] if layout.tunes_buckets else compiling
-
-
-def _notes(engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
-    """Returns the hooks that record what was chosen for this run."""
-    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
-    return notes if engine.float8 is None else [*notes, NoteHook("precision", {"layers": str(engine.float8)})]
 
 
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:
@@ -357,10 +336,15 @@ def _fit_microbatch(
     slots = optimizer_slots(config.optim) + (config.train.ema_decay is not None)
     known, first = describe_model(config, device.type), 1
     if known is not None:
-        # Half of what there is: an estimate may be off, and the trials go up from there.
+        # Half of what there is: an estimate may be off, and the trials go up from there. They begin with the size that
+        # is predicted to be fastest, or the largest. Ranks may differ here: the search takes the smallest.
         budget = MemoryGauge(device).limit_bytes(hosts) // 2
         most = largest_microbatch(known, plan.layout, StateFacts.of(config, device.type), budget)
-        first = _first_trial(config, known, plan, most, hosts, device.type)
+        sizes = [size for size in divisors(plan.batch.samples_per_rank) if size <= most]
+        settled = config.with_values("parallel", device=device.type)
+        machine = detect_machine(with_gpus=device.type == "cuda")
+        ranks = plan.batch.ranks
+        first = first_microbatch(settled, known, machine, sizes, ranks=ranks, node_ranks=hosts) or most
     limits = TrialLimits(
         samples_per_rank=plan.batch.samples_per_rank,
         reserve_bytes=optimizer_bytes(engine, slots),
@@ -378,18 +362,6 @@ def _fit_microbatch(
     reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
     text = f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
     return plan.with_microbatch(found.samples), text
-
-
-def _first_trial(config: Config, model: ModelFacts, plan: Plan, most: int, node_ranks: int, device: str) -> int:
-    """Returns where trials begin: of the sizes that should fit, that which is predicted to be fastest, or the largest.
-
-    Ranks may differ here: the search takes the smallest of what they say.
-    """
-    sizes = [size for size in divisors(plan.batch.samples_per_rank) if size <= most]
-    settled = config.with_values("parallel", device=device)
-    machine = detect_machine(with_gpus=device == "cuda")
-    found = first_microbatch(settled, model, machine, sizes, ranks=plan.batch.ranks, node_ranks=node_ranks)
-    return found or most
 
 
 def _train_loader(

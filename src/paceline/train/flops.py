@@ -27,7 +27,7 @@ from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits
 from paceline.models.gpt import GPT
 from paceline.models.known_values import KnownValues, answering
-from paceline.predict.formulas.predict import transformer_flops
+from paceline.predict.formulas.step import transformer_flops
 from paceline.predict.memory.activations import describe_model
 from paceline.train.loss import Loss, build_loss
 from paceline.train.randomness import capture_random_states, restore_random_states

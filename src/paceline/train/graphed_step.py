@@ -64,7 +64,7 @@ class GraphedStep:
     """
 
     def __init__(self, choice: GraphChoice, dtype: torch.dtype) -> None:
-        self.on_decided: Callable[[dict[str, Any]], None] = _ignore
+        self.on_decided: Callable[[dict[str, Any]], None] = lambda _: None
         self._choice, self._dtype = choice, dtype
         self._num_steps = 0
         self._host_shares: list[float] = []
@@ -82,11 +82,9 @@ class GraphedStep:
     ) -> StepOutcome:
         """Trains on one global batch: ``run`` does it kernel by kernel."""
         self._num_steps += 1
-        if self._is_decided and self._graph is None:
-            return run(batch, on_phase)
-        if self._graph is not None:
-            if _shape(batch) == self._shape:
-                return self._replay(engine, optimizer, batch, on_phase)
+        if self._graph is not None and _shape(batch) == self._shape:
+            return self._replay(engine, optimizer, batch, on_phase)
+        if self._is_decided:
             return run(batch, on_phase)
         if self._num_steps <= _TIMED[-1]:
             return self._timed(lambda: run(batch, on_phase))
@@ -99,8 +97,10 @@ class GraphedStep:
         if self._num_steps in _TIMED:
             torch.cuda.synchronize()
         start = time.perf_counter()
-        with _on_stream(self._stream):
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
             outcome = run()
+        torch.cuda.current_stream().wait_stream(self._stream)
         issued = time.perf_counter()
         if self._num_steps in _TIMED:
             torch.cuda.synchronize()
@@ -108,7 +108,6 @@ class GraphedStep:
         return outcome
 
     def _decide(self) -> bool:
-        """Decides once whether to record a graph."""
         self._is_decided = True
         share = sorted(self._host_shares)[len(self._host_shares) // 2]
         wants = self._choice == "on" or share >= _HOST_BOUND
@@ -171,10 +170,6 @@ class GraphedStep:
         return replace(outcome, loss_sum=outcome.loss_sum.clone(), count=count, grad_norm=outcome.grad_norm.clone())
 
 
-def _ignore(detail: dict[str, Any]) -> None:
-    """Ignores what was decided."""
-
-
 def _tensors(batch: Any) -> list[torch.Tensor]:
     return [each for each in tree_leaves(batch) if isinstance(each, torch.Tensor)]
 
@@ -182,15 +177,6 @@ def _tensors(batch: Any) -> list[torch.Tensor]:
 def _shape(batch: StepBatch) -> _Shape:
     """Returns what must be the same for a graph to stand for a step."""
     return (batch.global_samples, *((each.shape, each.dtype) for each in _tensors(batch.microbatches)))
-
-
-@contextmanager
-def _on_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Runs on another stream, after what was issued before, and before what is issued after."""
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 @contextmanager

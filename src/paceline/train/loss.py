@@ -2,29 +2,77 @@
 
 A mean over a microbatch hides how much it stands for: averaged over ranks and microbatches of different sizes, it
 gives other gradients than one process would compute. A loss here returns the *sum* over its elements (samples or
-tokens) and how many there were; the step divides by the count over all ranks and microbatches.
+tokens) and how many there were; the step divides by the count over all ranks and microbatches. Of a function of outputs
+and targets, as a plain training script has it, the ``reduction`` says whether its number is a mean or a sum.
+
+Images of bytes are normalised here: a byte is a quarter of what a float is to read, to pin and to copy. On the device,
+one pass over the images makes (x - mean) / std of them, in the dtype of the run; so training, evaluation, verification
+and the dry run give the model the same inputs. A model that is compiled whole does it itself (``leave_to``): the pass
+is then part of the first kernel that reads the images.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import DataShape
 from paceline.engines.compiled import Compiled
 from paceline.engines.tensor.loss import SplitLogits
-from paceline.errors import UsageError
+from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path
 from paceline.models.causal import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
-from paceline.train.normalise import Normalise, normalise_inside
+
+_IMAGE_DIMS = 4  # samples, channels, height, width
+
+
+class Normalise:
+    """Makes (x - mean) / std of a batch's images of bytes: uint8 tensors of samples, channels, height and width."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        # As x * scale + shift, which one operator computes in a pass that reads bytes.
+        self._scale = [1.0 / each for each in std]
+        self._shift = [-middle / each for middle, each in zip(mean, std, strict=True)]
+        self._known: dict[tuple[torch.device, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, batch: Any, dtype: torch.dtype) -> Any:
+        """Returns the batch with its images in ``dtype``, in the memory format that they had."""
+
+        def change(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or value.dtype != torch.uint8 or value.ndim != _IMAGE_DIMS:
+                return value
+            self.check(value)
+            scale, shift = self.factors(value.device, dtype)
+            return torch.addcmul(shift, value, scale)
+
+        return tree_map(change, batch)
+
+    def check(self, images: torch.Tensor) -> None:
+        """Raises DataError for images of other channels than there are numbers."""
+        if len(self._scale) not in (1, images.shape[1]):
+            raise DataError(
+                f"images of {images.shape[1]} channels, and {len(self._scale)} numbers in shape.mean of the data\n"
+                "  there is one for each channel, or one for all\n"
+                "  images are (channels, height, width): check their order, and shape.mean and shape.std"
+            )
+
+    def factors(self, device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns scale and shift by channel on a device; made there once, as a copy would wait for it."""
+        key = device, dtype
+        if key not in self._known:
+            made = [torch.tensor(each, dtype=dtype, device=device) for each in (self._scale, self._shift)]
+            self._known[key] = made[0].view(1, -1, 1, 1), made[1].view(1, -1, 1, 1)
+        return self._known[key]
+
 
 IGNORED = -100  # targets with this value do not count, as in torch's cross entropy
 _HALF = (torch.bfloat16, torch.float16)
@@ -70,7 +118,7 @@ class CrossEntropy:
         inputs, targets = batch
         if self.is_fused:
             return LossValue(model(inputs, targets=targets), self._count(targets))
-        return self._sum_and_count(logits_of(model(inputs)), targets)
+        return LossValue(self._total(logits_of(model(inputs)), targets), self._count(targets))
 
     def score(self, model: Callable[..., Any], batch: Any) -> LossValue:
         """Returns the summed cross entropy and the number of right answers."""
@@ -79,10 +127,8 @@ class CrossEntropy:
             total, correct = model(inputs, targets=targets, counts=True)
             return LossValue(total, self._count(targets), correct)
         logits = logits_of(model(inputs))
-        return replace(self._sum_and_count(logits, targets), correct=(logits.argmax(-1) == targets).sum())
-
-    def _sum_and_count(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> LossValue:
-        return LossValue(self._total(logits, targets), self._count(targets))
+        correct = (logits.argmax(-1) == targets).sum()
+        return LossValue(self._total(logits, targets), self._count(targets), correct)
 
     def _count(self, targets: torch.Tensor) -> torch.Tensor | float:
         is_known = self.elements_per_sample is not None
@@ -91,8 +137,7 @@ class CrossEntropy:
     def _total(self, logits: torch.Tensor | SplitLogits, targets: torch.Tensor) -> torch.Tensor:
         if isinstance(logits, SplitLogits):
             return logits.cross_entropy(targets, IGNORED)
-        rows, flat = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-        return self.sum(rows, flat)
+        return self.sum(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
 
 
 def logits_of(output: Any) -> Any:
@@ -158,12 +203,23 @@ class OnNormalised:
         return getattr(self._loss, "sum", None)
 
     def leave_to(self, model: nn.Module, device: torch.device, param_dtype: torch.dtype | None) -> None:
-        """Has a model that will be compiled whole normalise what it trains on, in the first kernel that reads it."""
-        normalise_inside(model, self._normalise, device, self._dtype, param_dtype)
+        """Has a model that will be compiled whole normalise what it trains on, in the first kernel that reads it.
+
+        ``param_dtype`` is what engines cast other inputs to, None where they do not.
+        """
+        forward, normalise = model.forward, self._normalise
+        (scale, shift), dtype = normalise.factors(device, self._dtype), param_dtype or self._dtype
+
+        def normalised_forward(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if isinstance(inputs, torch.Tensor) and inputs.dtype == torch.uint8 and inputs.ndim == _IMAGE_DIMS:
+                normalise.check(inputs)
+                inputs = torch.addcmul(shift, inputs, scale).to(dtype)
+            return forward(inputs, *args, **kwargs)
+
+        model.forward = normalised_forward
         self._is_inside = True
 
     def prepare(self, batch: Any) -> Any:
-        """Returns the batch as the model gets it; the same one for the same batch."""
         if self._last is None or self._last[0] is not batch:
             self._last = batch, self._normalise(batch, self._dtype)
         return self._last[1]
@@ -218,17 +274,86 @@ def build_loss(
     ``dtype`` is what images of bytes are made into, where the shape asks for it.
     """
     if kind != "auto":
-        return _normalised(CustomLoss(import_from_path(kind, "train.loss"), kind), shape, dtype)
-    elements = None
-    if not may_ignore and shape.kind == "classes":
-        elements = 1.0
-    elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
-        elements = float(shape.context)
-    return _normalised(CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused), shape, dtype)
-
-
-def _normalised(loss: Loss, shape: DataShape, dtype: torch.dtype) -> Loss:
-    """Returns a loss that normalises images of bytes as the data ask for; the loss itself where they do not."""
+        loss: Loss = CustomLoss(import_from_path(kind, "train.loss"), kind)
+    else:
+        elements = None
+        if not may_ignore and shape.kind == "classes":
+            elements = 1.0
+        elif not may_ignore and shape.kind == "tokens" and shape.context is not None:
+            elements = float(shape.context)
+        loss = CrossEntropy(elements, compiles=compiles and not is_fused, is_fused=is_fused)
     if shape.mean is None or shape.std is None:
         return loss
     return OnNormalised(loss, Normalise(shape.mean, shape.std), dtype)
+
+
+Criterion: TypeAlias = Callable[[Any, Any], Any]
+
+
+def count_samples(batch: Any) -> int:
+    """Returns how many samples a batch has. Raises UsageError unless it is (inputs, targets), or None for none."""
+    if batch is None:
+        return 0
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        what = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise UsageError(f"batch is a {what}\n  a batch is (inputs, targets)\n  pass (batch[...], batch[...])")
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    if not tensors or tensors[0].ndim == 0:
+        what = "no tensor" if not tensors else "a first tensor without dims"
+        raise UsageError(f"batch has {what}\n  its first dim counts the samples\n  pass (inputs, targets) as tensors")
+    return tensors[0].shape[0]
+
+
+class OutputLoss:
+    """``function(outputs, targets)`` as a loss of ``train/loss.py``: a mean over samples, or their sum.
+
+    ``mean`` is the mean of the last batch, detached. With ``in_full`` the function gets fp32 in the place of halves.
+    With ``may_count`` it may return (sum, count), where elements weigh otherwise.
+    """
+
+    elements_per_sample = None
+
+    def __init__(
+        self, function: Criterion, name: str = "criterion", *, in_full: bool = False, may_count: bool = False
+    ) -> None:
+        self.mean: torch.Tensor | None = None
+        self._function = function
+        self._name = name
+        self._in_full = in_full
+        self._may_count = may_count
+        self._is_sum = _reduction_of(function) == "sum"
+
+    def __call__(self, model: Callable[..., Any], batch: Any) -> LossValue:
+        """Runs model and function. Raises UsageError for a loss that is not one number."""
+        inputs, targets = batch
+        outputs = model(inputs)
+        value = self._function(tree_map(_full, outputs) if self._in_full else outputs, targets)
+        is_pair = self._may_count and isinstance(value, tuple) and len(value) == 2
+        loss, count = value if is_pair else (value, float(count_samples(batch)))
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            what = f"shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+            fix = "return loss.mean()" + (", or (sum, count)" if self._may_count else "")
+            raise UsageError(f"{self._name} returned {what}\n  a loss is one number\n  {fix}")
+        loss = _full(loss.reshape(()))  # it will be added up with others
+        is_total = is_pair or self._is_sum
+        self.mean = loss.detach() / count if is_total else loss.detach()
+        return LossValue(loss if is_total else loss * count, count)
+
+    score = __call__
+
+
+def _reduction_of(criterion: Any) -> str:
+    """Says how a criterion reduces: by its attribute, by a functools.partial's argument, or as a mean."""
+    keywords = getattr(criterion, "keywords", None) or {}
+    reduction = getattr(criterion, "reduction", None) or keywords.get("reduction") or "mean"
+    if reduction == "none":
+        raise UsageError(
+            "criterion has reduction = 'none'\n  a loss is one number, of which the trainer knows the weight\n"
+            "  use reduction='mean' or 'sum'"
+        )
+    return str(reduction)
+
+
+def _full(value: Any) -> Any:
+    is_half = isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)
+    return value.float() if is_half else value

@@ -46,8 +46,6 @@ class Scaling:
 
 @dataclass(slots=True)
 class _Update:
-    """One tensor's part of an update."""
-
     group: int
     master: nn.Parameter
     gradient: torch.Tensor
@@ -85,7 +83,6 @@ class MasterAdamW(torch.optim.AdamW):
         self._tables: _Tables | None = None  # made in the first step, where the device is known
 
     def gradient(self, master: nn.Parameter) -> torch.Tensor | None:
-        """Returns the gradient that a master is updated by."""
         if master.grad is not None:
             return master.grad
         copy = self._copies.get(master)
@@ -132,7 +129,6 @@ class MasterAdamW(torch.optim.AdamW):
             self._tables.upload_rates([float(group["lr"]) for group in self.param_groups])
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients of masters and copies, or sets them to zero."""
         super().zero_grad(set_to_none)
         for copy in self._copies.values():
             if set_to_none:
@@ -174,7 +170,7 @@ def can_update(parameters: Sequence[nn.Parameter]) -> bool:
     return (
         device.type == "cuda"
         and all(p.device == device and p.dtype == torch.float32 for p in parameters)
-        and all(p.data_ptr() % _ALIGN == 0 and _is_dense(p) for p in parameters)
+        and all(p.data_ptr() % _ALIGN == 0 and torch.ops.aten.is_non_overlapping_and_dense(p) for p in parameters)
         and has_kernel(device)
     )
 
@@ -229,10 +225,19 @@ class _Tables:
         key = tuple((update.kind, update.master.numel()) for update in updates)
         is_capturing = torch.cuda.is_current_stream_capturing()
         if key not in self._plans:
-            _check_prepared(not is_capturing)
+            if is_capturing:
+                raise UsageError(_NOT_PREPARED)
             self._plans[key] = _Plan(updates, self.kernel, self.device)
         plan = self._plans[key]
-        table = self._place(plan, _addresses(updates), is_capturing=is_capturing)
+        addresses = [  # row by row of the kernel's table
+            *(update.master.data_ptr() for update in updates),
+            *(update.average.data_ptr() for update in updates),
+            *(update.square.data_ptr() for update in updates),
+            *(update.step.data_ptr() for update in updates),
+            *(update.gradient.data_ptr() for update in updates),
+            *(0 if update.copy is None else update.copy.data_ptr() for update in updates),
+        ]
+        table = self._place(plan, addresses, is_capturing=is_capturing)
         norm = None if scaling.norm is None else scaling.norm.detach().to(self.device, torch.float32)
         weight = None if scaling.weight is None else scaling.weight.detach().to(self.device, torch.float32)
         kernel, columns, unused = self.kernel, len(updates), self._rates
@@ -258,12 +263,15 @@ class _Tables:
         A graph gets a table of its own, filled from the host's memory with each replay: both are kept.
         """
         if is_capturing:
-            source, table = plan.take_spare(), torch.empty_like(plan.table)
+            source, table, plan.spare = plan.spare, torch.empty_like(plan.table), None
+            if source is None:
+                raise UsageError(_NOT_PREPARED)
             source.copy_(torch.tensor(addresses, dtype=torch.int64, device="cpu"))
             table.copy_(source, non_blocking=True)
             self._captured += [source, table]
             return table
-        plan.keep_spare()
+        if plan.spare is None:  # for the next graph that is captured, which cannot pin memory itself
+            plan.spare = torch.empty(plan.table.shape, dtype=torch.int64, device="cpu", pin_memory=True)
         if addresses != plan.addresses:
             # Torch's allocator does not hand out pinned memory again before the copy from it has ended.
             plan.table.copy_(_pinned(addresses, torch.int64), non_blocking=True)
@@ -288,39 +296,14 @@ class _Plan:
         self.owners = {kind: _owners(mine, blocks).to(device) for kind, mine in columns.items()}
         self.addresses: list[int] = []
         self.table = torch.empty(kernel.NUM_ROWS * len(updates), dtype=torch.int64, device=device)
-        self._spare: torch.Tensor | None = None
-
-    def keep_spare(self) -> None:
-        """Keeps pinned memory for the next graph that is captured, which cannot get any itself."""
-        if self._spare is None:
-            self._spare = torch.empty(self.table.shape, dtype=torch.int64, device="cpu", pin_memory=True)
-
-    def take_spare(self) -> torch.Tensor:
-        spare, self._spare = self._spare, None
-        _check_prepared(spare is not None)
-        assert spare is not None
-        return spare
+        self.spare: torch.Tensor | None = None  # pinned memory
 
 
-def _check_prepared(is_prepared: bool) -> None:
-    if not is_prepared:
-        raise UsageError(
-            "a CUDA graph captures an update for which no step has prepared\n"
-            "  a step makes tables on the device, and pinned memory for one graph; a capture can make neither\n"
-            "  make one step with the same parameters and gradients before each capture"
-        )
-
-
-def _addresses(updates: Sequence[_Update]) -> list[int]:
-    """Returns where the tensors are, row by row of the kernel's table."""
-    return [
-        *(update.master.data_ptr() for update in updates),
-        *(update.average.data_ptr() for update in updates),
-        *(update.square.data_ptr() for update in updates),
-        *(update.step.data_ptr() for update in updates),
-        *(update.gradient.data_ptr() for update in updates),
-        *(0 if update.copy is None else update.copy.data_ptr() for update in updates),
-    ]
+_NOT_PREPARED = (
+    "a CUDA graph captures an update for which no step has prepared\n"
+    "  a step makes tables on the device, and pinned memory for one graph; a capture can make neither\n"
+    "  make one step with the same parameters and gradients before each capture"
+)
 
 
 def _update_plainly(update: _Update, group: Mapping[str, Any], scaling: Scaling) -> None:
@@ -365,7 +348,3 @@ def _pinned(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
 def _lie_alike(tensor: torch.Tensor, master: torch.Tensor) -> bool:
     """Says whether the kernel can walk through both with the same offsets, and read several numbers at a time."""
     return tensor.stride() == master.stride() and tensor.data_ptr() % _ALIGN == 0
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    return torch.ops.aten.is_non_overlapping_and_dense(tensor)  # type: ignore[no-any-return]

@@ -68,7 +68,17 @@ def build_optimizer(
         return torch.optim.SGD(
             groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=_can_fuse(parameters)
         )
-    return _from_path(config, groups)
+    make = import_from_path(config.kind, "optim.kind")
+    try:
+        optimizer = make(groups, lr=config.lr, **config.args)
+    except Exception as error:
+        raise UsageError(
+            f"optim.kind = {config.kind} failed with lr = {config.lr} and optim.args = {config.args}: {error}\n"
+            "  it is called as Class(parameter_groups, lr=..., **args)"
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"optim.kind = {config.kind} made a {type(optimizer).__name__}, not a torch optimizer")
+    return optimizer
 
 
 def freeze_parameters(model: nn.Module, groups: Mapping[str, ParameterGroupConfig]) -> None:
@@ -87,7 +97,6 @@ def freeze_parameters(model: nn.Module, groups: Mapping[str, ParameterGroupConfi
 
 
 def unmatched_patterns(names: list[str], groups: Mapping[str, ParameterGroupConfig]) -> Iterator[UsageError]:
-    """Yields an error for each pattern that fits no parameter."""
     for pattern in groups:
         if not fnmatch.filter(names, pattern):
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3) or names[:3]
@@ -132,20 +141,6 @@ def _can_fuse(parameters: list[nn.Parameter]) -> bool:
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
-def _from_path(config: OptimConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    make = import_from_path(config.kind, "optim.kind")
-    try:
-        optimizer = make(groups, lr=config.lr, **config.args)
-    except Exception as error:
-        raise UsageError(
-            f"optim.kind = {config.kind} failed with lr = {config.lr} and optim.args = {config.args}: {error}\n"
-            "  it is called as Class(parameter_groups, lr=..., **args)"
-        ) from error
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise UsageError(f"optim.kind = {config.kind} made a {type(optimizer).__name__}, not a torch optimizer")
-    return optimizer
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RateSchedule:
     """How the learning rate moves over a run of ``length`` units; ``unit`` says what they are."""
@@ -164,7 +159,10 @@ class RateSchedule:
     def factor(self, *, before: float, after: float) -> float:
         """Returns the share of the peak rate for the step that takes progress from ``before`` to ``after``."""
         if self.kind == "one_cycle":
-            return self._one_cycle(before)
+            rise = self.warmup or _ONE_CYCLE_RISE * self.length
+            if before < rise:
+                return _cosine(_ONE_CYCLE_START, 1.0, before / rise)
+            return _cosine(1.0, self.final_ratio, min(1.0, (before - rise) / max(self.length - rise, 1e-12)))
         if before < self.warmup:
             return min(1.0, after / self.warmup)
         t = min(1.0, (before - self.warmup) / max(self.length - self.warmup, 1e-12))
@@ -175,12 +173,6 @@ class RateSchedule:
         if self.kind == "cosine":
             return _cosine(1.0, self.final_ratio, t)
         return 1.0
-
-    def _one_cycle(self, before: float) -> float:
-        rise = self.warmup or _ONE_CYCLE_RISE * self.length
-        if before < rise:
-            return _cosine(_ONE_CYCLE_START, 1.0, before / rise)
-        return _cosine(1.0, self.final_ratio, min(1.0, (before - rise) / max(self.length - rise, 1e-12)))
 
 
 def _cosine(start: float, end: float, t: float) -> float:

@@ -43,7 +43,6 @@ def capture_random_states(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
-    """Makes captured states this rank's own."""
     torch.set_rng_state(states["torch"])
     if device.type == "cuda" and states["cuda"] is not None:
         torch.cuda.set_rng_state(states["cuda"], device)

@@ -7,12 +7,13 @@ read. Modules are imported, and a model is made without values where ``optim.gro
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from paceline.config import Config
 from paceline.config.data_checks import no_file
-from paceline.config.data_sections import KnownShape, known_shape, sources_of
+from paceline.config.data_sections import known_shape, sources_of
 from paceline.errors import PacelineError, Problem
 from paceline.imports import import_from_path
 
@@ -56,14 +57,14 @@ def _patterns(config: Config) -> Iterator[Problem]:
         return
     import torch
 
-    from paceline.data.datasets import DataShape
     from paceline.models.registry import build_model
     from paceline.train.optim import unmatched_patterns
 
     known = known_shape(config.data)
     # What only the data would tell has no part in the names of parameters.
-    sizes: dict[str, Any] = {name: getattr(known, name) or 8 for name in KnownShape.__slots__}
-    shape = DataShape(kind="tokens" if config.model.kind in ("gpt", "hf") else "classes", **sizes)
+    names = ("features", "channels", "classes", "vocab_size", "context")
+    sizes: dict[str, Any] = {name: getattr(known, name) or 8 for name in names}
+    shape = replace(known, kind="tokens" if config.model.kind in ("gpt", "hf") else "classes", **sizes)
     try:
         with torch.device("meta"):
             model = build_model(config.model, shape)

@@ -4,39 +4,53 @@ tensors       parameters, buffers, optimizer state, residuals of compression, th
 values        loss scale, bad steps, roll-backs, rates, metrics, early stopping, hooks, consumed samples: the same on
               every rank
 each rank's   random states
+files         of the model and its tokenizer, so that a checkpoint alone is enough to write text, or to export
+
+The average of the parameters, for evaluation, is exponential: decay * average + (1 - decay) * parameter after every
+step. Each rank averages what it updates: its shards, under every strategy, in their dtype (masters, where there are
+some). Nothing is sent. It takes one more copy of the shards (4 P / N bytes under full sharding), and a pass over them.
+A step that was left out for its gradients counts too: the parameters are then those of the step before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import contextlib
+import copy
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
-from paceline.checkpoint.files import file_shards
+from paceline.checkpoint.files import HUGGING_FACE, LORA, TOKENIZER, file_shards
 from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.manifest import COMPRESSION, MODEL, Line, State, line_from, prefixed
+from paceline.checkpoint.manifest import AVERAGE, COMPRESSION, MODEL, Line, State, line_from, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import Checkpoint, fill_model
 from paceline.comm.compress import Compressor
+from paceline.config.hf_folder import BYTE, PREPROCESSOR
 from paceline.config.schema import EarlyStopConfig
 from paceline.data.consumed import ConsumedIds
+from paceline.data.datasets import DataShape
 from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.registry import DataSplits
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, MisfitError
+from paceline.models.lora import adapters
 from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
-from paceline.shards import Region
-from paceline.train.ema import WeightAverage
+from paceline.shards import Shard
+from paceline.train.evaluate import EarlyStop, Metric
 from paceline.train.flops import SampleCost
 from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
-from paceline.train.metrics import EarlyStop, Metric
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
-from paceline.train.scaler import make_scaler
-from paceline.train.step import StepPolicy
+from paceline.train.step import StepPolicy, make_scaler
 from paceline.train.survive.bad_steps import BadSteps
 from paceline.train.survive.retry import Retry
 
@@ -61,7 +75,7 @@ class TrainerParts:
     evaluates_average: bool = False
     graphs: GraphedStep | None = None  # None: every step is run kernel by kernel
     sample: SampleCost = SampleCost()  # noqa: RUF009 (frozen)
-    files: Mapping[str, bytes] = field(default_factory=dict)  # of the model: see ``train/kept_files.py``
+    files: Mapping[str, bytes] = field(default_factory=dict)  # of the model: see ``kept_files``
     metrics: Mapping[str, Metric] = field(default_factory=dict)
     has_perplexity: bool = False
     early_stop: EarlyStopConfig = EarlyStopConfig()  # noqa: RUF009 (frozen)
@@ -141,7 +155,7 @@ class RunState:
         if self.scaler is not None and "scaler" in values:
             self.scaler.load_state_dict(values["scaler"])
         if parts.compressor is not None and "compression" in values:
-            parts.compressor.load(_Below(checkpoint, COMPRESSION), values["compression"]["step"], comm)
+            parts.compressor.load(checkpoint, values["compression"]["step"], comm, COMPRESSION)
         if parts.average is not None:
             parts.average.load(checkpoint)
         recovery = values.get("recovery", {})
@@ -175,16 +189,111 @@ def _load_model_and_optimizer(parts: TrainerParts, checkpoint: Checkpoint) -> No
         group.update(settings, lr=peak, initial_lr=peak)
 
 
-class _Below:
-    """The tensors of a checkpoint under one prefix."""
+# What folders of Hugging Face have for tokens, images and generation, apart from the weights.
+_BESIDE = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+    "generation_config.json",
+    PREPROCESSOR,
+)
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str) -> None:
-        self._checkpoint = checkpoint
-        self._prefix = prefix
 
-    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
-        return self._checkpoint.shapes(self._prefix + prefix)
+def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -> dict[str, bytes]:
+    """Returns the files of a model before an engine has it; ``folder`` is the one that it was built from, if any."""
+    files: dict[str, bytes] = {}
+    if data.tokenizer is not None:
+        with tempfile.TemporaryDirectory() as name:
+            data.tokenizer.save(Path(name))
+            files |= {TOKENIZER + each.name: each.read_bytes() for each in sorted(Path(name).iterdir())}
+    settings: Any = getattr(model, "config", None)
+    if callable(getattr(settings, "to_json_string", None)) and hasattr(model, "save_pretrained"):
+        settings = copy.deepcopy(settings)
+        settings.architectures = [type(model).__name__]
+        if hasattr(settings, "use_cache"):
+            settings.use_cache = True  # off while it trains
+        files[HUGGING_FACE + "config.json"] = settings.to_json_string().encode()
+        beside = [] if folder is None else [folder / name for name in _BESIDE]
+        files |= {HUGGING_FACE + path.name: path.read_bytes() for path in beside if path.is_file()}
+        if data.shape.mean is not None and HUGGING_FACE + PREPROCESSOR not in files:
+            files[HUGGING_FACE + PREPROCESSOR] = _preprocessor(data.shape)
+    if found := adapters(model):
+        files[LORA] = json.dumps(found).encode()
+    return files
 
-    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
-        """Returns a region of a tensor, flat, or a whole one."""
-        return self._checkpoint.read(self._prefix + name, region)
+
+def _preprocessor(shape: DataShape) -> bytes:
+    """Says how images of bytes became what the model was trained on, in the library's words."""
+    values = {
+        "do_resize": True,
+        "size": {"shortest_edge": shape.size},
+        "do_center_crop": True,
+        "crop_size": {"height": shape.size, "width": shape.size},
+        "do_rescale": True,
+        "rescale_factor": 1 / BYTE,
+        "do_normalize": True,
+        "image_mean": [each / BYTE for each in shape.mean or ()],
+        "image_std": [each / BYTE for each in shape.std or ()],
+    }
+    return json.dumps(values, indent=2).encode()
+
+
+class WeightAverage:
+    """The average of an engine's parameters, as far as this rank has them. It starts as the parameters are."""
+
+    def __init__(self, engine: Engine, decay: float) -> None:
+        self._engine = engine
+        self._decay = decay
+        held = engine.shards()
+        self._held = [
+            each for each in held if (each.tensor if each.parameter is None else each.parameter).requires_grad
+        ]
+        self._parameters = [shard.tensor.detach() for shard in self._held]
+        self._averages = [each.clone() for each in self._parameters]
+
+    @torch.no_grad()
+    def update(self) -> None:
+        torch._foreach_lerp_(self._averages, self._parameters, 1.0 - self._decay)
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns what this rank holds of the parameters, each with its average."""
+        return list(zip(self._parameters, self._averages, strict=True))
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Puts the average in the place of the parameters, and back after it. All ranks do so together."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def shards(self) -> list[Shard]:
+        """Returns what this rank holds of the average, to be saved."""
+        pairs = zip(self._held, self._averages, strict=True)
+        return prefixed(AVERAGE, (replace(shard, tensor=average, parameter=None) for shard, average in pairs))
+
+    @torch.no_grad()
+    def load(self, checkpoint: Checkpoint) -> None:
+        """Goes on from a checkpoint; from the parameters just loaded, if that was saved without an average."""
+        if not checkpoint.shapes(AVERAGE):
+            for average, parameter in zip(self._averages, self._parameters, strict=True):
+                average.copy_(parameter)
+            return
+        for shard in self.shards():
+            checkpoint.fill(shard, shard.name)
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        for average, parameter in zip(self._averages, self._parameters, strict=True):
+            kept = parameter.clone()  # one tensor at a time
+            parameter.copy_(average)
+            average.copy_(kept)
+        self._engine.mark_loaded()

@@ -29,8 +29,7 @@ from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.errors import CheckpointError, PacelineError, UsageError
-from paceline.models.gpt import GPT
-from paceline.models.key_values import KeyValues
+from paceline.models.gpt import GPT, KeyValues
 from paceline.models.registry import build_model
 from paceline.models.unfilled import allocate_unfilled, mark_unfilled, parameters_on_meta
 from paceline.shards import Shard, whole_region
@@ -90,10 +89,17 @@ def open_language_model(
         folder = Path(name)
         tokenizer = _tokenizer(checkpoint, folder)
         config = _config(checkpoint, folder)
-        shape = DataShape(kind="custom", vocab_size=_vocabulary(checkpoint), context=_data_context(checkpoint))
+        embedding = checkpoint.manifest.tensors.get(MODEL + _EMBEDDING)
+        vocabulary = None if embedding is None else embedding.shape[0]
+        shape = DataShape(kind="custom", vocab_size=vocabulary, context=_data_context(checkpoint))
         with parameters_on_meta() if is_spread and config.model.kind != "hf" else contextlib.nullcontext():
             model = build_model(config.model, shape, is_unfilled=True)
-        tokenizer = tokenizer if tokenizer is not None else _refuse_tokens(checkpoint)
+        if tokenizer is None:
+            raise UsageError(
+                f"{checkpoint.path} does not say what its tokens stand for\n"
+                "  a run keeps the vocabulary of its text, or the tokenizer of its Hugging Face folder\n"
+                "  sample from a run on data: {kind: text} or a folder with tokenizer.json"
+            )
     if not is_spread:
         allocate_unfilled([model], torch.device("cpu"))
     model.to(getattr(torch, config.train.dtype))
@@ -202,14 +208,6 @@ def _tokenizer(checkpoint: Checkpoint, folder: Path) -> Tokenizer | None:
     return open_tokenizer(found[0]) if found else None
 
 
-def _refuse_tokens(checkpoint: Checkpoint) -> Tokenizer:
-    raise UsageError(
-        f"{checkpoint.path} does not say what its tokens stand for\n"
-        "  a run keeps the vocabulary of its text, or the tokenizer of its Hugging Face folder\n"
-        "  sample from a run on data: {kind: text} or a folder with tokenizer.json"
-    )
-
-
 def _config(checkpoint: Checkpoint, folder: Path) -> Config:
     """Returns the config of the run; a Hugging Face model is built from what the checkpoint keeps of its folder."""
     values: dict[str, Any] = dict(checkpoint.manifest.about.get("config") or {})
@@ -231,11 +229,6 @@ def _config(checkpoint: Checkpoint, folder: Path) -> Config:
         return config_from_dict({"model": model, "data": data, "train": {**kept, "steps": 1}})
     except PacelineError as error:
         raise UsageError(f"{checkpoint.path}: the config of its model cannot be used\n  {error}") from error
-
-
-def _vocabulary(checkpoint: Checkpoint) -> int | None:
-    saved = checkpoint.manifest.tensors.get(MODEL + _EMBEDDING)
-    return None if saved is None else saved.shape[0]
 
 
 def _data_context(checkpoint: Checkpoint) -> int | None:

@@ -6,7 +6,30 @@
     clip by the global norm; update            unless that norm is not finite
 
 So the gradient is that of the mean over the global batch, however it was cut. Every rank goes through the same number
-of microbatches, and sits out those for which it has no samples. In fp16 the loss is scaled besides, see scaler.py.
+of microbatches, and sits out those for which it has no samples.
+
+The update is left out where the global gradient norm is not finite: the same number on all ranks, and not finite as
+soon as any gradient of any rank is not. So all ranks update, or none does.
+
+[Note: skipping] On a CPU the norm is there, and the host decides. On CUDA the host would have to wait for the device in
+every step; instead the fused optimizers are handed a flag on the device and leave parameters and state as they are if
+it is set. Where that cannot be (an optimizer that is not fused, parameters offloaded to the host) the host waits.
+
+[Note: clipping] Gradients that are read and written again only to be scaled cost as much as a fifth of the update. So a
+CPU scales them in the steps that need it, and fused optimizers on CUDA are handed the factor: they read them anyway.
+The optimizer of masters (master_adamw.py) is handed the norm itself.
+
+[Note: scaling] The smallest numbers of fp16 are too large for many gradients. There the loss is scaled besides:
+
+    loss * scale --backward--> gradients * scale --/ scale--> gradients
+    a gradient overflows:         the step is left out, scale *= backoff
+    2,000 good steps since:       scale *= growth
+
+Powers of two scale exactly. The decision follows the global gradient norm, so it is the same on every rank. Scale and
+counts live on the device and are updated there: the host never waits for them. What is scaled is a microbatch's share
+of the mean over the global batch, not the mean of a rank: so the numbers that may overflow, and the steps that are left
+out, do not depend on how many ranks there are. Where the count of elements is exchanged after backward, that of the
+step before stands for it until then.
 """
 
 from __future__ import annotations
@@ -21,10 +44,63 @@ from torch.utils._pytree import tree_map
 
 from paceline.data.loader import StepBatch
 from paceline.engines.engine import Engine, LossSum, OnPhase, ignore_phase
+from paceline.engines.precision import Precision
 from paceline.train.loss import Loss
-from paceline.train.master_adamw import MasterAdamW
-from paceline.train.scaler import LossScaler
-from paceline.train.update import update_if_finite
+from paceline.train.master_adamw import MasterAdamW, Scaling
+
+GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+
+class LossScaler:
+    """The scale of the loss, and how many good steps there were since it last moved."""
+
+    def __init__(self, device: torch.device, initial: float = 65536.0) -> None:
+        self.scale = torch.full((), initial, dtype=torch.float32, device=device)
+        self._num_good = torch.zeros((), dtype=torch.int32, device=device)
+        self._elements: torch.Tensor | None = None
+
+    def factors(self, ranks: int, count: float | None, guess: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns what a summed loss is multiplied by before backward, and the averaged gradients after it.
+
+        With a known ``count`` of elements the gradients are then those of the mean over them. Without one they are
+        those of the sum; ``guess`` stands for the count until one is known, and all ranks must give the same.
+        """
+        if count is not None:
+            return self.scale / count, ranks / self.scale
+        elements = torch.full_like(self.scale, guess) if self._elements is None else self._elements
+        return self.scale / elements, elements / self.scale
+
+    @property
+    def knows_elements(self) -> bool:
+        return self._elements is not None
+
+    def note_elements(self, elements: torch.Tensor) -> None:
+        """Takes how many elements the step had over all ranks: the next one will have about as many."""
+        self._elements = elements.to(self.scale).clamp(min=1.0)
+
+    @torch.no_grad()
+    def update(self, norm: torch.Tensor) -> None:
+        """Moves the scale after a step whose unscaled gradients had this global norm."""
+        is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
+        # A new tensor each time: the scale of the step before may still be on its way into a record.
+        self.scale = self.scale.clone()
+        torch._amp_update_scale_(self.scale, self._num_good, is_bad, GROWTH, BACKOFF, GROWTH_INTERVAL)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns scale and counts as plain numbers. Waits for the device."""
+        elements = None if self._elements is None else float(self._elements)
+        return {"scale": float(self.scale), "num_good": int(self._num_good), "elements": elements}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale = torch.full_like(self.scale, float(state["scale"]))
+        self._num_good.fill_(int(state["num_good"]))
+        elements = state["elements"]
+        self._elements = None if elements is None else torch.full_like(self.scale, elements)
+
+
+def make_scaler(precision: Precision, device: torch.device, initial: float = 65536.0) -> LossScaler | None:
+    """Makes the scaler that a precision needs; None where gradients have the range of fp32."""
+    return LossScaler(device, initial) if precision.scales_loss else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +158,10 @@ class StepResult:
 
     @property
     def epoch(self) -> float:
-        """How many epochs the run has gone through."""
         return self.step / max(self.steps_per_epoch, 1)
 
     @property
     def samples(self) -> int:
-        """How many samples this rank had in the step."""
         return sum(self.local_samples)
 
     @property
@@ -137,7 +211,12 @@ def train_step(
     """
     on_phase, on_gradients = callbacks
     loss_scale = None if scaler is None else scaler.scale
-    factor, undo = loss_factors(engine, batch, loss, scaler)
+    per_sample, ranks, undo = loss.elements_per_sample, engine.gradient_comm.size, None
+    # Where every sample counts alike the count needs no communication: all ranks know the global batch.
+    known = None if per_sample is None else batch.global_samples * per_sample
+    factor: float | torch.Tensor | None = None if known is None else ranks / known
+    if scaler is not None:
+        factor, undo = scaler.factors(ranks, known, guess=batch.global_samples)
     values = (passes or accumulate)(Passes(engine, batch.microbatches, loss, factor, policy.dtype, on_phase))
     totals = [value.total.detach() for value in values]
     loss_sum = torch.stack(totals).sum() if totals else torch.zeros((), device=engine.device)
@@ -145,13 +224,13 @@ def train_step(
     if undo is not None:
         scale_gradients(engine, undo)
     weight: torch.Tensor | None = None  # of the gradients, where to weigh them is part of the update
-    if loss.elements_per_sample is None:
+    if per_sample is None:
         if isinstance(optimizer, MasterAdamW):
             weight = finite_or_zero(engine.loss_scale(count))
         else:
             given = weigh_gradients(engine, count)
             if scaler is not None:
-                scaler.note_elements(engine.gradient_comm.size / given)
+                scaler.note_elements(ranks / given)
         on_phase("backward")
     norm = engine.clip_grad_norm_(math.inf)  # measures; to clip is part of the update
     norm = norm if weight is None else norm * weight
@@ -165,20 +244,6 @@ def train_step(
     return StepOutcome(
         loss_sum=loss_sum, count=count, grad_norm=norm, loss_scale=loss_scale, factor=factor, is_updated=is_updated
     )
-
-
-def loss_factors(
-    engine: Engine, batch: StepBatch, loss: Loss, scaler: LossScaler | None
-) -> tuple[float | torch.Tensor | None, torch.Tensor | None]:
-    """Returns what summed losses are multiplied by before backward, and gradients after it; None: nothing.
-
-    Where every sample counts alike the count needs no communication: all ranks know the global batch.
-    """
-    per_sample, ranks = loss.elements_per_sample, engine.gradient_comm.size
-    count = None if per_sample is None else batch.global_samples * per_sample
-    if scaler is not None:
-        return scaler.factors(ranks, count, guess=batch.global_samples)
-    return (None if count is None else ranks / count), None
 
 
 def accumulate(passes: Passes) -> Sequence[LossSum]:
@@ -208,7 +273,6 @@ def finite_or_zero(factor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def scale_gradients(engine: Engine, factor: torch.Tensor) -> None:
-    """Multiplies what this rank holds of the gradients."""
     gradients = engine.gradients()
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0]))
@@ -224,3 +288,66 @@ def place(batch: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         return value.to(device=device, dtype=target, non_blocking=True)
 
     return tree_map(move, batch)
+
+
+_EPS = 1e-6  # as torch.nn.utils.clip_grad_norm_ has it
+
+
+def update_if_finite(
+    optimizer: torch.optim.Optimizer,
+    norm: torch.Tensor,
+    max_norm: float | None = None,
+    weight: torch.Tensor | None = None,
+) -> bool | None:
+    """Makes one optimizer step unless the gradient norm is not finite; then parameters and state stay as they are.
+
+    With ``max_norm`` the gradients are scaled first, so that their norm is at most that. Says whether there was an
+    update; None where only the device knows. ``weight`` is a factor that the gradients still lack, and the norm has: of
+    a MasterAdamW alone.
+    """
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.step_scaled(Scaling(norm=norm, max_norm=max_norm, weight=weight))
+        return None
+    if norm.device.type != "cpu" and _takes_flag(optimizer, norm.device):
+        extras = {"found_inf": torch.isfinite(norm).logical_not_().to(torch.float32)}
+        # The kernels' factor is a float32: not exact enough for doubles.
+        is_single = all(p.dtype != torch.float64 for group in optimizer.param_groups for p in group["params"])
+        if max_norm is not None and is_single:
+            extras["grad_scale"] = ((norm + _EPS) / max_norm).clamp_(min=1.0).to(torch.float32)  # a divisor
+        elif max_norm is not None:
+            _scale(optimizer, (max_norm / (norm + _EPS)).clamp_(max=1.0))
+        vars(optimizer).update(extras)  # which the fused kernels read
+        try:
+            optimizer.step()
+        finally:
+            for name in extras:
+                delattr(optimizer, name)
+        return None
+    if not math.isfinite(norm.item()):  # sync point, except on a CPU
+        return False
+    if max_norm is not None and max_norm < norm.item() + _EPS:
+        _scale(optimizer, max_norm / (norm + _EPS))
+    optimizer.step()
+    return True
+
+
+@torch.no_grad()
+def _scale(optimizer: torch.optim.Optimizer, coefficient: torch.Tensor) -> None:
+    found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for gradient in found:
+        kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for (device, dtype), gradients in kinds.items():
+        torch._foreach_mul_(gradients, coefficient.to(device, dtype))
+
+
+def _takes_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
+    """Says whether the optimizer's kernels can leave a step out by themselves.
+
+    SGD makes its momentum in the first step, and would keep uninitialised memory of one that is left out.
+    """
+    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return False
+    groups = optimizer.param_groups
+    has_state = bool(optimizer.state) or not any(group.get("momentum") for group in groups)
+    return has_state and all(p.device == device for group in groups for p in group["params"][:1])

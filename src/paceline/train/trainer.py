@@ -33,8 +33,7 @@ from paceline.train.histograms import measure_histograms
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import OnGradients, Passes, StepCallbacks, StepOutcome, StepResult, train_step
-from paceline.train.survive.bad_steps import BadStep
-from paceline.train.survive.overflow import explain_bad_steps, find_overflow
+from paceline.train.survive.bad_steps import BadStep, explain_bad_steps, find_overflow
 from paceline.train.survive.recovery import GoBack, GoOn, on_bad_steps
 
 _LARGEST_EXPONENT = 700.0  # of a float
@@ -75,8 +74,8 @@ class Trainer(RunState):
         self.find_checkpoint: Callable[[], Path] | None = None  # the newest to go back to; rank 0 asks
         self._has_constant_rate = parts.schedule.is_constant
         self._reports_samples = parts.engine.reports_samples
-        if parts.passes is not None:
-            parts.passes.on_cut = self._note_cut
+        if parts.passes is not None:  # memory ran out, and microbatches are smaller from here on
+            parts.passes.on_cut = lambda size: self.note("microbatch", {"microbatch": size, "reason": "out of memory"})
         if parts.graphs is not None:
             parts.graphs.on_decided = lambda detail: self.note("cuda_graphs", detail)
 
@@ -88,7 +87,11 @@ class Trainer(RunState):
         try:
             while True:
                 try:
-                    self._run_to_the_end()
+                    with contextlib.closing(self.steps()) as steps:
+                        for result in steps:
+                            for hook in self.hooks:
+                                hook(self, result)
+                    self._settle()
                     return
                 except GoBackError as error:
                     asked = error
@@ -96,15 +99,6 @@ class Trainer(RunState):
         finally:
             if self.parts.eval_loader is not None:
                 self.parts.eval_loader.close()
-
-    def _run_to_the_end(self) -> None:
-        with contextlib.closing(self.steps()) as steps:
-            for result in steps:
-                for hook in self.hooks:
-                    hook(self, result)
-        self.flush(wait=True)
-        for bad in self.bad_steps.read_all():
-            self._note_bad(bad)
 
     def steps(self) -> Generator[StepResult, None, None]:
         """Yields the remaining steps as they are issued."""
@@ -132,11 +126,15 @@ class Trainer(RunState):
 
     def flush(self, *, wait: bool = False) -> None:
         """Writes the records of finished steps. Raises TrainingError when a loss is not finite that was trained on."""
-        records = self._write_records(wait=wait)
-        if self.losses.on_spike in ("roll_back", "lower_rate"):
-            return  # a loss that is not finite is a spike
-        for record in records:
-            _check_loss(record)
+        for record in self._write_records(wait=wait):
+            is_wrong = record.loss is not None and not math.isfinite(record.loss) and not record.is_skipped
+            if is_wrong and self.losses.on_spike not in ("roll_back", "lower_rate"):  # else it is a spike
+                raise TrainingError(
+                    f"the loss is {record.loss} at step {record.step} (learning rate {record.lr:.3g}, "
+                    f"gradient norm {record.grad_norm})\n"
+                    "  its gradients are finite, so they say nothing of what is wrong; no later checkpoint was saved\n"
+                    "  look at the loss function and the data of that step"
+                )
 
     def has_checkpoint(self) -> bool:
         """Says whether there is a checkpoint to go back to. All ranks ask; one broadcast."""
@@ -176,10 +174,14 @@ class Trainer(RunState):
 
         Sends nothing. Raises TrainingError for a loss that is not finite: its state is not worth saving.
         """
+        self._settle()
+        return self.collect_state()
+
+    def _settle(self) -> None:
+        """Waits for all steps that were issued, and takes what is bad of them."""
         self.flush(wait=True)
         for bad in self.bad_steps.read_all():
             self._note_bad(bad)
-        return self.collect_state()
 
     def _write_records(self, *, wait: bool) -> list[StepRecord]:
         records: list[StepRecord] = []
@@ -212,10 +214,6 @@ class Trainer(RunState):
         }
         self.note("roll_back", detail)
 
-    def _note_cut(self, microbatch: int) -> None:
-        """Records that memory ran out, and that microbatches are smaller from here on."""
-        self.note("microbatch", {"microbatch": microbatch, "reason": "out of memory"})
-
     def _note_bad(self, bad: BadStep) -> None:
         """Records a step that was left out. Raises TrainingError if it is one too many in a row, on all ranks alike.
 
@@ -244,8 +242,14 @@ class Trainer(RunState):
         raise TrainingError(explain_bad_steps(bad, finding, parts.engine.precision) + reason)
 
     def _step(self, batch: StepBatch) -> StepResult:
-        parts, plan = self.parts, self.parts.plan
-        lr = self._set_learning_rate(batch)
+        parts, plan, schedule = self.parts, self.parts.plan, self.parts.schedule
+        if self._has_constant_rate and self.rate_scale == 1.0:
+            lr = float(parts.optimizer.param_groups[0]["lr"])
+        else:
+            before, after = self.step, self.step + 1
+            if schedule.unit == "samples":
+                before, after = batch.position, batch.next_position
+            lr = set_learning_rate(parts.optimizer, schedule.factor(before=before, after=after) * self.rate_scale)
         outcome = self._train(batch)
         if parts.average is not None:
             parts.average.update()
@@ -279,23 +283,3 @@ class Trainer(RunState):
             self.flush(wait=True)  # the steps before come first
             step, now = self.step + 1, time.time()
             self.sink.write(*(EventRecord(name="histogram", step=step, detail=each, time=now) for each in found))
-
-    def _set_learning_rate(self, batch: StepBatch) -> float:
-        """Sets the rates of the step and returns the first group's. A constant schedule leaves them alone."""
-        schedule, optimizer = self.parts.schedule, self.parts.optimizer
-        if self._has_constant_rate and self.rate_scale == 1.0:
-            return float(optimizer.param_groups[0]["lr"])
-        steps = schedule.unit == "steps"
-        before, after = (self.step, self.step + 1) if steps else (batch.position, batch.next_position)
-        return set_learning_rate(optimizer, schedule.factor(before=before, after=after) * self.rate_scale)
-
-
-def _check_loss(record: StepRecord) -> None:
-    """Raises TrainingError for a loss that is not finite although its gradients are, so that it was trained on."""
-    if record.loss is not None and not math.isfinite(record.loss) and not record.is_skipped:
-        raise TrainingError(
-            f"the loss is {record.loss} at step {record.step} (learning rate {record.lr:.3g}, "
-            f"gradient norm {record.grad_norm})\n"
-            "  its gradients are finite, so they say nothing of what is wrong; no later checkpoint was saved\n"
-            "  look at the loss function and the data of that step"
-        )

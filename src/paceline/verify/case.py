@@ -18,10 +18,8 @@ from paceline.engines.engine import Engine
 from paceline.errors import UsageError
 from paceline.models.registry import model_blocks
 from paceline.train.assemble import DataAndModel, build_workload
-from paceline.train.loss import Loss, build_loss
-from paceline.train.normalise import Normalise
+from paceline.train.loss import Loss, Normalise, OutputLoss, build_loss
 from paceline.train.optim import build_optimizer
-from paceline.train.output_loss import OutputLoss
 
 
 class Case(Protocol):

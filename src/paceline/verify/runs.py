@@ -13,8 +13,7 @@ from paceline.comm.base import Communicator
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
-from paceline.train.scaler import make_scaler
-from paceline.train.step import StepPolicy, train_step
+from paceline.train.step import StepPolicy, make_scaler, train_step
 from paceline.verify.case import Case, cut, num_samples
 from paceline.verify.settings import Settings
 from paceline.verify.values import ActivationRecorder, Gradients, StepValues, parameter_names, split_state

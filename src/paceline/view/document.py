@@ -256,7 +256,7 @@ def _comm(run: ShownRun) -> list[dict[str, Any]]:
     """Returns rate and bytes of communication by kind and group, as the lowest rank saw it."""
     found: dict[tuple[str, str, int], list[list[float]]] = {}
     for each in run.comm:
-        rate = each.bytes / each.seconds if each.seconds > 0 else math.nan
+        rate = each.bandwidth or math.nan
         place = found.setdefault((each.kind, each.group, each.ranks), [])
         place.append([each.step, round(each.time - run.first_time, 3), rate, each.bytes, each.calls, each.seconds])
     return [

@@ -86,10 +86,7 @@ def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
 
 def _page(data: str, connect: str) -> tuple[str, str]:
     style, script, index = _assets()
-    policy = (
-        f"default-src 'none'; script-src '{policy_hash(script)}'; style-src '{policy_hash(style)}'; "
-        f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
-    )
+    policy = security_policy(style, script, connect)
     parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
     before = index
     pieces = []
@@ -109,6 +106,10 @@ def _assets() -> tuple[str, str, str]:
     return read(_STYLES), read(_SCRIPTS), (folder / "index.html").read_text(encoding="utf-8")
 
 
-def policy_hash(text: str) -> str:
-    """Returns the name by which a content security policy allows a script or a style."""
-    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+def security_policy(style: str, script: str, connect: str) -> str:
+    """Returns the content security policy of a page: its own style and script alone, by their hashes."""
+    allowed = [base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style)]
+    return (
+        f"default-src 'none'; script-src 'sha256-{allowed[0]}'; style-src 'sha256-{allowed[1]}'; "
+        f"connect-src {connect}; img-src data:; base-uri 'none'; form-action 'none'"
+    )

@@ -13,7 +13,7 @@ import hashlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -163,7 +163,9 @@ class ShownRun:
             case EventRecord(name="scalars"):
                 _keep(self.scalars, record)
             case EventRecord(name="clock"):
-                self.clocks |= _clocks(record)
+                ahead_s, ranks = record.detail.get("ahead_s"), record.detail.get("ranks")
+                if is_number(ahead_s) and isinstance(ranks, list):
+                    self.clocks |= {each: float(ahead_s) for each in ranks if isinstance(each, int)}
             case EventRecord() if rank == min(self.starts, default=0) or record.name in ("straggler", "skipped"):
                 _keep(self.events, (rank, record))
             case CommRecord() if rank == min(self.starts, default=0):
@@ -188,7 +190,9 @@ class ShownRun:
             seconds = end.time - self.first_time
             sentence = _ended(end, total, seconds)
             return ShownState(status=end.status, sentence=sentence, seconds=seconds, message=end.message, **common)
-        gone = _gone_ranks(run for rank, run in self.starts.items() if rank < lead.world_size and rank not in self.ends)
+        here = socket.gethostname()  # another host's processes cannot be seen
+        going = [run for rank, run in self.starts.items() if rank < lead.world_size and rank not in self.ends]
+        gone = [run.rank for run in going if run.host == here and not _is_alive(run.pid, run.time)]
         if gone:
             who = f"rank {gone[0]}" if len(gone) == 1 else f"{len(gone)} ranks"
             sentence = f"died after step {step:,}: the process of {who} is gone, and no end was recorded"
@@ -299,25 +303,11 @@ def _started(folder: Path) -> float:
     return 0.0
 
 
-def _clocks(event: EventRecord) -> dict[int, float]:
-    """Returns by how much the clocks of ranks are ahead; nothing of an event that says something else."""
-    ahead_s, ranks = event.detail.get("ahead_s"), event.detail.get("ranks")
-    if not is_number(ahead_s) or not isinstance(ranks, list):
-        return {}
-    return {rank: float(ahead_s) for rank in ranks if isinstance(rank, int)}
-
-
 def _keep(kept: list[_Kept], item: _Kept) -> None:
     """Appends an item; of too many, every second goes."""
     kept.append(item)
     if len(kept) > _MOST_KEPT:
         del kept[1::2]
-
-
-def _gone_ranks(starts: Iterable[RunRecord]) -> list[int]:
-    """Returns the ranks of this host whose process is gone; another host's processes cannot be seen."""
-    here = socket.gethostname()
-    return [run.rank for run in starts if run.host == here and not _is_alive(run.pid, run.time)]
 
 
 def _is_alive(pid: int, since: float) -> bool:

@@ -26,7 +26,7 @@ import uvicorn
 from pydantic_core import to_json
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -145,7 +145,7 @@ class _Api:
         run = self._follower.find_run(request.query_params.get("id", ""))
         if run is None:
             return _not_found()
-        return _json(await self._follower.words_of(run))
+        return as_response(await self._follower.words_of(run))
 
     async def differences(self, request: Request) -> Response:
         wanted = request.query_params.get("ids", "").split(",")
@@ -196,12 +196,11 @@ class _Api:
             return _not_found()
 
     async def _answer(self, work: Callable[[], Any]) -> Response:
-        def locked() -> bytes:
+        def locked() -> Any:
             with self._follower.lock:
-                found = work()
-            return to_json(found, inf_nan_mode="null")
+                return work()
 
-        return Response(await asyncio.to_thread(locked), media_type="application/json", headers=HEADERS)
+        return as_response(await asyncio.to_thread(locked))
 
 
 class Gate:
@@ -253,19 +252,23 @@ def _window(request: Request) -> Window:
     return Window(first=number("first", -math.inf), last=number("last", math.inf), points=points)
 
 
-def _json(value: Any) -> Response:
-    return Response(to_json(value, inf_nan_mode="null"), media_type="application/json", headers=HEADERS)
+def as_response(value: Any, status: int = 200) -> Response:
+    """Returns plain values as JSON; what is not finite is null."""
+    text = to_json(value, inf_nan_mode="null")
+    return Response(text, status_code=status, media_type="application/json", headers=HEADERS)
 
 
 def _not_found() -> Response:
-    return JSONResponse({"error": "there is no such run or field"}, status_code=404, headers=HEADERS)
+    return as_response({"error": "there is no such run or field"}, 404)
 
 
 class _Server(uvicorn.Server):
     """Ends the streams of events first: a browser keeps them open, and a server waits for all it has open."""
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.config.app.state.follower.stop()  # type: ignore[union-attr]
+        follower = getattr(self.config.app.state, "follower", None)  # type: ignore[union-attr]
+        if follower is not None:
+            follower.stop()
         await super().shutdown(sockets)
 
 

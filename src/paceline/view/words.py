@@ -15,15 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError
-from paceline.records.console import format_loss, format_percent
 from paceline.records.records import strict_json
 from paceline.records.report import RunSummary, summarize, to_json
-from paceline.records.summary import PHASES
-from paceline.records.tables import plain_tables
+from paceline.records.tables import COMMUNICATION, headline, plain_tables
 from paceline.search.expectation import Compared
-from paceline.units import format_bytes, format_count, format_flops, format_seconds
+from paceline.units import format_bytes, format_seconds
 
-_MOST_RANKS = 256  # of a table
+_MOST_ROWS = 256  # of a table
 
 
 def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any]:
@@ -37,7 +35,7 @@ def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any
         return {"problem": str(error)}
     return {
         "sentences": [{"kind": kind, "text": text} for kind, text in _sentences(summary)],
-        "facts": [[name, value, note] for name, value, note in _facts(summary)],
+        "facts": [list(row) for row in headline(summary)],
         "tables": list(_tables(summary)),
         "summary": to_json(summary),
     }
@@ -55,55 +53,16 @@ def _sentences(summary: RunSummary) -> Iterable[tuple[str, str]]:
         yield from (("note", line) for line in summary.prediction.lines())
 
 
-def _facts(summary: RunSummary) -> Iterable[tuple[str, str, str]]:
-    if summary.test_accuracy is not None:
-        yield "test accuracy", format_percent(summary.test_accuracy), ""
-    if summary.test_loss is not None:
-        yield "test loss", format_loss(summary.test_loss), ""
-    yield from ((f"test {name}", format_loss(value), "") for name, value in summary.test_metrics.items())
-    if summary.final_loss is not None:
-        yield "training loss", format_loss(summary.final_loss), "the last steps"
-    if summary.units_per_s is not None:
-        yield f"{summary.unit}/s", f"{summary.units_per_s:,.0f}", "all ranks, median step"
-    if summary.mfu is not None and summary.peak_flops is not None:
-        yield "MFU", format_percent(summary.mfu), f"of {format_flops(summary.peak_flops)} a device"
-    elif summary.flops_per_s is not None:
-        yield "model FLOP/s", format_flops(summary.flops_per_s), "forward and backward"
-    if summary.steps:
-        yield "exposed communication", format_percent(summary.comm_share), "of step time"
-    memory = max((rank.memory_bytes for rank in summary.ranks), default=0)
-    if memory:
-        yield "memory", format_bytes(memory), "peak of a rank"
-    yield "duration", format_seconds(summary.seconds), f"{summary.steps:,} steps"
-
-
 def _tables(summary: RunSummary) -> Iterable[dict[str, Any]]:
-    if not summary.steps:
-        return
-    names = ("data", "forward", "backward", "comm", "update")
-    rows = [
-        [
-            str(rank.rank),
-            rank.device.removeprefix("NVIDIA "),
-            rank.host,
-            format_count(rank.samples),
-            format_seconds(rank.step_s),
-            *(f"{100 * getattr(rank, name) / rank.total_s:.1f} %" if rank.total_s > 0 else "-" for name in PHASES),
-            format_bytes(rank.memory_bytes),
-        ]
-        for rank in summary.ranks[:_MOST_RANKS]
-    ]
-    note = "step: median; data to update: share of step time; comm: waiting for other ranks"
-    if len(summary.ranks) > _MOST_RANKS:
-        note += f"; the first {_MOST_RANKS} of {len(summary.ranks):,} ranks"
-    columns = ["rank", "device", "host", "samples", "step", *names, "memory"]
-    yield {"title": "What each rank did", "columns": columns, "rows": rows, "note": note}
-    # The page has a table of communication of its own, which follows the run.
-    for table in plain_tables(summary.ranks, (), summary.goodput, summary.memory):
-        yield {"title": table.title, "columns": table.columns, "rows": table.rows, "note": ""}
-    if summary.prediction is not None and (rows := _predicted(summary.prediction)):
+    for table in plain_tables(summary) if summary.steps else ():
+        rows, note = table.rows[:_MOST_ROWS], table.note
+        if len(rows) < len(table.rows):
+            note += f"\nthe first {_MOST_ROWS} of {len(table.rows):,}"
+        if table.title != COMMUNICATION:  # the page has a table of its own, which follows the run
+            yield {"title": table.title, "columns": table.columns, "rows": rows, "note": note}
+    if summary.prediction is not None and (found := _predicted(summary.prediction)):
         columns = ["", "predicted", "measured", "measured / predicted"]
-        yield {"title": "Predicted and measured", "columns": columns, "rows": rows, "note": ""}
+        yield {"title": "predicted and measured", "columns": columns, "rows": found, "note": ""}
 
 
 def _predicted(found: Compared) -> list[list[str]]:

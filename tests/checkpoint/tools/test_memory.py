@@ -20,7 +20,7 @@ from paceline.checkpoint.read import open_checkpoint
 from paceline.checkpoint.manifest import State
 from paceline.checkpoint.tools import audit, difference, incoming, outgoing, reshard
 from paceline.checkpoint.tools.stream import write_checkpoint
-from paceline.checkpoint.write import StreamedPiece
+from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.stream import stream_made
 from paceline.shards import whole_region
 from paceline.plan.layout import Layout
@@ -38,7 +38,7 @@ def read():
         yield memoryview(window.numpy())
 
 whole = whole_region((rows, 1024))
-pieces = [StreamedPiece(name=f"model/{n}", region=whole, dtype=torch.float32, read=read) for n in range(num)]
+pieces = [Stream(name=f"model/{n}", region=whole, dtype=torch.float32, read=read) for n in range(num)]
 plain = State(step=1, position=0)
 
 def peak():

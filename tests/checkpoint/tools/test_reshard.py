@@ -14,11 +14,12 @@ from trained_gpt import LLAMA, Save, change_manifest, make_model
 from paceline.checkpoint.find import read_manifest, verify_checkpoint
 from paceline.checkpoint.manifest import SavedPiece, SavedTensor, State
 from paceline.checkpoint.read import open_checkpoint
+from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.audit import audit, coverage_problems
 from paceline.checkpoint.tools.difference import compare
 from paceline.checkpoint.tools.reshard import Cut, cut_regions, reshard
 from paceline.checkpoint.tools.stream import stream_made, write_checkpoint
-from paceline.checkpoint.write import StreamedPiece, own_shares
+from paceline.checkpoint.write import own_shares
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
@@ -115,7 +116,7 @@ def test_a_channels_last_tensor_and_odd_shapes_survive(tmp_path: Path) -> None:
     for name, (tensor, dims) in tensors.items():
         laid = tensor if dims is None else tensor.permute(dims)
         read = stream_made(name, laid.shape, laid.dtype, lambda laid=laid: laid).read
-        pieces.append(StreamedPiece(name=name, region=whole_region(tensor.shape, dims), dtype=tensor.dtype, read=read))
+        pieces.append(Stream(name=name, region=whole_region(tensor.shape, dims), dtype=tensor.dtype, read=read))
     plain = State(step=1, position=0)
     source = open_checkpoint(write_checkpoint(tmp_path / "a", [pieces], plain))
     made = open_checkpoint(reshard(source, tmp_path / "b", of(3)))
@@ -203,7 +204,7 @@ def test_the_result_is_one_that_is_resumed_from(saved: Save, tmp_path: Path) -> 
 
 
 def test_a_stream_that_ends_early_is_no_file(tmp_path: Path) -> None:
-    short = StreamedPiece(
+    short = Stream(
         name="model/a", region=whole_region((8,)), dtype=torch.float32, read=lambda: iter([memoryview(b"abcd")])
     )
     plain = State(step=1, position=0)

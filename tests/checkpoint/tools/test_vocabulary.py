@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint.tools.vocabulary import as_tokenizer_json
+from paceline.checkpoint.tools.outgoing import as_tokenizer_json
 from paceline.data.tokenizers import ByteTokenizer, CharTokenizer
 
 transformers = pytest.importorskip("transformers")

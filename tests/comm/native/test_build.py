@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.comm.shared.native import build
+from paceline.comm.shared.native import collectives as build
 from paceline.errors import CommunicationError
 
 needs_compiler = pytest.mark.skipif(shutil.which("c++") is None, reason="the machine has no C++ compiler")

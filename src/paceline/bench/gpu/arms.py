@@ -25,7 +25,7 @@ from paceline.bench.gpu.loops import ARMS, TRAIN, GpuArm
 from paceline.bench.gpu.process import ArmTurn, Order
 from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.bench.interleave import rotate
-from paceline.cluster.peaks import Peaks, find_peaks
+from paceline.cluster.devices import Peaks, find_peaks
 from paceline.data.registry import data_of
 from paceline.errors import LaunchError, PacelineError
 from paceline.models.registry import build_model

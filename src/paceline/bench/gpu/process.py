@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from paceline.bench.gpu.loops import ARMS, ENGINE, GpuArm, Step, set_up_loop
-from paceline.bench.gpu.workloads import ALL_WORKLOADS, GpuWorkload, OnDevice
+from paceline.bench.gpu.workloads import GpuWorkload, OnDevice, all_workloads
 from paceline.clock import DeviceClock, seconds_between
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config
@@ -76,7 +76,7 @@ class ArmTurn:
 
 def run_order(order: Order) -> ArmTurn:
     """Sets an arm up and lets it train."""
-    workload, device = replace(ALL_WORKLOADS[order.model], device=order.device), torch.device(order.device)
+    workload, device = replace(all_workloads()[order.model], device=order.device), torch.device(order.device)
     arm = next(each for each in ARMS if each.name == order.arm)
     config = workload.config(Path(order.file), order.steps, precision=arm.precision)
     if arm.name.startswith(ENGINE):

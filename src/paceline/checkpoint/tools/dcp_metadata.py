@@ -101,7 +101,6 @@ def read_metadata(path: Path) -> Metadata:
         elif not isinstance(entry, records.BytesStorageMetadata) or (name, None) not in sizes:
             raise ValueError(f"{name} is neither a tensor nor a value in a file")
     _check_places(getattr(found, "planner_data", None))
-    found.storage_meta = records.StorageMeta()
     return found
 
 

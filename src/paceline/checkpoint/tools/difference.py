@@ -49,7 +49,6 @@ class Difference:
 
 
 def compare(left: Checkpoint, right: Checkpoint, progress: Progress = ignore_progress) -> Difference:
-    """Compares two checkpoints, tensor by tensor and value by value."""
     ours, theirs = left.manifest.tensors, right.manifest.tensors
     shared = [name for name in ours if name in theirs]
     other = [

@@ -2,17 +2,15 @@
 
     {"model": {name: tensor}, "optim": {"state": {name: {...}}, "param_groups": [...]}}
 
-torch plans with the shapes, and asks for each tensor when it is its turn; each is a file of its own, since torch keeps
-what it has written to a file until that is done. Memory: the largest tensor, or 64 MiB.
+torch plans an export with the shapes, and asks for each tensor when it is its turn; each is a file of its own, since
+torch keeps what it has written to a file until that is done. What is taken in is read here, chunk by chunk. Memory: the
+largest tensor and a chunk of it.
 """
 
 from __future__ import annotations
 
-import contextlib
-import io
-import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from pickle import PickleError
@@ -20,11 +18,9 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from paceline.checkpoint.manifest import MALFORMED
@@ -33,8 +29,7 @@ from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.dcp_metadata import FILE, read_metadata
 from paceline.checkpoint.tools.stream import stream_made
 from paceline.errors import CheckpointError, UsageError
-
-_TOGETHER_BYTES = 2**24
+from paceline.untrusted import file_inside
 
 
 def write_distributed(path: Path, content: Mapping[str, Any], progress: Progress = ignore_progress) -> None:
@@ -42,7 +37,8 @@ def write_distributed(path: Path, content: Mapping[str, Any], progress: Progress
     streams: dict[int, Stream] = {}
     shapes = _shapes(content, streams)
     writer = FileSystemWriter(path, single_file_per_rank=False, thread_count=1, sync_files=True)
-    with _without_warning():
+    with warnings.catch_warnings():  # there is one process, and that is meant
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
         try:
             save(shapes, storage_writer=writer, planner=_Planner(streams, progress), no_dist=True)
         except CheckpointException as error:  # no Exception: nothing further out would catch it
@@ -71,85 +67,49 @@ def read_distributed(path: Path) -> dict[Any, Any]:
         raise cannot_read(path, error) from error
     except (*MALFORMED, EOFError, RuntimeError, PickleError, ImportError, MemoryError, UsageError) as error:
         raise _damaged(path / FILE, error) from error
-    places, entries = metadata.planner_data or {}, metadata.state_dict_metadata
-    shapes = {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-    reader = _CheckedReader(path, metadata)
-    values = reader.take({name: None for name in entries if name not in shapes})
-    tensors = _Tensors(reader, shapes)
+    places, infos = metadata.planner_data or {}, {}
+    for index, info in metadata.storage_data.items():
+        infos[index.fqn, None if index.offset is None else tuple(index.offset)] = info
     found: dict[Any, Any] = {}
-    for name in entries:
+    for name, entry in metadata.state_dict_metadata.items():
         *outer, last = places.get(name, (name,))
         inner = found
         for key in outer:
             inner = inner.setdefault(key, {})
             if not isinstance(inner, dict):
                 raise _damaged(path / FILE, f"{name} lies inside of a value")
-        inner[last] = tensors.stream(name) if name in shapes else values[name]
+        if isinstance(entry, TensorStorageMetadata):
+            chunks = [(each, infos[name, tuple(each.offsets)]) for each in entry.chunks]
+            read = partial(_read_tensor, path, entry, chunks)
+            inner[last] = stream_made(name, tuple(entry.size), entry.properties.dtype, read)
+        else:
+            inner[last] = _load(path, infos[name, None])
     return found
 
 
-class _CheckedReader(FileSystemReader):
-    """Reads the files of a folder by metadata that was read and checked before: torch would unpickle anything."""
-
-    def __init__(self, path: Path, metadata: Metadata) -> None:
-        super().__init__(path)
-        self._folder = path
-        self._metadata = metadata
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        del args, kwargs
-        return self._metadata
-
-    def take(self, wanted: dict[str, Any]) -> dict[str, Any]:
-        """Fills tensors and values by their names."""
-        if not wanted:
-            return wanted
-        with _without_warning():
-            try:
-                load(wanted, storage_reader=self, planner=_PlainValues(), no_dist=True)
-            except CheckpointException as error:  # no Exception: nothing further out would catch it
-                cause: BaseException = next(iter(error.failures.values()))[0]
-                if isinstance(cause, FileNotFoundError):
-                    raise _damaged(self._folder, f"{Path(str(cause.filename)).name} is missing") from error
-                if isinstance(cause, OSError):
-                    raise cannot_read(self._folder, cause) from error
-                raise _damaged(self._folder, cause) from error
-        return wanted
+def _read_tensor(path: Path, entry: TensorStorageMetadata, chunks: Sequence[tuple[Any, Any]]) -> torch.Tensor:
+    """Returns a tensor of the chunks that its metadata lists, each with its place in a file."""
+    whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+    for chunk, info in chunks:
+        part = _load(path, info)
+        if not isinstance(part, torch.Tensor) or part.shape != chunk.sizes:
+            raise _damaged(path / info.relative_path, "a chunk of a tensor is something else")
+        whole[tuple(slice(at, at + size) for at, size in zip(chunk.offsets, chunk.sizes, strict=True))] = part
+    return whole
 
 
-class _PlainValues(DefaultLoadPlanner):
-    """Reads values as torch reads weights: plain ones, and never code."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
-
-
-class _Tensors:
-    """Reads tensors in the order in which they are asked for, several small ones at a time: each time has its price."""
-
-    def __init__(self, reader: _CheckedReader, shapes: Mapping[str, TensorStorageMetadata]) -> None:
-        self._reader = reader
-        self._shapes = shapes
-        self._read: dict[str, torch.Tensor] = {}
-
-    def stream(self, name: str) -> Stream:
-        entry = self._shapes[name]
-        return stream_made(name, tuple(entry.size), entry.properties.dtype, partial(self._take, name))
-
-    def _take(self, name: str) -> torch.Tensor:
-        if name not in self._read:
-            wanted: dict[str, Any] = {}
-            num_bytes = 0
-            for each, entry in itertools.dropwhile(lambda item: item[0] != name, self._shapes.items()):
-                num_bytes += entry.size.numel() * entry.properties.dtype.itemsize
-                if wanted and num_bytes > _TOGETHER_BYTES:
-                    break
-                wanted[each] = torch.empty(entry.size, dtype=entry.properties.dtype)
-            self._read = self._reader.take(wanted)
-        return self._read.pop(name)
+def _load(path: Path, info: Any) -> Any:
+    """Returns what lies in an interval of a file, as torch reads weights: tensors and plain values, and never code."""
+    try:
+        with file_inside(path, info.relative_path).open("rb") as file:
+            part = FileSystemReader(path)._slice_file(file, info)
+            return torch.load(part, map_location="cpu", weights_only=True)
+    except FileNotFoundError as error:
+        raise _damaged(path, f"{info.relative_path} is missing") from error
+    except OSError as error:
+        raise cannot_read(path, error) from error
+    except (*MALFORMED, EOFError, RuntimeError, PickleError, ImportError, MemoryError) as error:
+        raise _damaged(path, error) from error
 
 
 class _Planner(DefaultSavePlanner):
@@ -185,11 +145,3 @@ def _damaged(path: Path, why: BaseException | str) -> CheckpointError:
         f"{path} is damaged: {reason}\n  every file that torch.distributed.checkpoint wrote is needed, whole\n"
         "  copy the folder again, or use another checkpoint"
     )
-
-
-@contextlib.contextmanager
-def _without_warning() -> Iterator[None]:
-    """Silences torch's warning that there is one process: that is meant here."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
-        yield

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from paceline.checkpoint.header import Header, TensorPlace, parse_header
+from paceline.checkpoint.header import TensorPlace, read_header
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, MODEL, OPTIMIZER, State
 from paceline.checkpoint.storage import LocalFiles, cannot_read
 from paceline.checkpoint.tensors import Progress, Stream, decode, dtype_of, encode, ignore_progress
@@ -26,7 +26,6 @@ from paceline.checkpoint.tools.hugging_face import from_hugging_face
 from paceline.checkpoint.tools.outgoing import METADATA, Format
 from paceline.checkpoint.tools.stream import WINDOW_BYTES, stream_made, write_checkpoint
 from paceline.checkpoint.values import check_found
-from paceline.checkpoint.write import StreamedPiece
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import whole_region
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular
@@ -45,7 +44,6 @@ class Incoming:
 
     @property
     def num_bytes(self) -> int:
-        """How much will be read."""
         return sum(stream.num_bytes for stream in (*self.model.values(), *self.optimizer.values()))
 
 
@@ -82,8 +80,12 @@ def open_incoming(path: Path, kind: Format, prefix: str = "", *, allows_pickle: 
             "  add --allow-pickle if you trust who wrote it (values alone are read, never code), "
             "or convert it to safetensors"
         )
-    readers = {"safetensors": _open_safetensors, "torch": _open_torch, "dcp": _open_distributed}
-    found = readers[kind](path)
+    if kind == "dcp":
+        from paceline.checkpoint.tools.distributed import read_distributed
+
+        found = _split_content(read_distributed(path))
+    else:
+        found = _open_torch(path) if kind == "torch" else _open_safetensors(path)
     if not found.model:
         raise CheckpointError(
             f"{path} has no tensors of a model\n  a state dict maps names to tensors\n"
@@ -139,17 +141,11 @@ def save_incoming(
     incoming: Incoming, folder: Path, source: str, *, progress: Progress = ignore_progress, may_replace: bool = False
 ) -> Path:
     """Writes what was found as ``folder/step-00000000``; returns its path."""
-    streams = {
-        **{MODEL + name: stream for name, stream in incoming.model.items()},
-        **{OPTIMIZER + name: stream for name, stream in incoming.optimizer.items()},
-    }
-    pieces = [
-        StreamedPiece(name=name, region=whole_region(stream.shape), dtype=stream.dtype, read=stream.read)
-        for name, stream in streams.items()
-    ]
+    streams = [replace(stream, name=MODEL + name) for name, stream in incoming.model.items()]
+    streams += [replace(stream, name=OPTIMIZER + name) for name, stream in incoming.optimizer.items()]
     about = {"imported_from": source, "weights_only": not incoming.found, "reason": "import", "strategy": "ddp"}
     plain = State(step=0, position=0, found=dict(incoming.found), about=about)
-    return write_checkpoint(folder, [pieces], plain, progress=progress, may_replace=may_replace)
+    return write_checkpoint(folder, [streams], plain, progress=progress, may_replace=may_replace)
 
 
 def _open_safetensors(path: Path) -> Incoming:
@@ -157,7 +153,7 @@ def _open_safetensors(path: Path) -> Incoming:
     streams: dict[str, Stream] = {}
     extra: dict[str, Any] = {}
     for file in files:
-        header = safetensors_header(file)
+        header = read_header(LocalFiles(), file)
         if twice := streams.keys() & header.tensors.keys():
             raise CheckpointError(
                 f"{file} has {min(twice)}, and another file too\n  each tensor is in one file\n  copy the folder again"
@@ -219,18 +215,6 @@ def _parse(path: Path, take: Callable[[Any], Any]) -> Any:
         ) from error
 
 
-def safetensors_header(path: Path) -> Header:
-    try:
-        return parse_header(LocalFiles(), path)
-    except OSError as error:
-        raise cannot_read(path, error) from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
-            "  check the path, or --format; or copy or download it again"
-        ) from error
-
-
 def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
     def read() -> Iterator[memoryview]:
         for first in range(place.begin, place.end, WINDOW_BYTES):
@@ -245,7 +229,7 @@ def _file_stream(path: Path, name: str, place: TensorPlace) -> Stream:
                 ) from error
             yield window
 
-    return Stream(name=name, shape=place.shape, dtype=dtype_of(place.dtype), read=read)
+    return Stream(name=name, region=whole_region(place.shape), dtype=dtype_of(place.dtype), read=read)
 
 
 def _reason(path: Path, error: Exception) -> str:
@@ -288,12 +272,6 @@ def _open_torch(path: Path) -> Incoming:
             "  some show the same bytes again and again\n  save them with .clone()"
         )
     return found
-
-
-def _open_distributed(path: Path) -> Incoming:
-    from paceline.checkpoint.tools.distributed import read_distributed
-
-    return _split_content(read_distributed(path))
 
 
 def _split_content(nested: Mapping[Any, Any]) -> Incoming:

@@ -11,25 +11,31 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from paceline.checkpoint.files import HUGGING_FACE, TOKENIZER, read_files, write_files
-from paceline.checkpoint.manifest import MODEL, OPTIMIZER, Manifest, damaged
+import torch
+
+from paceline.checkpoint.files import HUGGING_FACE, LORA, TOKENIZER, read_files, write_files
+from paceline.checkpoint.manifest import MALFORMED, MODEL, OPTIMIZER, Manifest, damaged
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
-from paceline.checkpoint.tools.adapters import merged_streams
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
-from paceline.checkpoint.tools.stream import check_parent, stream_saved, write_safetensors
+from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors
 from paceline.checkpoint.tools.torch_file import write_torch_file
-from paceline.checkpoint.tools.vocabulary import VOCABULARY, as_tokenizer_json
+from paceline.data.tokenizers import VOCABULARY
 from paceline.errors import CheckpointError, UsageError
+from paceline.models.lora import A, B, merged
+from paceline.untrusted import is_count, parse_json_object
 
 Format = Literal["safetensors", "torch", "dcp"]
 METADATA = "paceline"
+_END = "<|endoftext|>"
+_NUM_BYTES = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +66,10 @@ def export(checkpoint: Checkpoint, out: Path, options: ExportOptions, progress: 
         raise CheckpointError(f"{out} is there already\n  it would be replaced\n  name another, or add --force")
     check_parent(out)
     names = [name for name in checkpoint.manifest.tensors if name.startswith(MODEL)]
-    streams = {name.removeprefix(MODEL): stream_saved(checkpoint, name, name.removeprefix(MODEL)) for name in names}
+    saved = {name.removeprefix(MODEL): stream_saved(checkpoint, name) for name in names}
+    streams = {name: replace(stream, name=name) for name, stream in saved.items()}
     if not options.with_optimizer:
-        streams = merged_streams(checkpoint, streams)
+        streams = _merged_streams(checkpoint, streams)
     if not streams:
         raise CheckpointError(
             f"{checkpoint.path} has no tensors of a model\n  their names begin with {MODEL}\n"
@@ -152,3 +159,70 @@ def _write_atomically(out: Path, write: Callable[[Path], object]) -> None:
         raise cannot_write(out, error) from error
     finally:
         files.remove(partial)
+
+
+def _merged_streams(checkpoint: Checkpoint, streams: Mapping[str, Stream]) -> dict[str, Stream]:
+    """Returns the tensors of a model without adapters; each merged weight is in memory while it is read."""
+    text = read_files(checkpoint, LORA).get("")
+    if text is None:
+        return dict(streams)
+    found = dict(streams)
+    try:
+        for name, adapter in parse_json_object(text).items():
+            a, b, weight = found.pop(f"{name}.{A}"), found.pop(f"{name}.{B}"), found[f"{name}.weight"]
+            make = partial(_merge, weight, a, b, dict(adapter))
+            found[weight.name] = stream_made(weight.name, weight.shape, weight.dtype, make)
+    except MALFORMED as error:
+        raise damaged(f"the adapters of {checkpoint.path} are not those of its tensors: {error}") from error
+    return found
+
+
+def _merge(weight: Stream, a: Stream, b: Stream, adapter: Mapping[str, Any]) -> torch.Tensor:
+    return merged(
+        weight.whole(), a.whole(), b.whole(), float(adapter["scale"]), is_transposed=bool(adapter["is_transposed"])
+    )
+
+
+def as_tokenizer_json(vocabulary: bytes) -> dict[str, bytes]:
+    """Returns the files of a fast tokenizer with the same tokens; none for what is no vocabulary."""
+    try:
+        values = parse_json_object(vocabulary)
+        end = values.get("end_token")
+        if values.get("kind") == "bytes":
+            content = _of_bytes()
+        elif values.get("kind") == "char" and values["characters"]:
+            content = _of_characters(str(values["characters"]))
+        else:
+            return {}
+    except MALFORMED:
+        return {}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    added = []
+    if is_count(end):
+        kinds = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        added.append({"id": end, "content": _END, **kinds, "special": True})
+        settings["eos_token"] = _END
+    whole = {"version": "1.0", "added_tokens": added, "normalizer": None, "post_processor": None, **content}
+    return {
+        "tokenizer.json": json.dumps(whole, ensure_ascii=False).encode(),
+        "tokenizer_config.json": json.dumps(settings).encode(),
+    }
+
+
+def _of_characters(characters: str) -> dict[str, Any]:
+    tokens = {character: number for number, character in enumerate(characters)}
+    split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
+    model = {"type": "WordLevel", "vocab": tokens, "unk_token": "<unknown>"}
+    return {"pre_tokenizer": split, "decoder": {"type": "Fuse"}, "model": model}
+
+
+def _of_bytes() -> dict[str, Any]:
+    """Pieces of bytes that nothing merges. Bytes that are no printable character stand for others there."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(_NUM_BYTES) if byte not in printable]
+    shown = {byte: chr(byte) for byte in printable} | {
+        byte: chr(_NUM_BYTES + place) for place, byte in enumerate(others)
+    }
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    model = {"type": "BPE", "vocab": {shown[byte]: byte for byte in range(_NUM_BYTES)}, "merges": []}
+    return {"pre_tokenizer": level, "decoder": level, "model": model}

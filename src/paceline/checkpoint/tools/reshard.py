@@ -1,9 +1,8 @@
 """Cutting a checkpoint anew, as another world would have saved it.
 
-Loading needs none of this: any ranks read any checkpoint. It is for copying to machines where each rank sees its own
-disk, and for evening out files. What each rank writes is what its engine would write, where the model is known: the
-engine of every rank is asked, on a model without values (``rehearse/dryrun/cut.py``). A checkpoint that does not say
-which model it is of can be cut among data ranks:
+Loading needs none of this: any ranks read any checkpoint. What each rank writes is what its engine would write, where
+the model is known: the engine of every rank is asked, on a model without values (``rehearse/dryrun/cut.py``). A
+checkpoint that does not say which model it is of can be cut among data ranks:
 
     fsdp, zero    the tensors of a block lie one after another, and every rank has an equal piece of them
     ddp           all ranks hold everything, and share the writing: the n-th part of each tensor
@@ -21,9 +20,9 @@ from pathlib import Path
 
 from paceline.checkpoint.manifest import OPTIMIZER, SavedTensor, State
 from paceline.checkpoint.read import Checkpoint
-from paceline.checkpoint.tensors import Progress, dtype_of, encode, host_bytes, ignore_progress
-from paceline.checkpoint.tools.stream import stream_region, write_checkpoint
-from paceline.checkpoint.write import StreamedPiece, own_interval
+from paceline.checkpoint.tensors import Progress, dtype_of, encode, ignore_progress
+from paceline.checkpoint.tools.stream import stream_saved, write_checkpoint
+from paceline.checkpoint.write import own_interval
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout
 from paceline.shards import Region, flat_layout, whole_region
@@ -48,7 +47,7 @@ def reshard(
     """
     manifest = checkpoint.manifest
     regions = cut_regions(manifest.tensors, layout, cut)
-    ranks = [[_piece(checkpoint, name, region) for name, region in held] for held in regions]
+    ranks = [[stream_saved(checkpoint, name, region) for name, region in held] for held in regions]
     own = None
     if manifest.world == layout.ranks:
         own = [encode(checkpoint.own(rank), f"what rank {rank} had of its own") for rank in range(layout.ranks)]
@@ -129,12 +128,3 @@ def _parameter(name: str) -> str:
     """Returns the parameter's name in that of a tensor of the model, or of the optimizer's state of it."""
     inner = name.partition("/")[2]
     return inner.rpartition("/")[0] if name.startswith(OPTIMIZER) else inner
-
-
-def _piece(checkpoint: Checkpoint, name: str, region: Region) -> StreamedPiece:
-    return StreamedPiece(
-        name=name,
-        region=region,
-        dtype=checkpoint.dtype(name),
-        read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name, region)),
-    )

@@ -1,8 +1,6 @@
 """Tensors as streams of bytes: read from a checkpoint window by window, written to files as they come.
 
-``write_checkpoint`` writes a checkpoint as if other ranks had saved it: what ``reshard`` and ``import`` end in. Each
-rank's files are streamed one after another; then they are committed as any checkpoint is, and replace nothing that is
-there.
+``write_checkpoint`` writes a checkpoint as if other ranks had saved it: what ``reshard`` and ``import`` end in.
 
 Memory: some windows of 8 MiB, whatever the size of a tensor or of the checkpoint.
 """
@@ -23,7 +21,7 @@ from paceline.checkpoint.manifest import State
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.storage import LocalFiles, cannot_write, is_remote, storage_of, url_of
 from paceline.checkpoint.tensors import Progress, Stream, file_chunks, host_bytes, ignore_progress
-from paceline.checkpoint.write import SaveTarget, StreamedPiece, commit, discard, write_rank
+from paceline.checkpoint.write import SaveTarget, commit, discard, write_rank
 from paceline.errors import CheckpointError
 from paceline.shards import Region, whole_region
 
@@ -49,13 +47,13 @@ def window_elements(checkpoint: Checkpoint, name: str, region: Region | None = N
     return max(WINDOW_BYTES // checkpoint.dtype(name).itemsize, 1)
 
 
-def stream_saved(checkpoint: Checkpoint, name: str, under: str | None = None) -> Stream:
-    """Returns a saved tensor as a stream, ``under`` another name if one is given."""
+def stream_saved(checkpoint: Checkpoint, name: str, region: Region | None = None) -> Stream:
+    """Returns a saved tensor, or a region of one, as a stream."""
     return Stream(
-        name=name if under is None else under,
-        shape=checkpoint.manifest.tensors[name].shape,
+        name=name,
+        region=whole_region(checkpoint.manifest.tensors[name].shape) if region is None else region,
         dtype=checkpoint.dtype(name),
-        read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name)),
+        read=lambda: (host_bytes(window) for window in stream_region(checkpoint, name, region)),
     )
 
 
@@ -68,7 +66,7 @@ def stream_made(name: str, shape: Sequence[int], dtype: torch.dtype, make: Calla
         for first in range(0, flat.numel(), step):
             yield host_bytes(flat[first : first + step])
 
-    return Stream(name=name, shape=tuple(shape), dtype=dtype, read=read)
+    return Stream(name=name, region=whole_region(shape), dtype=dtype, read=read)
 
 
 def write_safetensors(path: Path, streams: Sequence[Stream], metadata: Mapping[str, str], progress: Progress) -> None:
@@ -79,7 +77,7 @@ def write_safetensors(path: Path, streams: Sequence[Stream], metadata: Mapping[s
 
 def write_checkpoint(
     folder: Path,
-    ranks: Sequence[Sequence[StreamedPiece]],
+    ranks: Sequence[Sequence[Stream]],
     plain: State,
     *,
     own: Sequence[Any] | None = None,
@@ -104,10 +102,10 @@ def write_checkpoint(
     check_parent(folder)
     is_new = not is_remote(folder) and not folder.exists()
     try:
-        for target, pieces in zip(targets, ranks, strict=True):
+        for target, streams in zip(targets, ranks, strict=True):
             found = plain.found if target.rank == 0 else {}
             values = {"dict": []} if own is None else own[target.rank]
-            write_rank(target, pieces, replace(plain, own=values, found=found), progress)
+            write_rank(target, streams, replace(plain, own=values, found=found), progress)
         commit(first, plain)
     except BaseException as error:
         discard(first)

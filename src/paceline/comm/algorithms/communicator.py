@@ -15,6 +15,10 @@ element is summed by one rank and then copied: the same bits on every rank.
 
 Ring, halving-doubling and, on hosts of as many ranks each, hierarchical have forms of reduce-scatter and all-gather
 too, and ring (rank to rank) and tree of broadcast; all other verbs are those of the inner communicator.
+
+With a communicator of its own inside every host (for CPUs, shared memory) the hierarchical all-reduce is a
+reduce-scatter inside, a ring across, and an all-gather inside. The three follow one another, and operations are
+finished in the order of issue, so that no two ranks ever wait for each other on different levels.
 """
 
 from __future__ import annotations
@@ -33,15 +37,16 @@ from paceline.cluster.costs import (
     fastest_broadcast,
     fastest_scatter,
 )
-from paceline.cluster.measured import Choice, MeasuredTable
+from paceline.cluster.measured import MeasuredTable
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
-from paceline.comm.algorithms.rounds import ElementRange, Round, cut
-from paceline.comm.algorithms.topology import Topology, state_topology
-from paceline.comm.base import DONE, Communicator, ReduceOp, Work
-from paceline.comm.group import WrappedCommunicator, check_peer, check_pieces, check_reduction
-from paceline.errors import UsageError, did_you_mean
+from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
+from paceline.comm.base import DONE, Call, Communicator, ReduceOp, Work
+from paceline.comm.group import WrappedCommunicator, check_reduction
+from paceline.comm.objects import reduce_number
+from paceline.comm.shared.communicator import SharedMemoryCommunicator
+from paceline.errors import CommunicationError, UsageError, did_you_mean
 
 AlgorithmName: TypeAlias = Literal["ring", "tree", "halving_doubling", "hierarchical", "auto"]
 _NAMES: tuple[AlgorithmName, ...] = get_args(AlgorithmName)
@@ -56,7 +61,7 @@ _ALL_GATHER: dict[Algorithm, _Form] = {
     "halving_doubling": rounds.doubling_all_gather,
     "hierarchical": rounds.hierarchical_all_gather,
 }
-# Far from the tags of users and those of ``gloo.py``. A tag says which operation and lane a message belongs to.
+# Far from the tags of users and those of ``torch_dist.py``. A tag says which operation and lane a message belongs to.
 _FIRST_TAG = 2**29
 _MOST_LANES = 48
 _RING_LANES = 8
@@ -84,7 +89,21 @@ class AlgorithmCommunicator(WrappedCommunicator):
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
     ) -> None:
-        _check(inner, algorithm, topology, chunk_bytes, is_whole=in_flight is None)
+        if algorithm not in _NAMES:
+            hint = did_you_mean(algorithm, _NAMES, "take one of these")
+            raise UsageError(f"algorithm {algorithm!r} is not one of {', '.join(_NAMES)}\n  {hint}")
+        if chunk_bytes < 1:
+            raise UsageError(f"chunk_bytes = {chunk_bytes}: a chunk has at least one byte")
+        if topology is not None and sorted(r for host in topology.hosts for r in host) != list(range(inner.size)):
+            raise UsageError(f"topology {topology.hosts} on {inner.size} ranks: it names each of them once")
+        has_hosts = topology is not None and len(topology.hosts) > 1
+        is_whole = in_flight is None  # and no subgroup: there, hosts may be gone
+        if is_whole and algorithm == "hierarchical" and inner.size > 1 and not has_hosts:
+            known = "no topology" if topology is None else f"all {inner.size} ranks on one host"
+            raise UsageError(
+                f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"
+                "  give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
+            )
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
@@ -95,60 +114,67 @@ class AlgorithmCommunicator(WrappedCommunicator):
         self._placement = self.topology.placement
         self._table = table
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        check_reduction("all_reduce", tensor.dtype, op)
-        if not tensor.numel():
+    def issue(self, call: Call) -> Work:
+        """Makes a collective of messages, where there is an algorithm for it.
+
+        The work of any other is finished after the operations that were issued before it.
+        """
+        if call.kind in ("all_reduce", "reduce_scatter"):
+            check_reduction(call.kind, call.tensor.dtype, call.op)
+        make = MADE.get(call.kind)
+        if make is not None and not call.whole.numel():
             return DONE
-        algorithm = "native" if self.size == 1 else self._choose_all_reduce(tensor)
+        work = None if make is None or self.size == 1 else getattr(self, make)(call)
+        if work is None:
+            work, before = self.inner.issue(call), self._in_flight.newest()
+            work = work if before is None else WorkBehind(work, self._in_flight, before)
+        return work
+
+    def _make_all_reduce(self, call: Call) -> Work | None:
+        tensor = call.tensor
+        if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
+            algorithm = self._table.fastest(tensor.nbytes)
+        else:
+            algorithm = self._choose(fastest_all_reduce, tensor)
         if algorithm == "native":
-            return super().all_reduce(tensor, op)
+            return None
         flat = _flat(tensor)
         spans = cut((0, flat.numel()), self._num_lanes(algorithm, flat))
         lanes = [lane for span in spans for lane in self._all_reduce_rounds(algorithm, span)]
-        return self._issue("all_reduce", algorithm, flat, lanes, lambda: _put_back(tensor, flat), op)
+        return self._start(call, algorithm, flat, lanes, lambda: _put_back(tensor, flat))
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Puts this rank's slice of the reduction into ``output``. Takes a copy of ``tensor``, to add up in."""
-        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        check_reduction("reduce_scatter", tensor.dtype, op)
-        if not tensor.numel():
-            return DONE
-        algorithm = self._choose(fastest_scatter, tensor)
+    def _make_reduce_scatter(self, call: Call) -> Work | None:
+        """Takes a copy of the tensor, to add up in."""
+        algorithm = self._choose(fastest_scatter, call.tensor)
         if not self._scatters(algorithm):
-            return super().reduce_scatter(output, tensor, op)
-        flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
+            return None
+        flat = call.tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
         slices = cut((0, flat.numel()), self.size)
         lanes = self._slice_lanes(_REDUCE_SCATTER, algorithm, flat, slices)
         own = flat[slice(*slices[self.rank])]
-        return self._issue("reduce_scatter", algorithm, flat, lanes, lambda: _put_back(output, own), op)
+        return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, own))
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        if not output.numel():
-            return DONE
-        algorithm = self._choose(fastest_scatter, output)
+    def _make_all_gather(self, call: Call) -> Work | None:
+        algorithm, tensor = self._choose(fastest_scatter, call.output), call.tensor
         if not self._scatters(algorithm):
-            return super().all_gather(output, tensor)
-        flat = _flat(output)
+            return None
+        flat = _flat(call.output)
         slices = cut((0, flat.numel()), self.size)
         own = flat[slice(*slices[self.rank])]
         if own.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
             own.copy_(tensor.detach().reshape(-1))
         lanes = self._slice_lanes(_ALL_GATHER, algorithm, flat, slices)
-        return self._issue("all_gather", algorithm, flat, lanes, lambda: _put_back(output, flat))
+        return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.output, flat))
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        check_peer("broadcast from", source, self.size)
-        if not tensor.numel():
-            return DONE
-        algorithm = self._choose(fastest_broadcast, tensor)
-        if algorithm not in ("ring", "tree") or self.size == 1:
-            return super().broadcast(tensor, source)
-        flat = _flat(tensor)
-        tree = chain(self.size, source) if algorithm == "ring" else rooted_tree(self.size, source)
+    def _make_broadcast(self, call: Call) -> Work | None:
+        algorithm = self._choose(fastest_broadcast, call.tensor)
+        if algorithm not in ("ring", "tree"):
+            return None
+        flat = _flat(call.tensor)
+        tree = chain(self.size, call.peer) if algorithm == "ring" else rooted_tree(self.size, call.peer)
         spans = cut((0, flat.numel()), self._num_lanes("tree", flat))
         lanes = [rounds.tree_broadcast(self.rank, tree, span) for span in spans]
-        return self._issue("broadcast", algorithm, flat, lanes, lambda: _put_back(tensor, flat))
+        return self._start(call, algorithm, flat, lanes, lambda: _put_back(call.tensor, flat))
 
     def barrier(self) -> None:
         """Finishes what is in flight, and returns when every rank has called it."""
@@ -156,7 +182,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         self.inner.barrier()
 
     def split(self, ranks: Sequence[int]) -> AlgorithmCommunicator:
-        """Makes a subgroup with the same algorithm, on what is left of the topology."""
         return AlgorithmCommunicator(
             self.inner.split(ranks),
             self.algorithm,
@@ -166,11 +191,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
             in_flight=self._in_flight,
             table=self._table,
         )
-
-    def _choose_all_reduce(self, tensor: torch.Tensor) -> Choice:
-        if self.algorithm == "auto" and self._table is not None and self._table.where == self._placement:
-            return self._table.fastest(tensor.nbytes)
-        return self._choose(fastest_all_reduce, tensor)
 
     def _choose(self, fastest: Callable[[float, Placement, Wires], Algorithm], tensor: torch.Tensor) -> Algorithm:
         if self.algorithm != "auto":
@@ -193,8 +213,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
     def _scatters(self, algorithm: Algorithm) -> bool:
         """Says whether an algorithm has a reduce-scatter and an all-gather for these ranks."""
         if algorithm == "hierarchical":
-            return self.size > 1 and len({len(host) for host in self.topology.hosts}) == 1
-        return self.size > 1 and algorithm != "tree"
+            return len({len(host) for host in self.topology.hosts}) == 1
+        return algorithm != "tree"
 
     def _num_lanes(self, algorithm: Algorithm, flat: torch.Tensor) -> int:
         """One for each chunk of a message. A tree passes on chunk by chunk; others add one and send one."""
@@ -211,52 +231,29 @@ class AlgorithmCommunicator(WrappedCommunicator):
         parts = zip(*(cut(each, self._num_lanes("ring", flat)) for each in slices), strict=True)
         return [forms[algorithm](*place, part) for part in parts]
 
-    def _issue(
+    def _start(
         self,
-        kind: str,
+        call: Call,
         algorithm: Algorithm,
         flat: torch.Tensor,
         lanes: Sequence[list[Round]],
         deliver: Callable[[], None],
-        op: ReduceOp = "sum",
     ) -> Work:
         first = _FIRST_TAG + (self._num_issued % _MOST_OPERATIONS) * _MOST_LANES
         self._num_issued += 1
-        comm = self._messages(kind, algorithm, flat, lanes)
-        made = [MessageLane(comm, flat, lane, op, first + number) for number, lane in enumerate(lanes)]
+        comm = self._messages(call, algorithm, lanes)
+        made = [MessageLane(comm, flat, lane, call.op, first + number) for number, lane in enumerate(lanes)]
         # NCCL carries out what is posted in the order of posting: there, all lanes receive at once.
-        is_held_back = kind == "all_reduce" and algorithm == "tree" and self.device.type == "cpu"
+        is_held_back = call.kind == "all_reduce" and algorithm == "tree" and self.device.type == "cpu"
         return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
 
-    def _messages(
-        self, kind: str, algorithm: Algorithm, flat: torch.Tensor, lanes: Sequence[list[Round]]
-    ) -> Communicator:
+    def _messages(self, call: Call, algorithm: Algorithm, lanes: Sequence[list[Round]]) -> Communicator:
         """Returns what carries the messages of an operation."""
-        del kind, algorithm, flat, lanes
+        del call, algorithm, lanes
         return self.inner
 
-    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: object) -> Work:
-        """Calls a verb of ``inner``, whose work is finished after the operations that were issued before it."""
-        work, before = super()._pass_on(kind, whole, verb, *arguments), self._in_flight.newest()
-        return work if before is None else WorkBehind(work, self._in_flight, before)
 
-
-def _check(inner: Communicator, algorithm: str, topology: Topology | None, chunk_bytes: int, *, is_whole: bool) -> None:
-    """Raises UsageError for what cannot be; hosts are asked for where the group is whole, and no subgroup."""
-    if algorithm not in _NAMES:
-        hint = did_you_mean(algorithm, _NAMES, "take one of these")
-        raise UsageError(f"algorithm {algorithm!r} is not one of {', '.join(_NAMES)}\n  {hint}")
-    if chunk_bytes < 1:
-        raise UsageError(f"chunk_bytes = {chunk_bytes}: a chunk has at least one byte")
-    if topology is not None and sorted(r for host in topology.hosts for r in host) != list(range(inner.size)):
-        raise UsageError(f"topology {topology.hosts} on {inner.size} ranks: it names each of them once")
-    has_hosts = topology is not None and len(topology.hosts) > 1
-    if is_whole and algorithm == "hierarchical" and inner.size > 1 and not has_hosts:
-        known = "no topology" if topology is None else f"all {inner.size} ranks on one host"
-        raise UsageError(
-            f"algorithm 'hierarchical' with {known}: it reduces inside hosts and then across them\n"
-            "  give a topology of at least two hosts (state_topology, detect_topology), or take another algorithm"
-        )
+MADE = {kind: f"_make_{kind}" for kind in ("all_reduce", "reduce_scatter", "all_gather", "broadcast")}
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -267,3 +264,61 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
     if tensor.data_ptr() != flat.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
+
+
+def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300.0) -> Communicator | None:
+    """Returns this rank's host as a group that shares memory; None where some host's ranks cannot.
+
+    Called by every rank. Virtual ranks, ranks on GPUs, one rank to a host and hosts of different sizes have none.
+    """
+    sizes = {len(host) for host in topology.hosts}
+    if comm.device.type != "cpu" or not comm.takes_real_time or len(sizes) != 1 or sizes == {1}:
+        return None
+    host = next(host for host in topology.hosts if comm.rank in host)
+    local: Communicator | None
+    try:
+        local = SharedMemoryCommunicator.join(comm.split(host), timeout_s=timeout_s)
+    except CommunicationError:
+        local = None
+    return local if reduce_number(comm, local is not None, "min") else None
+
+
+class TwoLevelCommunicator(AlgorithmCommunicator):
+    """Reduces inside hosts through ``local``, and across them by messages of ``inner``.
+
+    All other verbs, and the groups that are split off, are those of the hierarchical algorithm on messages alone.
+    """
+
+    def __init__(self, inner: Communicator, topology: Topology, local: Communicator) -> None:
+        super().__init__(inner, "hierarchical", topology)
+        if {len(host) for host in topology.hosts} != {local.size}:
+            raise UsageError(
+                f"hosts {topology.hosts} and a group of {local.size} ranks on this one: every host has as many ranks"
+            )
+        self._local = local
+        peers = [host[local.rank] for host in topology.hosts]
+        self._across = AlgorithmCommunicator(inner.split(peers), "ring")
+
+    def _make_all_reduce(self, call: Call) -> Work:
+        tensor, op = call.tensor, call.op
+        whole = self._whole(tensor)
+        piece = torch.empty(whole.numel() // self._local.size, dtype=whole.dtype)
+        first = self._local.reduce_scatter(piece, whole, "sum" if op == "avg" else op)
+        return self._in_flight.issue([], lambda: self._go_on(tensor, whole, piece, op, first))
+
+    def _whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the elements one after another, so many that every rank of a host has as large a piece."""
+        flat = tensor.detach().contiguous().view(-1)
+        short = -flat.numel() % self._local.size
+        if not short:
+            return flat
+        return torch.cat([flat, flat[-1:].expand(short)])  # the last again: also for the smallest and the largest
+
+    def _go_on(self, tensor: torch.Tensor, whole: torch.Tensor, piece: torch.Tensor, op: ReduceOp, first: Work) -> None:
+        first.wait()
+        self._across.all_reduce(piece, "sum" if op == "avg" else op).wait()
+        if op == "avg":
+            piece.div_(self.size)
+        self._local.all_gather(whole, piece).wait()
+        if whole.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(whole[: tensor.numel()].view(tensor.shape))

@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -42,9 +41,10 @@ class MessageLane:
         self._op = op
         self._tag = tag
         self._ahead = 1 if comm.device.type == "cpu" else 0  # see [Note: ahead]
-        longest = max((sum(m.stop - m.start for m in each.sums) for each in rounds), default=0)
+        longest = max((sum(_lengths(each.sums)) for each in rounds), default=0)
         self._scratch = [torch.empty(longest, dtype=flat.dtype, device=flat.device) for _ in range(self._ahead + 1)]
-        self._arriving: deque[_Arriving] = deque()  # of the rounds from the one that is finished next
+        # Of the rounds from the one that is finished next: all that is received, and the pieces to be added.
+        self._arriving: deque[tuple[list[Work], list[torch.Tensor]]] = deque()
         self._num_received = 0  # rounds whose receives are posted
         self._sends: list[Work] = []
 
@@ -63,21 +63,26 @@ class MessageLane:
     def receive(self, number: int) -> None:
         """Posts what the rounds up to this one receive, and what may be posted ahead of it."""
         while self._num_received < min(number + self._ahead + 1, self.num_rounds):
-            scratch = self._scratch[self._num_received % len(self._scratch)]
-            self._arriving.append(self._post_receives(self._rounds[self._num_received], scratch))
+            this = self._rounds[self._num_received]
+            free = self._scratch[self._num_received % len(self._scratch)]
+            copied = [self._flat[message.start : message.stop] for message in this.copies]
+            added = list(torch.split(free[: sum(lengths)], lengths)) if (lengths := _lengths(this.sums)) else []
+            pairs = zip((*this.copies, *this.sums), (*copied, *added), strict=True)
+            works = [self._comm.recv(piece, message.peer, self._tag) for message, piece in pairs if piece.numel()]
+            self._arriving.append((works, [piece for piece in added if piece.numel()]))
             self._num_received += 1
 
     def finish(self, number: int) -> None:
         """Waits for what a round receives, and adds it up."""
         if number >= self.num_rounds:
             return
-        arriving = self._arriving.popleft()
-        for work in arriving.works:
+        works, pieces = self._arriving.popleft()
+        for work in works:
             work.wait()
-        if arriving.pieces:
+        if pieces:
             this = self._rounds[number]
             divisor = self._comm.size if self._op == "avg" and this.is_total else 1
-            combine(self._flat[this.sums[0].start : this.sums[0].stop], arriving.pieces, self._op, divisor)
+            combine(self._flat[this.sums[0].start : this.sums[0].stop], pieces, self._op, divisor)
 
     def close(self) -> None:
         """Waits until everything has left, and lets go of the memory."""
@@ -92,28 +97,9 @@ class MessageLane:
                 piece = self._flat[message.start : message.stop]
                 self._sends.append(self._comm.send(piece, message.peer, self._tag))
 
-    def _post_receives(self, this: Round, scratch: torch.Tensor) -> _Arriving:
-        works, pieces = [], []
-        for message in this.copies:
-            if message.stop > message.start:
-                piece = self._flat[message.start : message.stop]
-                works.append(self._comm.recv(piece, message.peer, self._tag))
-        used = 0
-        for message in this.sums:
-            length = message.stop - message.start
-            if length:
-                piece = scratch[used : used + length]
-                used += length
-                pieces.append(piece)
-                works.append(self._comm.recv(piece, message.peer, self._tag))
-        return _Arriving(works, pieces)
 
-
-class _Arriving(NamedTuple):
-    """What a round receives: all of it, and of that the pieces that are to be added."""
-
-    works: list[Work]
-    pieces: list[torch.Tensor]
+def _lengths(messages: Sequence[Message]) -> list[int]:
+    return [message.stop - message.start for message in messages]
 
 
 class InFlight:
@@ -135,7 +121,6 @@ class InFlight:
         return operation
 
     def newest(self) -> RoundsWork | None:
-        """Returns the operation that was issued last, if it is not finished."""
         return self._operations[-1] if self._operations else None
 
     def finish_through(self, operation: RoundsWork | None) -> None:
@@ -170,7 +155,11 @@ class RoundsWork:
         self.is_finished = True
         try:
             for number in range(max((lane.num_rounds for lane in self._lanes), default=0)):
-                self._go_through(number)
+                for place, lane in enumerate(self._lanes):  # the next round is posted as soon as a lane has finished
+                    lane.finish(number)
+                    if place + self._window < len(self._lanes):
+                        self._lanes[place + self._window].receive(number)
+                    lane.post(number + 1, receives=place < self._window)
             for lane in self._lanes:
                 lane.close()
             if self._deliver is not None:
@@ -180,14 +169,6 @@ class RoundsWork:
             raise
         finally:
             self._lanes, self._deliver = [], None
-
-    def _go_through(self, number: int) -> None:
-        """Finishes a round of all lanes, and posts the next one."""
-        for place, lane in enumerate(self._lanes):
-            lane.finish(number)
-            if place + self._window < len(self._lanes):
-                self._lanes[place + self._window].receive(number)
-            lane.post(number + 1, receives=place < self._window)
 
 
 @dataclass(slots=True, eq=False)

@@ -7,26 +7,49 @@ Error feedback: what a rank did not send of a gradient is added to its next one.
 Memory: one residual for each compressed element, and while a pass is under way the vector too. Between two passes both
 are kept, old and new: a pass whose gradients are dropped (memory ran out, a gradient was not finite) leaves no trace.
 
-The residuals are in units of the gradient's average over ranks: what N ranks have not sent yet is the *mean* of
-their residuals. So another number of ranks goes on with that mean on every rank.
-
-Where gradients are sharded inside a group and averaged across groups (hybrid), a bucket is a slice: residuals
-are of that slice, and the ranks that average are the replicas.
+What N ranks have not sent yet is the *mean* of their residuals. A residual is saved as one tensor with a row for each
+replica, whole and free of ranks: as many replicas go on with their own rows, another number with the mean of all. Where
+gradients are sharded inside a group and averaged across groups (hybrid), a bucket and its residuals are slices, and the
+ranks that average are the replicas. Factors of PowerSGD are the same in all replicas, and differ by slice. They are
+where an iteration starts, and nothing is lost by a start from elsewhere: a rank takes the one of its slice, or of the
+last one that begins before it. A checkpoint holds N times the compressed gradients; nothing is sent for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from paceline.comm.base import DONE, BucketShape, Communicator, Work
-from paceline.comm.compress import state
-from paceline.comm.compress.exchange import ExchangeContext, ExchangeRounds, VectorPart
-from paceline.comm.compress.policies import make_policy
+from paceline.comm.compress.policies import ExchangeContext, ExchangeRounds, Policy, VectorPart
+from paceline.errors import CheckpointError
 from paceline.plan.layout import Compression
-from paceline.shards import Shard, Slot
+from paceline.shards import Region, Shard, Slot, whole_region
+
+_RESIDUAL = "residual/"
+_FACTOR = "factor/"
+
+
+class TensorSource(Protocol):
+    """Saved tensors, by name."""
+
+    def shapes(self, prefix: str = "") -> dict[str, tuple[int, ...]]:
+        """Returns the shapes of the tensors whose names begin so, by what follows."""
+
+    def read(self, name: str, region: Region | None = None) -> torch.Tensor:
+        """Returns a region of a tensor, flat, or a whole one; zeros where nobody has saved anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPiece:
+    """What a rank has of a tensor: ``size`` of its ``whole`` elements, from ``begin`` on, in the order of memory."""
+
+    begin: int
+    size: int
+    whole: int
 
 
 class Compressor:
@@ -34,16 +57,16 @@ class Compressor:
 
     def __init__(self, settings: Compression) -> None:
         self.settings = settings
-        self.policy = make_policy(settings)
+        self.policy = Policy(settings)
         self.step = 0
         self.factors: dict[str, torch.Tensor] = {}
         self.residuals: dict[str, torch.Tensor] = {}  # by tensor, so that they outlive the buckets
-        self._pieces: dict[str, state.TensorPiece] = {}
+        self.current = _GradientPass()
+        self._pieces: dict[str, TensorPiece] = {}
         self._is_sharded = False
         self._replicas: Communicator | None = None
-        self._pass = _GradientPass()
 
-    # What engines call.
+    # What engines call: see ``GradientCompression``.
 
     def bind(self, buckets: Sequence[BucketShape], replicas: Communicator | None = None) -> list[_Bucket]:
         bound = [_Bucket(self, shape) for shape in buckets]
@@ -57,24 +80,23 @@ class Compressor:
 
         A gradient that is not finite may lie in the slice of another of the ``shards``: they tell one another.
         """
-        self._pass.is_ended = True
+        self.current.is_ended = True
         if shards is not None and shards.size > 1:
-            known = self._pass.is_finite
+            known = self.current.is_finite
             flag = torch.ones(1, device=shards.device) if known is None else known.to(shards.device).float().view(1)
             shards.all_reduce(flag, "min").wait()
-            self._pass.is_finite = None if known is None else flag[0] > 0
+            self.current.is_finite = None if known is None else flag[0] > 0
 
     def abandon_pass(self) -> None:
-        if not self._pass.is_ended:
-            self._pass = _GradientPass()
+        if not self.current.is_ended:
+            self.roll_back()
 
     def roll_back(self) -> None:
-        self._pass = _GradientPass()
+        self.current = _GradientPass()
 
     def keep_residuals(self, names: Sequence[str]) -> None:
-        """Keeps the residuals of tensors whose average is not used as they were."""
         for name in names:
-            self._pass.residuals.pop(name, None)
+            self.current.residuals.pop(name, None)
 
     # State.
 
@@ -86,63 +108,85 @@ class Compressor:
 
     def held(self) -> list[torch.Tensor]:
         """Returns what is kept between two passes: residuals and factors, of the last pass and of the one before."""
-        kept = [self.residuals, self._pass.residuals, self.factors, self._pass.factors]
+        kept = [self.residuals, self.current.residuals, self.factors, self.current.factors]
         return [tensor for tensors in kept for tensor in tensors.values()]
 
     def shards(self, comm: Communicator) -> Iterator[Shard]:
-        """Yields this rank's residuals, and its factors, to be saved. ``comm`` has all ranks."""
+        """Yields this rank's interval of its replica's row of residuals, and its factors. ``comm`` has all ranks."""
         self.apply_ended_pass()
-        yield from state.residual_shards(self.residuals, self._pieces, self._replica(comm))
-        yield from state.factor_shards(self.factors, self._pieces, self._replica(comm))
+        replicas = self._replicas or comm
+        for name, residual in self.residuals.items():
+            piece = self._piece(name, residual.numel())
+            begin = replicas.rank * piece.whole + piece.begin
+            region = Region(shape=(replicas.size, piece.whole), begin=begin, end=begin + piece.size)
+            yield Shard(name=_RESIDUAL + name, region=region, tensor=residual)
+        for name, factor in self.factors.items():  # the first replica writes them, by the place where a slice begins
+            label, copy = f"{_FACTOR}{name}/{self._piece(name).begin}", 0 if replicas.rank == 0 else None
+            yield Shard(name=label, region=whole_region(tuple(factor.shape)), tensor=factor, copy=copy)
 
-    def load(self, source: state.TensorSource, step: int, comm: Communicator) -> None:
+    def load(self, source: TensorSource, step: int, comm: Communicator, prefix: str = "") -> None:
         """Goes on from what ``shards`` of any ranks gave: each replica with its own row, or with the mean of all.
 
         Raises CheckpointError where a tensor has another size now; nothing is loaded then.
         """
-        held = None if not self._is_sharded else self._pieces.keys()
-        residuals = {}
-        if self.settings.error_feedback:
-            residuals = state.read_residuals(source, self._pieces, held, self._replica(comm))
-        factors = state.read_factors(source, self._pieces, held)
-        self._pass = _GradientPass()
+        residuals = self._read_residuals(source, prefix + _RESIDUAL, comm) if self.settings.error_feedback else {}
+        begins: dict[str, list[int]] = {}
+        for label in source.shapes(prefix + _FACTOR):
+            name, _, place = label.rpartition("/")
+            begins.setdefault(name, []).append(int(place))
+        factors = {}
+        for name, known in begins.items():
+            if self._holds(name):
+                begin = self._piece(name).begin
+                nearest = max((each for each in known if each <= begin), default=min(known))
+                factors[name] = source.read(f"{prefix}{_FACTOR}{name}/{nearest}")
+        self.roll_back()
         self.step = step
         self.residuals = {name: each.to(comm.device) for name, each in residuals.items()}
         self.factors = {name: each.to(comm.device) for name, each in factors.items()}
 
-    def _replica(self, comm: Communicator) -> tuple[int, int]:
-        """Returns which replica this rank belongs to, and how many there are."""
-        replicas = self._replicas or comm
-        return replicas.rank, replicas.size
+    def _read_residuals(self, source: TensorSource, prefix: str, comm: Communicator) -> dict[str, torch.Tensor]:
+        replicas, found = self._replicas or comm, {}
+        for name, (num_rows, whole) in source.shapes(prefix).items():
+            if not self._holds(name):
+                continue
+            piece = self._piece(name, whole)
+            if piece.whole != whole:
+                raise CheckpointError(
+                    f"the residual of {name} has {whole} elements, the tensor {piece.whole}\n"
+                    "  the residuals of compression belong to one model\n  resume with the config of the run"
+                )
+            rows = [replicas.rank] if num_rows == replicas.size else range(num_rows)
+            begins = [row * whole + piece.begin for row in rows]
+            regions = [Region(shape=(num_rows, whole), begin=begin, end=begin + piece.size) for begin in begins]
+            read = [source.read(prefix + name, region) for region in regions]
+            found[name] = read[0] if len(read) == 1 else torch.stack(read).mean(dim=0)
+        return found
+
+    def _holds(self, name: str) -> bool:
+        return not self._is_sharded or name in self._pieces
+
+    def _piece(self, name: str, numel: int = 0) -> TensorPiece:
+        """Returns what this rank has of a tensor: all of it, where no bucket cuts it."""
+        return self._pieces.get(name) or TensorPiece(begin=0, size=numel, whole=numel)
 
     # One pass.
 
-    def add_work(self, work: _BucketWork) -> None:
-        self._pass.works.append(work)
-
     def advance(self) -> None:
         """Issues the second rounds of all buckets under way, in the order in which they left."""
-        works, self._pass.works = self._pass.works, []
+        works, self.current.works = self.current.works, []
         for work in works:
             work.advance()
-
-    def note(
-        self, is_finite: torch.Tensor, residuals: dict[str, torch.Tensor], factors: dict[str, torch.Tensor]
-    ) -> None:
-        """Keeps what a bucket did not send, until the pass is known to count."""
-        known = self._pass.is_finite
-        self._pass.is_finite = is_finite if known is None else known & is_finite
-        self._pass.residuals |= residuals if self.settings.error_feedback else {}
-        self._pass.factors |= factors
 
     def apply_ended_pass(self) -> None:
         """Brings an ended pass into force, unless a gradient was not finite: then its step was left out.
 
         The first bucket of a pass that leaves does this for the pass before.
         """
-        if not self._pass.is_ended:
+        if not self.current.is_ended:
             return
-        done, self._pass = self._pass, _GradientPass()
+        done = self.current
+        self.roll_back()
         self.step += 1
         is_finite = done.is_finite
         if is_finite is None or (is_finite.device.type == "cpu" and not is_finite):
@@ -172,9 +216,8 @@ class _Bucket:
     def __init__(self, owner: Compressor, shape: BucketShape) -> None:
         self.owner = owner
         self.compressed: list[slice] = []  # of the bucket's buffer, one for each part
-        self.whole: list[slice] = []
-        self.whole_names: list[str] = []
-        self.pieces: dict[str, state.TensorPiece] = {}
+        self.whole: dict[str, slice] = {}  # by tensor; the tail, which has no name, last
+        self.pieces: dict[str, TensorPiece] = {}
         parts, length = [], 0
         first, last = shape.shard or (0, shape.layout.length)
         for name, slot in zip(shape.names, shape.layout.slots, strict=True):
@@ -182,17 +225,16 @@ class _Bucket:
             if begin >= end:
                 continue
             place = slice(begin - first, end - first)
-            self.pieces[name] = state.TensorPiece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
+            self.pieces[name] = TensorPiece(begin=begin - slot.offset, size=end - begin, whole=slot.numel)
             part = _part(name, slot, self.pieces[name], length)
             if owner.settings.takes(name, slot.shape) and owner.policy.takes(part.rows, part.columns):
                 parts.append(part)
                 self.compressed.append(place)
                 length += part.size
             else:
-                self.whole.append(place)
-                self.whole_names.append(name)
+                self.whole[name] = place
         if shape.tail:
-            self.whole.append(slice(shape.layout.length - shape.tail, shape.layout.length))
+            self.whole[""] = slice(shape.layout.length - shape.tail, shape.layout.length)
         self.parts = tuple(parts)
 
     def start(self, buffer: torch.Tensor, comm: Communicator) -> Work:
@@ -201,17 +243,11 @@ class _Bucket:
         if self.parts and self.owner.step >= self.owner.settings.plain_steps:
             work.send_compressed(comm)
         else:
-            work.send_whole(comm)
-        self.owner.add_work(work)
+            work.whole, work.whole_work = buffer, comm.all_reduce(buffer, "avg")
+        self.owner.current.works.append(work)
         return work
 
-    def is_finite(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Says whether all tensors in the buffer are finite. What lies between them may be anything."""
-        sums = [buffer[place].sum() for place in self.whole + self.compressed]
-        return torch.stack(sums).sum().isfinite() if sums else torch.ones((), dtype=torch.bool, device=buffer.device)
-
     def split(self, vector: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns a vector's pieces by the names of their tensors."""
         return {part.name: vector[part.start : part.stop] for part in self.parts}
 
 
@@ -219,50 +255,47 @@ class _BucketWork:
     """A bucket under way: a vector in the policy's hands, and the rest in an all-reduce."""
 
     def __init__(self, bucket: _Bucket, buffer: torch.Tensor) -> None:
-        self.bucket = bucket
-        self.new_factors: dict[str, torch.Tensor] = {}
+        self.whole: torch.Tensor | None = None
+        self.whole_work: Work = DONE
+        self._bucket = bucket
         self._buffer = buffer
+        self._new_factors: dict[str, torch.Tensor] = {}
         self._vector: torch.Tensor | None = None
         self._rounds: ExchangeRounds | None = None  # what the policy still has to do
         self._round: Work = DONE
         self._num_later = 0  # rounds behind this one
-        self._whole: torch.Tensor | None = None
-        self._whole_work: Work | None = None
         self._sent_residuals: dict[str, torch.Tensor] = {}
         self._is_done = False
-
-    def send_whole(self, comm: Communicator) -> None:
-        self._whole = self._buffer
-        self._whole_work = comm.all_reduce(self._buffer, "avg")
 
     @torch.no_grad()
     def send_compressed(self, comm: Communicator) -> None:
         """Hands what is compressed to the policy, and averages the rest."""
-        bucket, owner, buffer = self.bucket, self.bucket.owner, self._buffer
+        bucket, owner, buffer = self._bucket, self._bucket.owner, self._buffer
+        residuals = owner.residuals
         if bucket.whole:
-            self._add_residuals()
-            self._whole = torch.cat([buffer[place] for place in bucket.whole])
-            self._whole_work = comm.all_reduce(self._whole, "avg")
+            # Tensors that travel whole may have residuals: they did not, in the run that this one goes on from.
+            for name, place in bucket.whole.items():
+                if name in residuals:
+                    buffer[place] += residuals[name]
+                    self._sent_residuals[name] = torch.zeros_like(residuals[name])
+            self.whole = torch.cat([buffer[place] for place in bucket.whole.values()])
+            self.whole_work = comm.all_reduce(self.whole, "avg")
         narrow = buffer.dtype in (torch.float16, torch.bfloat16)
         vector = torch.cat([buffer[place] for place in bucket.compressed]).to(torch.float32 if narrow else buffer.dtype)
-        pieces, residuals = bucket.split(vector), owner.residuals
+        pieces = bucket.split(vector)
         if names := [name for name in pieces if name in residuals]:
             torch._foreach_add_([pieces[name] for name in names], [residuals[name] for name in names])
         context = ExchangeContext(
-            parts=bucket.parts, step=owner.step, factors=owner.factors, new_factors=self.new_factors
+            settings=owner.settings,
+            parts=bucket.parts,
+            step=owner.step,
+            factors=owner.factors,
+            new_factors=self._new_factors,
         )
         self._vector = vector
         self._rounds = owner.policy.exchange(vector, context, comm)
         self._num_later = owner.policy.num_rounds - 1
         self._round = next(self._rounds)
-
-    def _add_residuals(self) -> None:
-        """Adds residuals to tensors that travel whole: they did not, in the run that this one goes on from."""
-        for name, place in zip(self.bucket.whole_names, self.bucket.whole, strict=False):
-            residual = self.bucket.owner.residuals.get(name)
-            if residual is not None:
-                self._buffer[place] += residual
-                self._sent_residuals[name] = torch.zeros_like(residual)
 
     @torch.no_grad()
     def advance(self) -> None:
@@ -274,25 +307,35 @@ class _BucketWork:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Puts the average into the bucket."""
+        """Puts the average into the bucket, and keeps what was not sent until the pass is known to count."""
         if self._is_done:
             return
         self._is_done = True
-        self.bucket.owner.advance()
-        is_finite = torch.ones((), dtype=torch.bool, device=self._buffer.device)
-        if self._whole is not None and self._whole_work is not None:
-            self._whole_work.wait()
-            if self._whole is self._buffer:
-                is_finite &= self.bucket.is_finite(self._buffer)
+        bucket, buffer, owner = self._bucket, self._buffer, self._bucket.owner
+        whole = list(bucket.whole.values())
+        owner.advance()
+        sums: list[torch.Tensor] = []
+        if self.whole is not None:
+            self.whole_work.wait()
+            if self.whole is buffer:  # what lies between its tensors may be anything
+                pieces = [buffer[place].sum() for place in whole + bucket.compressed]
+                sums = [torch.stack(pieces).sum()] if pieces else []
             else:
-                is_finite &= self._whole.sum().isfinite()
-                _put(self._buffer, self.bucket.whole, self._whole)
+                sums = [self.whole.sum()]
+                _put(buffer, whole, self.whole)
         if self._rounds is not None:
             mean = self._finish(self._rounds)
-            is_finite &= mean.sum().isfinite()
-            _put(self._buffer, self.bucket.compressed, mean)
-        left_over = {} if self._vector is None else self.bucket.split(self._vector)
-        self.bucket.owner.note(is_finite, left_over | self._sent_residuals, self.new_factors)
+            sums.append(mean.sum())
+            _put(buffer, bucket.compressed, mean)
+        is_finite = torch.ones((), dtype=torch.bool, device=buffer.device)
+        for each in sums:
+            is_finite &= each.isfinite()
+        changes = owner.current
+        changes.is_finite = is_finite if changes.is_finite is None else changes.is_finite & is_finite
+        if owner.settings.error_feedback:
+            left_over = {} if self._vector is None else bucket.split(self._vector)
+            changes.residuals |= left_over | self._sent_residuals
+        changes.factors |= self._new_factors
 
     def _finish(self, rounds: ExchangeRounds) -> torch.Tensor:
         self.advance()
@@ -306,22 +349,16 @@ class _BucketWork:
 
 
 def _put(buffer: torch.Tensor, places: Sequence[slice], values: torch.Tensor) -> None:
-    """Copies consecutive pieces of ``values`` to their places."""
     for place, piece in zip(places, torch.split(values, [place.stop - place.start for place in places]), strict=True):
         buffer[place].copy_(piece)
 
 
-def _part(name: str, slot: Slot, piece: state.TensorPiece, start: int) -> VectorPart:
-    """Returns the part of the vector that a piece of a tensor is."""
-    columns = slot.numel // _rows(slot)
+def _part(name: str, slot: Slot, piece: TensorPiece, start: int) -> VectorPart:
+    """Returns the part of the vector that a piece of a tensor is. A row is the outermost dim of its memory."""
+    rows = 1
+    if slot.shape and slot.numel:
+        rows = slot.shape[max(range(len(slot.shape)), key=lambda dim: (slot.stride[dim], slot.shape[dim]))]
+    columns = slot.numel // rows
     lead = piece.begin % columns
     rows = -(-(lead + piece.size) // columns)
     return VectorPart(name=name, start=start, size=piece.size, rows=rows, columns=columns, lead=lead)
-
-
-def _rows(slot: Slot) -> int:
-    """Returns the rows of a tensor's memory seen as a matrix: the size of its outermost dim there."""
-    if not slot.shape or not slot.numel:
-        return 1
-    outermost = max(range(len(slot.shape)), key=lambda dim: (slot.stride[dim], slot.shape[dim]))
-    return slot.shape[outermost]

@@ -1,8 +1,7 @@
 """How a flat vector is exchanged in fewer bytes: the policies by name, in three kinds.
 
-Few elements of many: the largest, a random choice, or all above a threshold.
-
-Bytes that a rank hands over for n float32 elements, of which it keeps k, against 4 n:
+Few elements of many: the largest, a random choice, or all above a threshold. Bytes that a rank hands over for n
+float32 elements, of which it keeps k, against 4 n:
 
     top-k, threshold    6 k + n / 16384     values, 16 bits of each index, and how many lie in each block of 65,536
     random-k            4 k                 values alone: all ranks draw the same indices from a shared seed
@@ -14,9 +13,7 @@ less between two ranks, and as much as a dense reduction at 133 ranks.
 Compute: top-k selects in O(n), random-k touches k elements, threshold takes two passes, and the host reads how many
 elements there are (a sync point).
 
-All elements in fewer bits: one bit, eight bits, or sixteen.
-
-Bytes that a rank hands over for n float32 elements, against 4 n:
+All elements in fewer bits: one bit, eight bits, or sixteen. Bytes of n float32 elements, against 4 n:
 
     sign        n / 8 + 4 a tensor      all-gathered: a rank sends (N-1) times that, 64 / N times less than dense
     int8        n + n / 64              twice: to the owner of each slice, and back; 3.94 times less at any N
@@ -24,9 +21,8 @@ Bytes that a rank hands over for n float32 elements, against 4 n:
 
 Compute: a few passes over the elements; sign unpacks the messages of all N ranks.
 
-PowerSGD: a matrix as the product of two thin ones, found by one power iteration a step (Vogels et al., 2019).
-
-For a matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m + n) bytes in place of 4 m n:
+PowerSGD: a matrix as the product of two thin ones, found by one power iteration a step (Vogels et al., 2019). For a
+matrix of m x n float32 elements and rank r, two all-reduces carry 4 r (m + n) bytes in place of 4 m n:
 
     P = M Q            averaged over ranks, then made orthonormal: the same on all of them
     Q = M' P           averaged over ranks, and kept: the next step starts from it (warm start)
@@ -40,76 +36,114 @@ A piece of a matrix that begins or ends inside a row is filled up with zeros; wh
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TypeAlias
 
 import torch
 
-from paceline.comm.base import Communicator
-from paceline.comm.compress.exchange import ExchangeContext, ExchangeRounds, Policy, VectorPart, as_bytes, seed_of
+from paceline.comm.base import Communicator, Work
 from paceline.errors import UsageError
 from paceline.plan.layout import COMPRESSIONS, Compression
 from paceline.shards import round_up
 
-# Few elements of many: the largest, a random choice, or all above a threshold.
+ExchangeRounds: TypeAlias = Generator[Work, None, torch.Tensor]
+Exchange: TypeAlias = "Callable[[torch.Tensor, ExchangeContext, Communicator], ExchangeRounds]"
+"""Compresses a vector, which it owns, and sends it on its way; all ranks have vectors of the same length.
+
+Yields every collective that it has issued, is resumed when that is done, and returns the average over the ranks, the
+same bits on each; the vector then holds what was not sent. The average of all that was sent and of all that was not is
+the average of the vectors, to rounding. What comes before the first ``yield`` runs as soon as the bucket is complete:
+only then can its bytes leave while backward goes on. What comes after the last one turns messages into a gradient,
+when the step waits for it. A second round is issued for all buckets before any is finished.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VectorPart:
+    """One tensor of the vector, or a piece of one: its name, where it lies, and the matrix that it is.
+
+    The matrix is the tensor's memory, row by row. Of a piece that begins inside a row, the first ``lead`` elements of
+    that row are missing, and it may end before its last row does.
+    """
+
+    name: str
+    start: int
+    size: int
+    rows: int
+    columns: int
+    lead: int = 0
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether its first or last row is not whole."""
+        return self.size != self.rows * self.columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeContext:
+    """What a policy needs beside the vector. ``new_factors`` takes what the next step gets as ``factors``."""
+
+    settings: Compression
+    parts: tuple[VectorPart, ...]
+    step: int
+    factors: dict[str, torch.Tensor]
+    new_factors: dict[str, torch.Tensor]
+
+
+def seed_of(step: int, name: str) -> int:
+    """Returns a seed that all ranks share and that differs by step and tensor."""
+    return zlib.crc32(f"{step} {name}".encode())
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 _BLOCK = 2**16  # elements whose place in a block fits into 16 bits
 _ALIGN = 8  # bytes: so that every message of a gathered row can be read as numbers of any dtype
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopK(Policy):
+def top_k(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends the share ``ratio`` of the elements that are largest in magnitude, at least one."""
-
-    ratio: float
-
-    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        del context
-        chosen = torch.topk(vector.abs(), num_kept(self.ratio, vector.numel()), sorted=False).indices
-        return _gather(vector, chosen.sort().values, chosen.numel(), comm)
+    chosen = torch.topk(vector.abs(), num_kept(context.settings.ratio, vector.numel()), sorted=False).indices
+    return _gather(vector, chosen.sort().values, chosen.numel(), comm)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Threshold(Policy):
+def above_threshold(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends the elements whose magnitude is at least ``threshold``; how many these are differs by rank and step."""
-
-    num_rounds: ClassVar[int] = 2
-    threshold: float
-
-    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        del context
-        chosen = (vector.abs() < self.threshold).logical_not_().nonzero().view(-1)  # sync point; takes NaN along
-        most = torch.tensor([chosen.numel()], device=vector.device)
-        yield comm.all_reduce(most, "max")
-        return (yield from _gather(vector, chosen, int(most.item()), comm))  # sync point
+    is_below = vector.abs() < context.settings.threshold
+    chosen = is_below.logical_not_().nonzero().view(-1)  # sync point; takes NaN along
+    most = torch.tensor([chosen.numel()], device=vector.device)
+    yield comm.all_reduce(most, "max")
+    return (yield from _gather(vector, chosen, int(most.item()), comm))  # sync point
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RandomK(Policy):
+def random_k(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends the share ``ratio`` of the elements, at least one, chosen anew in each step and alike on all ranks.
 
     The vector is cut into as many pieces as elements are sent, and one is drawn from each: every element has the same
     chance, none is drawn twice, and with ratio 1 all are.
     """
-
-    ratio: float
-
-    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        length = vector.numel()
-        kept = num_kept(self.ratio, length)
-        drawn = _draw(kept, seed_of(context.step, context.parts[0].name), vector.device)
-        edges = torch.arange(kept + 1, device=vector.device) * length // kept
-        first, width = edges[:-1], edges.diff()
-        chosen = first + torch.minimum((drawn * width).long(), width - 1)
-        values = vector[chosen]
-        # An element that is not finite may not be among the chosen: its step must be left out all the same.
-        values[:1] += vector.sum() * 0
-        yield comm.all_reduce(values, "avg")
-        mean = torch.zeros_like(vector)
-        mean[chosen] = values
-        vector[chosen] = 0
-        return mean
+    length = vector.numel()
+    kept = num_kept(context.settings.ratio, length)
+    drawn = _draw(kept, seed_of(context.step, context.parts[0].name), vector.device)
+    edges = torch.arange(kept + 1, device=vector.device) * length // kept
+    first, width = edges[:-1], edges.diff()
+    chosen = first + torch.minimum((drawn * width).long(), width - 1)
+    values = vector[chosen]
+    # An element that is not finite may not be among the chosen: its step must be left out all the same.
+    values[:1] += vector.sum() * 0
+    yield comm.all_reduce(values, "avg")
+    mean = torch.zeros_like(vector)
+    mean[chosen] = values
+    vector[chosen] = 0
+    return mean
 
 
 def _draw(count: int, seed: int, device: torch.device) -> torch.Tensor:
@@ -169,46 +203,36 @@ def _num_blocks(length: int) -> int:
     return max(1, -(-length // _BLOCK))
 
 
-# All elements in fewer bits: one bit, eight bits, or sixteen.
-
-
 BLOCK = 256  # elements that share a scale
 _LEVELS = 127
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cast(Policy):
-    """Sends the elements in a narrower dtype; backends add up in it too."""
+def cast(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
+    """Sends the elements in a narrower dtype; backends add up in it too.
 
-    dtype: torch.dtype
-
-    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        """Casts and reduces. Divided first, for a sum may leave the range of fp16 where the average does not."""
-        del context
-        message = (vector / comm.size).to(self.dtype)
-        vector.sub_(message, alpha=comm.size)
-        yield comm.all_reduce(message)
-        return message.to(vector.dtype)
+    Divided first, for a sum may leave the range of fp16 where the average does not.
+    """
+    message = (vector / comm.size).to(_HALVES[context.settings.policy])
+    vector.sub_(message, alpha=comm.size)
+    yield comm.all_reduce(message)
+    return message.to(vector.dtype)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sign(Policy):
+def signs(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends the signs, and for each tensor the mean magnitude of its elements. A zero counts as positive."""
-
-    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        parts = context.parts
-        scales = torch.stack([vector[part.start : part.stop].abs().mean() for part in parts])
-        bits = pack_bits(vector >= 0)
-        message = torch.cat([as_bytes(scales), bits])
-        vector.sub_(_signed(bits, scales, parts, vector.numel()))
-        received = torch.empty(comm.size * message.numel(), dtype=torch.uint8, device=vector.device)
-        yield comm.all_gather(received, message)
-        mean = torch.zeros_like(vector)
-        head = len(parts) * mean.element_size()
-        for row in received.view(comm.size, -1):
-            scales = row[:head].clone().view(mean.dtype)  # a copy: a row need not begin where a number may
-            mean.add_(_signed(row[head:], scales, parts, mean.numel()))
-        return mean.div_(comm.size)
+    parts = context.parts
+    scales = torch.stack([vector[part.start : part.stop].abs().mean() for part in parts])
+    bits = pack_bits(vector >= 0)
+    message = torch.cat([as_bytes(scales), bits])
+    vector.sub_(_signed(bits, scales, parts, vector.numel()))
+    received = torch.empty(comm.size * message.numel(), dtype=torch.uint8, device=vector.device)
+    yield comm.all_gather(received, message)
+    mean = torch.zeros_like(vector)
+    head = len(parts) * mean.element_size()
+    for row in received.view(comm.size, -1):
+        scales = row[:head].clone().view(mean.dtype)  # a copy: a row need not begin where a number may
+        mean.add_(_signed(row[head:], scales, parts, mean.numel()))
+    return mean.div_(comm.size)
 
 
 def pack_bits(bits: torch.Tensor) -> torch.Tensor:
@@ -222,52 +246,44 @@ def pack_bits(bits: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_bits(packed: torch.Tensor, length: int) -> torch.Tensor:
-    """Returns the first ``length`` bits as numbers, 0 or 1."""
     places = torch.arange(8, dtype=torch.uint8, device=packed.device)
     return ((packed.unsqueeze(1) >> places) & 1).view(-1)[:length]
 
 
 def _signed(bits: torch.Tensor, scales: torch.Tensor, parts: tuple[VectorPart, ...], length: int) -> torch.Tensor:
-    """Returns plus or minus the scale of each element's tensor."""
     signs = unpack_bits(bits, length).to(scales.dtype).mul_(2).sub_(1)
     for scale, part in zip(scales.unbind(), parts, strict=True):
         signs[part.start : part.stop] *= scale
     return signs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Int8(Policy):
+def int8(vector: torch.Tensor, _: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends whole numbers from -127 to 127, and the scale of each block of 256 elements.
 
     A rank owns a slice of the vector: it gets that slice from all ranks, adds up in the vector's own dtype, and sends
     the average back in eight bits. What its rounding loses is added to what the owner still has to send.
     """
-
-    num_rounds: ClassVar[int] = 2
-
-    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        del context
-        per_rank = -(-vector.numel() // (comm.size * BLOCK))
-        padded = vector.new_zeros(comm.size, per_rank * BLOCK)
-        padded.view(-1)[: vector.numel()] = vector
-        message = torch.stack([quantise(piece) for piece in padded])
-        sent = torch.stack([dequantise(piece, vector.dtype) for piece in message])
-        vector.sub_(sent.view(-1)[: vector.numel()])
-        del padded, sent
-        received = torch.empty_like(message)
-        yield comm.all_to_all(received, message)
-        total = dequantise(received[0], vector.dtype)
-        for each in received[1:]:
-            total += dequantise(each, vector.dtype)
-        answer = quantise(total.div_(comm.size))
-        error = total.sub_(dequantise(answer, total.dtype))
-        # What the second rounding lost of the average is in no other residual: this rank sends it for all.
-        mine = vector[comm.rank * error.numel() :][: error.numel()]
-        mine.add_(error[: mine.numel()], alpha=comm.size)
-        answers = torch.empty_like(message)
-        yield comm.all_gather(answers, answer)
-        whole = torch.stack([dequantise(each, vector.dtype) for each in answers])
-        return whole.view(-1)[: vector.numel()]
+    per_rank = -(-vector.numel() // (comm.size * BLOCK))
+    padded = vector.new_zeros(comm.size, per_rank * BLOCK)
+    padded.view(-1)[: vector.numel()] = vector
+    message = torch.stack([quantise(piece) for piece in padded])
+    sent = torch.stack([dequantise(piece, vector.dtype) for piece in message])
+    vector.sub_(sent.view(-1)[: vector.numel()])
+    del padded, sent
+    received = torch.empty_like(message)
+    yield comm.all_to_all(received, message)
+    total = dequantise(received[0], vector.dtype)
+    for each in received[1:]:
+        total += dequantise(each, vector.dtype)
+    answer = quantise(total.div_(comm.size))
+    error = total.sub_(dequantise(answer, total.dtype))
+    # What the second rounding lost of the average is in no other residual: this rank sends it for all.
+    mine = vector[comm.rank * error.numel() :][: error.numel()]
+    mine.add_(error[: mine.numel()], alpha=comm.size)
+    answers = torch.empty_like(message)
+    yield comm.all_gather(answers, answer)
+    whole = torch.stack([dequantise(each, vector.dtype) for each in answers])
+    return whole.view(-1)[: vector.numel()]
 
 
 def quantise(values: torch.Tensor) -> torch.Tensor:
@@ -287,44 +303,32 @@ def dequantise(message: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (numbers.to(dtype) * scales.to(dtype).unsqueeze(1)).view(-1)
 
 
-# PowerSGD: a matrix as the product of two thin ones, found by one power iteration a step (Vogels et al., 2019).
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PowerSGD(Policy):
+def power_sgd(vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
     """Sends two factors of ``rank`` columns for each matrix."""
-
-    num_rounds: ClassVar[int] = 2
-    rank: int
-
-    def takes(self, rows: int, columns: int) -> bool:
-        return self.rank * (rows + columns) < rows * columns
-
-    def exchange(self, vector: torch.Tensor, context: ExchangeContext, comm: Communicator) -> ExchangeRounds:
-        parts, rank = context.parts, self.rank
-        matrices = [_matrix(vector[part.start : part.stop], part) for part in parts]
-        starts = [_first_factor(part, context, rank, vector) for part in parts]
-        # In one buffer each, so that a bucket takes two collectives, however many matrices it has.
-        left_flat, lefts = _factors([part.rows for part in parts], rank, vector)
-        right_flat, rights = _factors([part.columns for part in parts], rank, vector)
-        for matrix, right, left in zip(matrices, starts, lefts, strict=True):
-            torch.mm(matrix, right, out=left)
-        del starts
-        yield comm.all_reduce(left_flat, "avg")
-        for matrix, left, right in zip(matrices, lefts, rights, strict=True):
-            left.copy_(torch.linalg.qr(left).Q)  # a zero column becomes a unit vector: an iteration never gets stuck
-            torch.mm(matrix.t(), left, out=right)
-        yield comm.all_reduce(right_flat, "avg")
-        mean = torch.empty_like(vector)
-        for part, left, right in zip(parts, lefts, rights, strict=True):
-            mine = mean[part.start : part.stop]
-            if part.is_ragged:
-                mine.copy_(torch.mm(left, right.t()).view(-1)[part.lead : part.lead + part.size])
-            else:
-                torch.mm(left, right.t(), out=mine.view(part.rows, part.columns))
-            context.new_factors[part.name] = right.clone()
-        vector.sub_(mean)
-        return mean
+    parts, rank = context.parts, context.settings.factor_rank
+    matrices = [_matrix(vector[part.start : part.stop], part) for part in parts]
+    starts = [_first_factor(part, context, rank, vector) for part in parts]
+    # In one buffer each, so that a bucket takes two collectives, however many matrices it has.
+    left_flat, lefts = _factors([part.rows for part in parts], rank, vector)
+    right_flat, rights = _factors([part.columns for part in parts], rank, vector)
+    for matrix, right, left in zip(matrices, starts, lefts, strict=True):
+        torch.mm(matrix, right, out=left)
+    del starts
+    yield comm.all_reduce(left_flat, "avg")
+    for matrix, left, right in zip(matrices, lefts, rights, strict=True):
+        left.copy_(torch.linalg.qr(left).Q)  # a zero column becomes a unit vector: an iteration never gets stuck
+        torch.mm(matrix.t(), left, out=right)
+    yield comm.all_reduce(right_flat, "avg")
+    mean = torch.empty_like(vector)
+    for part, left, right in zip(parts, lefts, rights, strict=True):
+        mine = mean[part.start : part.stop]
+        if part.is_ragged:
+            mine.copy_(torch.mm(left, right.t()).view(-1)[part.lead : part.lead + part.size])
+        else:
+            torch.mm(left, right.t(), out=mine.view(part.rows, part.columns))
+        context.new_factors[part.name] = right.clone()
+    vector.sub_(mean)
+    return mean
 
 
 def _matrix(values: torch.Tensor, part: VectorPart) -> torch.Tensor:
@@ -353,23 +357,32 @@ def _factors(lengths: list[int], rank: int, like: torch.Tensor) -> tuple[torch.T
 
 
 POLICIES = tuple(name for name in COMPRESSIONS if name != "none")
+_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_EXCHANGES: dict[str, Exchange] = {
+    "topk": top_k,
+    "randomk": random_k,
+    "threshold": above_threshold,
+    "powersgd": power_sgd,
+    "sign": signs,
+    "int8": int8,
+    "fp16": cast,
+    "bf16": cast,
+}
 
 
-def make_policy(settings: Compression) -> Policy:
-    """Makes the policy that the settings name. Raises UsageError where they name none."""
-    policies: dict[str, Policy] = {
-        "topk": TopK(ratio=settings.ratio),
-        "randomk": RandomK(ratio=settings.ratio),
-        "threshold": Threshold(threshold=settings.threshold),
-        "powersgd": PowerSGD(rank=settings.factor_rank),
-        "sign": Sign(),
-        "int8": Int8(),
-        "fp16": Cast(dtype=torch.float16),
-        "bf16": Cast(dtype=torch.bfloat16),
-    }
-    if settings.policy in policies:
-        return policies[settings.policy]
-    known = ", ".join(POLICIES)
-    raise UsageError(
-        f"compression policy = {settings.policy!r} is unknown\n  it is one of {known}\n  take one of these"
-    )
+class Policy:
+    """How vectors are exchanged, as the settings name it. Raises UsageError where they name none."""
+
+    def __init__(self, settings: Compression) -> None:
+        if settings.policy not in _EXCHANGES:
+            raise UsageError(
+                f"compression policy = {settings.policy!r} is unknown\n"
+                f"  it is one of {', '.join(POLICIES)}\n  take one of these"
+            )
+        self.exchange = _EXCHANGES[settings.policy]
+        self.num_rounds = 2 if settings.policy in ("threshold", "int8", "powersgd") else 1
+        self._smallest_rank = settings.factor_rank if settings.policy == "powersgd" else 0
+
+    def takes(self, rows: int, columns: int) -> bool:
+        """Says whether a matrix becomes smaller by this policy."""
+        return self._smallest_rank * (rows + columns) < rows * columns

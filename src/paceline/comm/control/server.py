@@ -5,26 +5,31 @@
 
 Every connection proves the job's secret before anything of it is parsed (``wire.py``); connections that have not
 done so are few and end soon. A request is a list: an operation and its details. Nothing that is sent here is ever run
-or unpickled: keys are texts, values are bytes in base64.
+or unpickled: keys are texts, values are bytes in base64. Waiting for a key costs nothing until it comes.
+
+A round of hosts begins when nobody is left of the one before, at least ``least`` hosts wait, and either all ``most``
+are there or ``last_call_s`` have passed since there were enough. A host that joins again has left its round. One that
+has not been heard of for ``silence_s`` is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import hmac
 import secrets
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self
 
-from paceline.comm.control.hosts import Hosts
-from paceline.comm.control.values import Values, check_name
 from paceline.comm.control.wire import (
     HEAD,
+    LONGEST_MESSAGE,
     NONCE_BYTES,
     PROOF_BYTES,
     Address,
@@ -54,7 +59,8 @@ class ControlServer:
         """``own`` is the host that this server is on: it waits for the others a little when it is closed."""
         self.secret = secret
         self.hosts = hosts or Hosts()
-        self.num_strangers = 0
+        self._num_strangers = 0
+        self._links: set[asyncio.StreamWriter] = set()
         self._listener = listener
         self._own = own
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -65,7 +71,7 @@ class ControlServer:
             **Values().operations(),
             "join": self._join,
             "attend": self._attend,
-            "close": self._close_rounds,
+            "close": lambda: setattr(self.hosts, "is_closed", True),
         }
 
     def __enter__(self) -> Self:
@@ -78,7 +84,9 @@ class ControlServer:
     def close(self) -> None:
         """Ends the thread and all connections, once other hosts have left or a moment is over. Safe to call twice."""
         deadline = time.monotonic() + _PATIENCE_S
-        while self._has_guests() and time.monotonic() < deadline and self._thread.is_alive():
+        while time.monotonic() < deadline and self._thread.is_alive():
+            if self.hosts.most == 1 or not self.hosts.present - {self._own}:
+                break
             time.sleep(_LOOK_S)
         if self._thread.is_alive():
             self._is_serving.wait()
@@ -87,27 +95,69 @@ class ControlServer:
             self._thread.join()
         self._listener.close()
 
-    def _has_guests(self) -> bool:
-        return self.hosts.most > 1 and bool(self.hosts.present - {self._own})
-
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._is_serving.set()
-        links: set[_Connection] = set()
-        is_path = self._listener.family == socket.AF_UNIX
-        start = self._loop.create_unix_server if is_path else self._loop.create_server
-        server = await start(lambda: _Connection(self, links), sock=self._listener)
+        start: Any = asyncio.start_unix_server if self._listener.family == socket.AF_UNIX else asyncio.start_server
+        server = await start(self._attend_to, sock=self._listener, limit=LONGEST_MESSAGE)
         await self._done.wait()
         server.close()
-        for link in list(links):
-            link.end()
+        for writer in list(self._links):
+            writer.transport.abort()  # at once, also in the middle of a request
 
-    def answer(self, request: list[Any]) -> Any:
-        """Carries out a request: returns the answer, or what it is to be waited for."""
-        match request:
-            case [str() as name, *details] if name in self._operations:
-                return self._operations[name](*details)
-        raise ValueError("no such operation")
+    async def _attend_to(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Serves one client, whose requests are answered one after another."""
+        self._links.add(writer)
+        host: list[str] = []
+        try:
+            seals = await self._greet(reader, writer)
+            while seals is not None:
+                try:
+                    length, mark = read_length(await reader.readexactly(HEAD.size))
+                    request = from_text(seals[0].check(mark, await reader.readexactly(length)))
+                except RefusedError as error:
+                    writer.write(seals[1].close(to_text(["refused", str(error)])))
+                    break
+                host = request[1:2] if request[:1] == ["attend"] else host
+                writer.write(seals[1].close(to_text(await self._answer(request))))
+        except (OSError, EOFError, asyncio.CancelledError):  # the client is gone, or the server is closed
+            writer.transport.abort()
+        finally:
+            self._links.discard(writer)
+            writer.close()
+            if host:
+                self.hosts.leave(host[0])  # the connection of a launcher ends with it
+
+    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Seal, Seal] | None:
+        """Returns the seals of requests and replies, once the client has proven the secret; None where it has not."""
+        self._num_strangers += 1
+        try:
+            if self._num_strangers <= _MOST_STRANGERS:
+                nonce = secrets.token_bytes(NONCE_BYTES)
+                writer.write(nonce)
+                async with asyncio.timeout(_HANDSHAKE_S):
+                    theirs, claimed = await reader.readexactly(NONCE_BYTES), await reader.readexactly(PROOF_BYTES)
+                proof, requests, replies = derive(self.secret(), nonce, theirs)
+                if hmac.compare_digest(proof, claimed):
+                    return requests, replies
+        except CommunicationError:  # there is no secret
+            pass
+        finally:
+            self._num_strangers -= 1
+        return None
+
+    async def _answer(self, request: list[Any]) -> list[Any]:
+        """Carries out a request, waits for what it waits for, and returns the reply."""
+        try:
+            match request:
+                case [str() as name, *details] if name in self._operations:
+                    answer = self._operations[name](*details)
+                    return ["answer", await answer if asyncio.iscoroutine(answer) else answer]
+            raise ValueError("no such operation")
+        except TimeoutError:
+            return ["timeout"]
+        except Exception as error:
+            return ["refused", f"{type(error).__name__}: {error}"]
 
     async def _join(self, host: str, timeout_s: float) -> list[Any]:
         """Waits until a round has begun that this host is in; returns the round, its place in it, and the hosts."""
@@ -129,9 +179,6 @@ class ControlServer:
         self.hosts.hear(check_name(host), time.monotonic())
         return [self.hosts.round, self.hosts.num_waiting, self.hosts.num_gone]
 
-    def _close_rounds(self) -> None:
-        self.hosts.is_closed = True
-
 
 @contextlib.contextmanager
 def private_server(folder: Path) -> Iterator[tuple[Address, Path]]:
@@ -143,119 +190,170 @@ def private_server(folder: Path) -> Iterator[tuple[Address, Path]]:
         yield address, secret
 
 
-class _Connection(asyncio.Protocol):
-    """One client. Its requests are answered one after another."""
+_MOST_BYTES = 2**28  # of all values
 
-    def __init__(self, server: ControlServer, links: set[_Connection]) -> None:
-        self._server = server
-        self._links = links
-        self._content = bytearray()
-        self._nonce = secrets.token_bytes(NONCE_BYTES)
-        self._seals: tuple[Seal, Seal] | None = None  # of requests and replies, once the secret is proven
-        self._waiting: asyncio.Task[None] | None = None
-        self._host: list[str] = []
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-        self._links.add(self)
-        self._server.num_strangers += 1
-        loop = asyncio.get_running_loop()
-        self._limit = loop.call_later(_HANDSHAKE_S, self._transport.abort)
-        if self._server.num_strangers > _MOST_STRANGERS:
-            self._transport.abort()
-        else:
-            self._transport.write(self._nonce)
+class Values:
+    """What the processes of a job have sent one another. An operation returns a coroutine where it has to wait."""
 
-    def connection_lost(self, _: Exception | None) -> None:
-        self._links.discard(self)
-        self._end_handshake()
-        if self._waiting is not None:
-            self._waiting.cancel()
-        if self._host:
-            self._server.hosts.leave(self._host[0])  # the connection of a launcher ends with it
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._awaited: dict[str, asyncio.Future[None]] = {}
+        self._num_bytes = 0
 
-    def data_received(self, data: bytes) -> None:
-        if self._transport.is_closing():
+    def operations(self) -> dict[str, Callable[..., Any]]:
+        """Returns what clients may ask for, by name."""
+        return {
+            "set": self._set,
+            "get": self._get,
+            "add": self._add,
+            "compare_set": self._compare_set,
+            "append": self._append,
+            "meet": self._meet,
+            "check": lambda keys: all(check_name(key) in self._values for key in keys),
+            "delete": self._delete,
+            "count": lambda: len(self._values),
+        }
+
+    def _set(self, key: str, value: str) -> None:
+        self._put(key, _bytes(value))
+
+    def _get(self, keys: list[str], timeout_s: float) -> Any:
+        """Returns the values of keys, as soon as there are any."""
+        return self._when_there(keys, timeout_s, lambda: [_text(self._values[key]) for key in keys])
+
+    def _wait(self, keys: list[str], timeout_s: float) -> Any:
+        """Returns when all keys are there. Raises TimeoutError."""
+        return self._when_there(keys, timeout_s, lambda: None)
+
+    def _add(self, key: str, amount: int) -> int:
+        """Adds to a number, which is 0 at first; returns the sum."""
+        total = int(self._values.get(check_name(key), b"0")) + int(amount)
+        self._put(key, str(total).encode())
+        return total
+
+    def _meet(self, key: str, member: int, size: int, timeout_s: float) -> Any:
+        """Returns when ``size`` members have called it, as often as they meet; notes which have come."""
+        self._put(f"{check_name(key)} {int(member)}", b"")
+        count, size = self._add(key, 1), max(1, int(size))
+        number = (count - 1) // size
+        if count == (number + 1) * size:
+            self._put(f"{key} all {number}", b"")
+        return self._wait([f"{key} all {number}"], timeout_s)
+
+    def _compare_set(self, key: str, expected: str, desired: str) -> str:
+        """Sets a value if it is still the expected one, or if none is and none was expected; returns what is there."""
+        wanted, found = _bytes(expected), self._values.get(check_name(key))
+        if found == wanted or (found is None and not wanted):
+            self._put(key, _bytes(desired))
+        return _text(self._values.get(key, wanted))
+
+    def _append(self, key: str, value: str) -> None:
+        self._put(key, self._values.get(check_name(key), b"") + _bytes(value))
+
+    def _delete(self, key: str) -> bool:
+        gone = self._values.pop(check_name(key), None)
+        self._num_bytes -= len(gone or b"")
+        return gone is not None
+
+    def _put(self, key: str, value: bytes) -> None:
+        more = len(value) - len(self._values.get(check_name(key), b""))
+        if self._num_bytes + more > _MOST_BYTES or len(value) > LONGEST_MESSAGE // 2:
+            raise ValueError("the control server is full")
+        self._num_bytes += more
+        self._values[key] = value
+        future = self._awaited.pop(key, None)
+        if future is not None and not future.done():
+            future.set_result(None)
+
+    def _when_there(self, keys: list[str], timeout_s: float, act: Callable[[], Any]) -> Any:
+        """Acts now if all keys are there; else returns a coroutine that does when they are."""
+        missing = [key for key in map(check_name, keys) if key not in self._values]
+        return self._await(missing, float(timeout_s), act) if missing else act()
+
+    async def _await(self, keys: list[str], timeout_s: float, act: Callable[[], Any]) -> Any:
+        async with asyncio.timeout(timeout_s):
+            for key in keys:
+                while key not in self._values:
+                    future = self._awaited.setdefault(key, asyncio.get_running_loop().create_future())
+                    await asyncio.shield(future)
+        return act()
+
+
+def check_name(text: object) -> str:
+    """Returns a text that is one. Raises TypeError."""
+    if not isinstance(text, str):
+        raise TypeError("a name is a text")
+    return text
+
+
+def _bytes(text: object) -> bytes:
+    return base64.b64decode(check_name(text), validate=True)
+
+
+def _text(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+@dataclass(slots=True, kw_only=True)
+class Hosts:
+    """The hosts of a run, by names that their launchers chose, in the order in which they came first."""
+
+    least: int = 1
+    most: int = 1
+    last_call_s: float = 3.0
+    silence_s: float = 3.0
+    round: int = 0
+    members: tuple[str, ...] = ()  # of the round, as it began
+    is_closed: bool = False
+    _staying: set[str] = field(default_factory=set)  # of the members
+    _waiting: set[str] = field(default_factory=set)
+    _heard: dict[str, float] = field(default_factory=dict)
+    _enough_since: float | None = None
+
+    def join(self, host: str, now: float) -> None:
+        """Has a host wait for the next round; it leaves the one that it is in."""
+        self._staying.discard(host)
+        self._waiting.add(host)
+        self.hear(host, now)
+
+    def hear(self, host: str, now: float) -> None:
+        """Notes a sign of life."""
+        self._heard[host] = now
+
+    def leave(self, host: str) -> None:
+        """Forgets a host."""
+        self._staying.discard(host)
+        self._waiting.discard(host)
+        self._heard.pop(host, None)
+
+    def update(self, now: float) -> None:
+        """Begins a round if it is time to."""
+        for host in [host for host, heard in self._heard.items() if now - heard > self.silence_s]:
+            self.leave(host)
+        if self._staying or len(self._waiting) < self.least:
+            self._enough_since = None
             return
-        self._content += data
-        try:
-            if self._seals is None and len(self._content) >= NONCE_BYTES + PROOF_BYTES:
-                self._prove(self._take(NONCE_BYTES), self._take(PROOF_BYTES))
-            while self._seals is not None and self._waiting is None and self._answer_next():
-                pass
-        except RefusedError as error:
-            if self._seals is not None:
-                self._reply(["refused", str(error)])
-            self._transport.close()
+        if self._enough_since is None:
+            self._enough_since = now
+        if len(self._waiting) >= self.most or now - self._enough_since >= self.last_call_s:
+            self.members = tuple(host for host in self._heard if host in self._waiting)[: self.most]
+            self._waiting.difference_update(self.members)
+            self._staying = set(self.members)
+            self.round += 1
+            self._enough_since = None
 
-    def end(self) -> None:
-        """Ends the connection at once, also in the middle of a request."""
-        self._transport.abort()
+    @property
+    def num_waiting(self) -> int:
+        """How many hosts wait that the next round has room for."""
+        return min(len(self._waiting), self.most - len(self._staying))
 
-    def _take(self, length: int) -> bytes:
-        taken = bytes(self._content[:length])
-        del self._content[:length]
-        return taken
+    @property
+    def num_gone(self) -> int:
+        """How many hosts of the round have left or are not heard of any more."""
+        return len(set(self.members) - self._heard.keys())
 
-    def _prove(self, nonce: bytes, claimed: bytes) -> None:
-        """Checks that the client has the secret. Raises RefusedError if it has not, or if there is none."""
-        try:
-            proof, *seals = derive(self._server.secret(), self._nonce, nonce)
-        except CommunicationError as error:
-            raise RefusedError(str(error)) from error
-        if not hmac.compare_digest(proof, claimed):
-            raise RefusedError("a connection without the secret")
-        self._end_handshake()
-        self._seals = (seals[0], seals[1])
-
-    def _end_handshake(self) -> None:
-        if not self._limit.cancelled():
-            self._limit.cancel()
-            self._server.num_strangers -= 1
-
-    def _answer_next(self) -> bool:
-        """Answers the next request, or begins to; says whether there was a whole one."""
-        assert self._seals is not None
-        if len(self._content) < HEAD.size:
-            return False
-        length, mark = read_length(bytes(self._content[: HEAD.size]))
-        if len(self._content) < HEAD.size + length:
-            return False
-        self._take(HEAD.size)
-        request = from_text(self._seals[0].check(mark, self._take(length)))
-        if request[:1] == ["attend"]:
-            self._host = request[1:2]
-        answer = self._carry_out(lambda: self._server.answer(request))
-        if asyncio.iscoroutine(answer):
-            self._transport.pause_reading()
-            self._waiting = asyncio.get_running_loop().create_task(self._wait_for(answer))
-        else:
-            self._reply(answer)
-        return True
-
-    async def _wait_for(self, answer: Awaitable[Any]) -> None:
-        try:
-            reply = ["answer", await answer]
-        except Exception as error:
-            reply = _explain(error)
-        self._reply(reply)
-        self._waiting = None
-        self._transport.resume_reading()
-        self.data_received(b"")
-
-    def _carry_out(self, ask: Callable[[], Any]) -> Any:
-        """Returns the reply to a request, or a coroutine that will have the answer."""
-        try:
-            answer = ask()
-        except Exception as error:
-            return _explain(error)
-        return answer if asyncio.iscoroutine(answer) else ["answer", answer]
-
-    def _reply(self, answer: list[Any]) -> None:
-        assert self._seals is not None
-        self._transport.write(self._seals[1].close(to_text(answer)))
-
-
-def _explain(error: Exception) -> list[Any]:
-    """Returns the reply that says what is wrong with a request."""
-    return ["timeout"] if isinstance(error, TimeoutError) else ["refused", f"{type(error).__name__}: {error}"]
+    @property
+    def present(self) -> set[str]:
+        """The hosts that have been heard of and have not left."""
+        return set(self._heard)

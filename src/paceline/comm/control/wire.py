@@ -142,11 +142,17 @@ class WireLink:
         self._socket = _connect(address, timeout_s)
         try:
             client_nonce = secrets.token_bytes(NONCE_BYTES)
-            proof, self._requests, self._replies = derive(secret, self._greeting(timeout_s), client_nonce)
+            proof, self._requests, self._replies = derive(secret, self._receive(NONCE_BYTES), client_nonce)
             self._socket.sendall(client_nonce + proof)
-        except BaseException:
+        except BaseException as error:
             self._socket.close()
-            raise
+            if not isinstance(error, TimeoutError):
+                raise
+            raise SilentServerError(
+                f"who listens at {self._address} sent nothing within {timeout_s:g} s: it is no launcher of this job\n"
+                "  a launcher greets every connection at once\n"
+                "  another program has this port: end it, or meet at another port"
+            ) from error
         self._is_proven = False
 
     def ask(self, operation: str, *details: Any, timeout_s: float) -> Any:
@@ -158,7 +164,11 @@ class WireLink:
         except ConnectionError as error:
             if self._is_proven:
                 raise
-            raise self._explain_refusal() from error
+            raise RefusedError(
+                f"the control server at {self._address} closed the connection: the secrets differ\n"
+                "  all processes of a job have one secret: of PACELINE_SECRET, PACELINE_SECRET_FILE, or the run's "
+                "folder\n  give all hosts the same, and see that no other program has this port"
+            ) from error
         answer = from_text(self._replies.check(mark, self._receive(length)))
         self._is_proven = True
         match answer:
@@ -182,23 +192,6 @@ class WireLink:
                 raise ConnectionResetError(f"the control server at {self._address} is gone")
             content += piece
         return bytes(content)
-
-    def _greeting(self, timeout_s: float) -> bytes:
-        try:
-            return self._receive(NONCE_BYTES)
-        except TimeoutError as error:
-            raise SilentServerError(
-                f"who listens at {self._address} sent nothing within {timeout_s:g} s: it is no launcher of this job\n"
-                "  a launcher greets every connection at once\n"
-                "  another program has this port: end it, or meet at another port"
-            ) from error
-
-    def _explain_refusal(self) -> RefusedError:
-        return RefusedError(
-            f"the control server at {self._address} closed the connection: the secrets differ\n"
-            "  all processes of a job have one secret: of PACELINE_SECRET, PACELINE_SECRET_FILE, or the run's folder\n"
-            "  give all hosts the same, and see that no other program has this port"
-        )
 
 
 def _connect(address: Address, timeout_s: float) -> socket.socket:

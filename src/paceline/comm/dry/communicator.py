@@ -12,20 +12,28 @@ rank's own last message of the same shape takes its place.
 
     world = DryWorld(size=4096)
     comm = world.rank(7)                  every operation of it, and of its subgroups, is in comm.journal
+
+With algorithms of our own, what is recorded of an operation is its first round, which travels while the compute goes
+on, when it is issued; and all others, which the compute waits for, when a ``wait`` carries them out. Each has its share
+of the rounds and of the messages. What the operation takes is a matter of the formulas in ``cluster/costs.py``:
+messages of one rank do not tell how long a tree of many is.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Protocol, TypeAlias
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from paceline.comm.base import DONE, ReduceOp, Splits, Work
-from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_split
+from paceline.cluster.costs import Algorithm
+from paceline.comm.algorithms.communicator import MADE, AlgorithmCommunicator
+from paceline.comm.algorithms.rounds import Round
+from paceline.comm.base import DONE, Call, Communicator, Work, check_peer, check_split
+from paceline.comm.group import WrappedCommunicator
 from paceline.errors import UsageError
 from paceline.predict.replay.events import Issue
 
@@ -84,9 +92,8 @@ class _DryRank:
     journal: Journal
     num_issued: int = 0
     num_groups: int = 0
-    num_broadcasts: dict[tuple[int, ...], int] = field(default_factory=dict)
+    num_broadcasts: Counter[tuple[int, ...]] = field(default_factory=Counter)
     sent: list[torch.Tensor] = field(default_factory=list)  # control messages of this rank
-    is_recording: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +109,7 @@ class _DryWork:
             self.journal = None
 
 
-class DryCommunicator(GroupMember):
+class DryCommunicator(Communicator):
     """One rank's handle on a group of a world of which nobody else is there."""
 
     takes_real_time = False
@@ -114,60 +121,46 @@ class DryCommunicator(GroupMember):
         self._own = own
         self._lane = lane
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        """Records an all-reduce of the tensor's bytes; a real tensor becomes what equal ranks would make of it."""
-        if not tensor.is_meta and op == "sum":
-            tensor.detach().mul_(self.size)
-        return self.record("all_reduce", tensor.nbytes)
+    def issue(self, call: Call) -> Work:
+        """Records an operation; real tensors become what they would be if all ranks were alike."""
+        if not call.tensor.is_meta:
+            self.set_values(call)
+        if call.kind in ("send", "recv"):
+            own, other = self._own.number, self.ranks[call.peer]
+            sender, receiver = (own, other) if call.kind == "send" else (other, own)
+            # On a lane of its pair: messages of one pair do not wait for those of another.
+            pair = {"ranks": (sender, receiver), "lane": f"{sender} to {receiver}", "tag": call.tag}
+            return self._record(kind=call.kind, num_bytes=call.tensor.nbytes, **pair)
+        return self.record(call.kind, call.whole.nbytes)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        if not tensor.is_meta:
-            piece = tensor.detach().reshape(self.size, -1)[self.rank].clone()
-            output.detach().view(-1).copy_(piece * self.size if op == "sum" else piece)
-        return self.record("reduce_scatter", tensor.nbytes)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        if not output.is_meta:
-            output.detach().view(self.size, -1).copy_(tensor.detach().reshape(1, -1).clone().expand(self.size, -1))
-        return self.record("all_gather", output.nbytes)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        """Records a broadcast; a real tensor becomes what the source has sent, if it was run before."""
-        check_peer("broadcast from", source, self.size)
-        if not tensor.is_meta:
-            self._share_broadcast(tensor, source)
-        return self.record("broadcast", tensor.nbytes)
-
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        """Records an all-to-all of this rank's input; real pieces are all this rank's own."""
-        theirs = all_to_all_splits(output, output_splits, self.size)
-        ours = all_to_all_splits(tensor, input_splits, self.size)
-        if not tensor.is_meta:
-            mine = torch.split(tensor.detach(), ours)[self.rank].clone()
-            for piece, rows in zip(torch.split(output.detach(), theirs), theirs, strict=True):
+    def set_values(self, call: Call) -> None:
+        """Gives tensors that the host reads their values."""
+        output, tensor, own = call.output.detach(), call.tensor.detach(), self._own
+        times = self.size if call.op == "sum" else 1
+        if call.kind == "all_reduce" and times > 1:
+            tensor.mul_(times)
+        elif call.kind == "reduce_scatter":
+            piece = tensor.reshape(self.size, -1)[self.rank].clone()
+            output.view(-1).copy_(piece * times if times > 1 else piece)
+        elif call.kind == "all_gather":
+            output.view(self.size, -1).copy_(tensor.reshape(1, -1).clone().expand(self.size, -1))
+        elif call.kind == "broadcast":  # what the source has sent, if it was run before
+            key = (self.ranks, own.num_broadcasts[self.ranks])
+            own.num_broadcasts[self.ranks] += 1
+            if call.peer == self.rank:
+                own.world.board[key] = tensor.clone()
+            elif key in own.world.board and own.world.board[key].shape == tensor.shape:
+                tensor.copy_(own.world.board[key])
+        elif call.kind == "all_to_all" and call.splits is not None:  # all pieces are this rank's own
+            theirs, ours = call.splits
+            mine = torch.split(tensor, ours)[self.rank].clone()
+            for piece, rows in zip(torch.split(output, theirs), theirs, strict=True):
                 piece.copy_(mine[:rows])
-        return self.record("all_to_all", tensor.nbytes)
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Records a message; a real one is kept for the rank that receives it."""
-        check_peer("send to", to, self.size)
-        if not tensor.is_meta:
-            kept = tensor.detach().clone()
-            self._own.sent.append(kept)
-            key = (self._own.number, self.ranks[to], tag)
-            self._own.world.mail.setdefault(key, deque()).append(kept)
-        return self._record_message("send", tensor, self._own.number, self.ranks[to], tag)
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        """Records a message; a real tensor becomes what was sent to this rank."""
-        check_peer("recv from", source, self.size)
-        if not tensor.is_meta:
-            tensor.detach().copy_(self._message(tensor, source, tag))
-        return self._record_message("recv", tensor, self.ranks[source], self._own.number, tag)
+        elif call.kind == "send":  # kept for the rank that receives it
+            own.sent.append(tensor.clone())
+            own.world.mail.setdefault((own.number, self.ranks[call.peer], call.tag), deque()).append(own.sent[-1])
+        elif call.kind == "recv":
+            tensor.copy_(self._message(tensor, call.peer, call.tag))
 
     def barrier(self) -> None:
         self.record("barrier", 0).wait()
@@ -181,39 +174,14 @@ class DryCommunicator(GroupMember):
         self, kind: str, num_bytes: int, *, algorithm: str = "", share: float = 1.0, messages: Messages = ()
     ) -> Work:
         """Records a collective of this group; for what an ``algorithm`` makes of it see ``Issue``."""
-        operation = Issue(number=0, kind=kind, num_bytes=num_bytes, ranks=self.ranks, lane=self._lane)
-        return self._record(replace(operation, algorithm=algorithm, share=share, messages=messages))
+        sent = {"algorithm": algorithm, "share": share, "messages": messages}
+        return self._record(kind=kind, num_bytes=num_bytes, ranks=self.ranks, lane=self._lane, **sent)
 
-    @contextlib.contextmanager
-    def unrecorded(self) -> Iterator[None]:
-        """Lets operations in here give the host its numbers without being recorded."""
-        before, self._own.is_recording = self._own.is_recording, False
-        try:
-            yield
-        finally:
-            self._own.is_recording = before
-
-    def _record_message(self, kind: str, tensor: torch.Tensor, sender: int, receiver: int, tag: int) -> Work:
-        """Records a message, on a lane of its pair: messages of one pair do not wait for those of another."""
-        lane, ranks = f"{sender} to {receiver}", (sender, receiver)
-        return self._record(Issue(number=0, kind=kind, num_bytes=tensor.nbytes, ranks=ranks, lane=lane, tag=tag))
-
-    def _record(self, operation: Issue) -> Work:
+    def _record(self, **operation: Any) -> Work:
         own = self._own
-        if not own.is_recording:
-            return DONE
-        own.journal.issue(replace(operation, number=own.num_issued))
+        own.journal.issue(Issue(number=own.num_issued, **operation))
         own.num_issued += 1
         return _DryWork(own.journal, own.num_issued - 1)
-
-    def _share_broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        counts, board = self._own.num_broadcasts, self._own.world.board
-        key = (self.ranks, counts.get(self.ranks, 0))
-        counts[self.ranks] = key[1] + 1
-        if source == self.rank:
-            board[key] = tensor.detach().clone()
-        elif key in board and board[key].shape == tensor.shape:
-            tensor.detach().copy_(board[key])
 
     def _message(self, tensor: torch.Tensor, source: int, tag: int) -> torch.Tensor:
         own, sender = self._own, self.ranks[source]
@@ -228,3 +196,67 @@ class DryCommunicator(GroupMember):
             "  a stage of a pipeline learns the shapes of its inputs from the one before\n"
             "  run the ranks of the first stages first"
         )
+
+
+class DryAlgorithmCommunicator(AlgorithmCommunicator):
+    """Records what an ``AlgorithmCommunicator`` would send for collectives of one rank."""
+
+    inner: DryCommunicator
+
+    def issue(self, call: Call) -> Work:
+        if call.kind in MADE and not call.tensor.is_meta:
+            self.inner.set_values(call)
+            output, tensor = (torch.empty_like(each, device="meta") for each in (call.output, call.tensor))
+            call = call._replace(output=output, tensor=tensor)
+        return super().issue(call)
+
+    def split(self, ranks: Sequence[int]) -> DryAlgorithmCommunicator:
+        inner, topology = self.inner.split(ranks), self.topology.restrict(ranks)
+        return DryAlgorithmCommunicator(inner, self.algorithm, topology, in_flight=self._in_flight, table=self._table)
+
+    def _messages(self, call: Call, algorithm: Algorithm, lanes: Sequence[list[Round]]) -> Communicator:
+        kind, whole = call.kind, call.whole
+        rounds = max(len(lane) for lane in lanes)
+
+        def record(share: float, part: slice) -> Work:
+            messages = _count_messages([lane[part] for lane in lanes], whole.element_size())
+            return self.inner.record(kind, whole.nbytes, algorithm=algorithm, share=share, messages=messages)
+
+        rest = partial(record, 1 - 1 / rounds, slice(1, None)) if rounds > 1 else None
+        return _DryMessages(self.inner, record(1 / rounds, slice(1)), rest)
+
+
+class _DryMessages(WrappedCommunicator):
+    """Takes the messages of one operation. The first wait for one of them records all rounds that are left."""
+
+    inner: DryCommunicator
+
+    def __init__(self, inner: DryCommunicator, begun: Work, record_rest: Callable[[], Work] | None) -> None:
+        super().__init__(inner)
+        self.device = torch.device("cpu" if inner.device_kind == "cpu" else "meta")  # receives are posted as there
+        self._begun = begun
+        self._record_rest = record_rest
+
+    def issue(self, call: Call) -> Work:
+        del call
+        return self
+
+    def split(self, ranks: Sequence[int]) -> DryCommunicator:
+        return self.inner.split(ranks)
+
+    def wait(self) -> None:
+        """Records what is left of the operation, and that the compute waits for it."""
+        begun, self._begun = self._begun, DONE
+        begun.wait()
+        record_rest, self._record_rest = self._record_rest, None
+        if record_rest is not None:
+            record_rest().wait()
+
+
+def _count_messages(lanes: Sequence[Sequence[Round]], element_size: int) -> Messages:
+    """Counts what a rank sends and receives in rounds: kind, number and bytes."""
+    rounds = [each for lane in lanes for each in lane]
+    sent = [m.stop - m.start for each in rounds for m in each.sends]
+    received = [m.stop - m.start for each in rounds for m in (*each.copies, *each.sums)]
+    counted = [(kind, [each for each in lengths if each]) for kind, lengths in (("send", sent), ("recv", received))]
+    return tuple((kind, len(full), sum(full) * element_size) for kind, full in counted if full)

@@ -98,16 +98,15 @@ class CallSites:
 
 def name_site(frame: FrameType) -> str:
     """Returns the line at which a frame is; of one in an engine, behind the user's line from which it was reached."""
-    user = _user_frame(frame) if kind_of_file(frame.f_code.co_filename) == ENGINE else None
-    own = _describe(frame)
-    return own if user is None else f"{_describe(user)} through {own}"
+    user = user_line(frame) if kind_of_file(frame.f_code.co_filename) == ENGINE else ""
+    return f"{user} through {_describe(frame)}" if user else _describe(frame)
 
 
-def _user_frame(frame: FrameType | None) -> FrameType | None:
-    """Returns the innermost frame of the user's code, from ``frame`` outwards."""
+def user_line(frame: FrameType | None) -> str:
+    """Returns the innermost line of the user's code, from ``frame`` outwards; empty where there is none."""
     while frame is not None and kind_of_file(frame.f_code.co_filename) != USER:
         frame = frame.f_back
-    return frame
+    return "" if frame is None else _describe(frame)
 
 
 def _describe(frame: FrameType) -> str:

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-import torch
-
-from paceline.comm.base import DONE, Communicator, Work
+from paceline.comm.base import DONE, Call, Communicator, Work, check_split
 from paceline.comm.group import WrappedCommunicator
 from paceline.comm.ledger.file import WAITING
 from paceline.comm.ledger.ledger import Ledger, Peer, make_writer
@@ -40,7 +38,8 @@ class LedgerCommunicator(WrappedCommunicator):
         """Makes a subgroup that writes into the same ledger; making it is the subgroup's first operation."""
         if len(ranks) == 1:
             return self.inner.split(ranks)  # nobody to wait for
-        group = self.ledger.add_group(tuple(map(self._peer, ranks)))
+        check_split(ranks, self.rank, self.size)
+        group = self.ledger.add_group(tuple(self.ranks[rank] for rank in ranks))
 
         def make() -> Communicator:
             self.ledger.counts[group] = 1  # after the record, as all counters
@@ -48,20 +47,21 @@ class LedgerCommunicator(WrappedCommunicator):
 
         return LedgerCommunicator(self._complete(make, "split", "", None, 0, group), self.ledger, group=group)
 
-    def _pass_on(self, kind: str, whole: torch.Tensor, verb: Callable[..., Work], *arguments: Any) -> Work:
-        """Writes down an operation and issues it: until ``verb`` returns, the rank counts as waiting for it."""
-        shape, dtype = whole.shape, whole.dtype
+    def issue(self, call: Call) -> Work:
+        """Writes down an operation and issues it: until that returns, the rank counts as waiting for it."""
+        kind, whole = call.kind, call.whole
         if kind in _REDUCTIONS:
-            work = self._write(kind, shape, dtype, arguments[-1])
+            work = self._write(kind, whole.shape, whole.dtype, call.op)
         elif kind in _MESSAGES:
-            peer = (self._peer(arguments[1]), arguments[2])
+            peer = (self.ranks[call.peer], call.tag)
             sequence = self._messages[kind, peer]  # a message goes by its kind, peer and tag
             self._messages[kind, peer] = sequence + 1
-            work = self._write(kind, shape, dtype, "", peer, sequence)
+            work = self._write(kind, whole.shape, whole.dtype, "", peer, sequence)
         else:
-            work = self._write(kind, shape, dtype, "", (self._peer(arguments[1]), 0) if kind == "broadcast" else None)
+            source = (self.ranks[call.peer], 0) if kind == "broadcast" else None
+            work = self._write(kind, whole.shape, whole.dtype, "", source)
         try:
-            work.inner = verb(*arguments)
+            work.inner = self.inner.issue(call)
         finally:
             self._cells[WAITING] = 0
         return work
@@ -76,10 +76,6 @@ class LedgerCommunicator(WrappedCommunicator):
             self._cells[WAITING] = 0
         work.wait()
         return found
-
-    def _peer(self, rank: int) -> int:
-        """Returns a member's rank in the world; one that is not there is left to ``inner`` to refuse."""
-        return self.ranks[rank] if 0 <= rank < self.size else rank
 
 
 def ledger_clock(comm: Communicator) -> Callable[[], float]:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from paceline.comm.ledger.loop_counters import MOST_COUNTERS
+from paceline.comm.ledger.updates import MOST_COUNTERS
 from paceline.health.lateness import PhaseTimes
 from paceline.health.ledger_view import (
     BACKWARD,

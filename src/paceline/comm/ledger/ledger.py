@@ -20,7 +20,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 
@@ -42,12 +42,9 @@ from paceline.comm.ledger.file import (
     UPDATED,
     WAITING,
 )
-from paceline.comm.ledger.loop_counters import MOST_COUNTERS
-from paceline.comm.ledger.updates import TrainedParameters
+from paceline.comm.ledger.updates import MOST_COUNTERS, TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
-
-T = TypeVar("T")
 
 _PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
@@ -62,7 +59,7 @@ LocatedCall = tuple[int, int, str, tuple[int, ...], torch.dtype | None, str, Pee
 
 
 class Waitable(Protocol):
-    """An operation in flight."""
+    """An operation in flight: ``Work`` of ``comm/base.py``, which knows this file."""
 
     def wait(self) -> None:
         """Returns when its result may be used."""

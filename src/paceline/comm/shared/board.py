@@ -2,7 +2,7 @@
 
 Every rank has an area of a few slots, which it alone writes and all read. A round takes the same slot of all areas:
 
-    all_reduce      a rank puts in the slices that others own, reduces its own, puts it in, and takes out the others'
+    all_reduce      a reduce_scatter, and an all_gather of the slices
     reduce_scatter  a rank puts in the slices of others and reduces its own
     all_gather      a rank puts in its piece and takes out the others'
     broadcast       the source puts in, the others take out
@@ -12,8 +12,9 @@ the chunks stay in the cache. Sums are taken in rank order, in float32 where the
 same on every rank, and those of virtual ranks. A small tensor goes in whole and every rank reduces all of it, which
 saves one of two meetings.
 
-A rank says in counters which round's data it has put in (``ARRIVED``), reduced (``_REDUCED``), and no longer needs
-(``_DONE``). Each counter has one writer. A slot is free for round t when every rank is done with round t - SLOTS.
+A rank says in counters which round's data it has put in (``ARRIVED``), and no longer needs (``_DONE``); the compiled
+code has one more, of what it has reduced. Each counter has one writer. A slot is free for round t when every rank is
+done with round t - SLOTS.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from paceline.comm.group import reduce_in_order
 from paceline.comm.shared.progress import Fence, Steps
 from paceline.errors import CollectiveMismatchError
 
-ARRIVED, _REDUCED, _DONE = 0, 1, 2
+ARRIVED, _DONE = 0, 2
 _STAMPS = 3  # then one word for each slot: what this rank calls there; then one of each for the compiled code
 WORDS = 16  # of a rank, two cache lines
 SLOTS = 5
@@ -143,10 +144,26 @@ class Collectives:
         return self._in_rounds(1, stamp_of("barrier"), lambda _number, _ticket: None, lambda _number, _ticket: None)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        stamp = stamp_of("all_reduce", tensor, OPS.index(op))
-        if tensor.numel() * tensor.element_size() <= min(_SMALL_BYTES, self.board.slot_bytes):
-            return self._all_reduce_small(tensor, op, stamp)
-        return self._all_reduce_large(tensor, op, stamp)
+        """Reduces a flat ``tensor``: slice by slice where it is large, and whole, which saves a meeting, where not."""
+        board, stamp = self.board, stamp_of("all_reduce", tensor, OPS.index(op))
+        body = 0
+        if tensor.numel() * tensor.element_size() > min(_SMALL_BYTES, board.slot_bytes):
+            body = tensor.numel() // board.size * board.size
+            slices = tensor[:body].view(board.size, -1)
+            yield from self._reduce_slices(slices[board.rank], slices, op, stamp)
+            yield from self.all_gather(as_bytes(tensor[:body]), as_bytes(slices[board.rank]), stamp)
+        rest = tensor[body:]
+        if body and not rest.numel():
+            return
+
+        def put(_: int, ticket: int) -> None:
+            board.slot(board.rank, ticket, tensor.dtype)[: rest.numel()].copy_(rest)
+
+        def take(_: int, ticket: int) -> None:
+            pieces = [board.slot(rank, ticket, tensor.dtype)[: rest.numel()] for rank in range(board.size)]
+            _combine(board, pieces, op, rest)
+
+        yield from self._in_rounds(1, stamp, put, take)
 
     def _in_rounds(
         self, count: int, stamp: int, put: Callable[[int, int], None], take: Callable[[int, int], None]
@@ -164,68 +181,16 @@ class Collectives:
                 take(step - 1, first + step - 1)
                 board.publish(_DONE, first + step - 1)
 
-    def _all_reduce_small(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
-        board, length = self.board, tensor.numel()
-
-        def put(_: int, ticket: int) -> None:
-            board.slot(board.rank, ticket, tensor.dtype)[:length].copy_(tensor)
-
-        def take(_: int, ticket: int) -> None:
-            pieces = [board.slot(rank, ticket, tensor.dtype)[:length] for rank in range(board.size)]
-            _combine(board, pieces, op, tensor)
-
-        return self._in_rounds(1, stamp, put, take)
-
-    def _all_reduce_large(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
-        """Three things are done with every chunk, each a round behind the one before: others are rarely waited for."""
-        board = self.board
-        chunks = torch.split(tensor, board.slot_bytes // tensor.element_size())
-        first, last = board.take(len(chunks)), len(chunks) - 1
-        bounds = [_bounds(chunk.numel(), board.size) for chunk in (chunks[0], chunks[-1])]
-        for step in range(len(chunks) + 2):
-            if step <= last:
-                yield from board.enter(first + step, stamp)
-                self._put_in(chunks[step], first + step, bounds[step == last])
-            if 0 <= (number := step - 1) <= last:
-                yield from board.meet(first + number, stamp)
-                self._reduce_own(chunks[number], first + number, bounds[number == last][board.rank], op)
-            if (number := step - 2) >= 0:
-                while missing := board.behind(_REDUCED, first + number):
-                    yield missing
-                self._take_out(chunks[number], first + number, bounds[number == last])
-
-    def _put_in(self, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
-        board = self.board
-        own = board.slot(board.rank, ticket, chunk.dtype)
-        for rank, (low, high) in enumerate(bounds):
-            if rank != board.rank and low < high:
-                own[low:high].copy_(chunk[low:high])
-        board.publish(ARRIVED, ticket)
-
-    def _reduce_own(self, chunk: torch.Tensor, ticket: int, bounds: tuple[int, int], op: ReduceOp) -> None:
-        board = self.board
-        low, high = bounds
-        if low < high:
-            pieces = [board.slot(rank, ticket, chunk.dtype)[low:high] for rank in range(board.size)]
-            result, pieces[board.rank] = pieces[board.rank], chunk[low:high]
-            _combine(board, pieces, op, result)
-            chunk[low:high].copy_(result)
-        board.publish(_REDUCED, ticket)
-
-    def _take_out(self, chunk: torch.Tensor, ticket: int, bounds: list[tuple[int, int]]) -> None:
-        board = self.board
-        for rank, (low, high) in enumerate(bounds):
-            if rank != board.rank and low < high:
-                chunk[low:high].copy_(board.slot(rank, ticket, chunk.dtype)[low:high])
-        board.publish(_DONE, ticket)
-
     def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
         """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
+        stamp = stamp_of("reduce_scatter", tensor, OPS.index(op))
+        return self._reduce_slices(output, tensor.view(self.board.size, output.numel()), op, stamp)
+
+    def _reduce_slices(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
         board = self.board
-        size, me, dtype = board.size, board.rank, tensor.dtype
-        cell = cell_of(board, tensor.element_size())
+        size, me, dtype = board.size, board.rank, whole.dtype
+        cell = cell_of(board, whole.element_size())
         targets = torch.split(output, cell)
-        whole = tensor.view(size, output.numel())
 
         def put(number: int, ticket: int) -> None:
             low, length = number * cell, targets[number].numel()
@@ -240,7 +205,7 @@ class Collectives:
             pieces[me] = whole[me, low : low + length]
             _combine(board, pieces, op, targets[number])
 
-        return self._in_rounds(len(targets), stamp_of("reduce_scatter", tensor, OPS.index(op)), put, take)
+        return self._in_rounds(len(targets), stamp, put, take)
 
     def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
         """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
@@ -282,11 +247,8 @@ def cell_of(board: Board, element_bytes: int) -> int:
     return max(1, board.slot_bytes // element_bytes // board.size // _ALIGN * _ALIGN)
 
 
-def _bounds(length: int, size: int) -> list[tuple[int, int]]:
-    """Cuts ``length`` elements into slices for ``size`` ranks, of which the last may be shorter or empty."""
-    each = -(-length // size)
-    each = -(-each // _ALIGN) * _ALIGN
-    return [(min(rank * each, length), min((rank + 1) * each, length)) for rank in range(size)]
+def as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)
 
 
 def _combine(board: Board, pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor) -> None:

@@ -3,7 +3,7 @@
     comm = share_memory(connect("gloo"))      # as it was, where the ranks do not share a host
 
 A group has one segment: an area and counters of each rank for collectives (``board.py``), and a ring of cells for each
-pair of ranks for messages (``messages.py``). Operations go on when their process issues or waits (``progress.py``).
+pair of ranks for messages. Operations go on when their process issues or waits (``progress.py``).
 For a tensor of B bytes on N ranks at memory bandwidth W per rank, an all-reduce takes about (4 N - 1)/N B/W, with no
 more latency than one look at a counter in another core's cache.
 
@@ -22,13 +22,20 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.comm.base import Communicator, ReduceOp, Splits, Work
-from paceline.comm.group import GroupMember, all_to_all_splits, check_peer, check_pieces, check_reduction, check_split
+from paceline.comm.base import Call, Communicator, Work, check_split
+from paceline.comm.group import check_reduction
 from paceline.comm.objects import gather_objects, receive_object, send_object
-from paceline.comm.shared import board, messages
-from paceline.comm.shared.native import build
-from paceline.comm.shared.native.collectives import MOST_RANKS, CompiledCollectives
-from paceline.comm.shared.progress import OperationLane, OperationQueue, PendingOperation, ProgressLoop, Steps
+from paceline.comm.shared import board
+from paceline.comm.shared.native import collectives as native
+from paceline.comm.shared.progress import (
+    Inbox,
+    OperationLane,
+    OperationQueue,
+    PendingOperation,
+    ProgressLoop,
+    Steps,
+    put_message,
+)
 from paceline.comm.shared.segment import (
     FOLDER,
     LINE_BYTES,
@@ -109,7 +116,7 @@ class _JointWork:
         self.works, self.finish = [], None
 
 
-class SharedMemoryCommunicator(GroupMember):
+class SharedMemoryCommunicator(Communicator):
     """A group of ranks on one host. Made by ``join``, ``split`` and ``share_memory``."""
 
     def __init__(
@@ -127,12 +134,15 @@ class SharedMemoryCommunicator(GroupMember):
         self.is_compiled = resources.code is not None
         self._failures = layout.failures(segment)
         self._broken: CommunicationError | None = None
-        self._calls = _collectives(resources, layout.make_board(segment, rank, progress.fence))
+        made, code = layout.make_board(segment, rank, progress.fence), resources.code
+        self._calls = board.Collectives(made)
+        if code is not None and made.size <= native.MOST_RANKS:
+            self._calls = native.CompiledCollectives(code, made, progress)
         self._collectives = OperationQueue(self._break)
         self._outboxes = [OperationQueue(self._break) for _ in ranks]
         self._outgoing = [layout.make_ring(segment, rank, to, progress.fence) for to in range(len(ranks))]
         incoming = [layout.make_ring(segment, source, rank, progress.fence) for source in range(len(ranks))]
-        self._inboxes = [messages.Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
+        self._inboxes = [Inbox(ring, source, self._break) for source, ring in enumerate(incoming)]
 
     @classmethod
     def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
@@ -148,47 +158,47 @@ class SharedMemoryCommunicator(GroupMember):
             )
         if not FOLDER.is_dir():
             raise CommunicationError(no_folder())
-        code = _agree_on_code(inner) if compiled else None
+        code: ctypes.CDLL | None = None
+        if compiled:  # the first rank builds it before the others look for it
+            first = native.load().code if inner.rank == 0 else None
+            gather_objects(inner, first is not None)
+            code = native.load().code
+            code = code if all(gather_objects(inner, code is not None)) else None
         # Cores of all ranks together: each may be kept to its own.
         cores = set[int]().union(*gather_objects(inner, os.sched_getaffinity(0)))
         progress = ProgressLoop(may_spin=inner.size <= len(cores))
         resources = _GroupResources(progress=progress, code=code, timeout_s=timeout_s)
         return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, resources)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        _check_reduction("all_reduce", tensor, op)
-        flat, finish = _flat_output(tensor)
-        return self._meet("all_reduce", self._calls.all_reduce(flat, op), finish)
+    def _all_reduce(self, call: Call) -> Work:
+        _check_reduction(call)
+        flat, finish = _flat_output(call.tensor)
+        return self._meet("all_reduce", self._calls.all_reduce(flat, call.op), finish)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-        _check_reduction("reduce_scatter", tensor, op)
-        flat, finish = _flat_output(output)
-        return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(tensor), op), finish)
+    def _reduce_scatter(self, call: Call) -> Work:
+        _check_reduction(call)
+        flat, finish = _flat_output(call.output)
+        return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(call.tensor), call.op), finish)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-        flat, finish = _flat_output(output)
-        stamp = board.stamp_of("all_gather", output)
-        steps = self._calls.all_gather(_bytes(flat), _bytes(_flat(tensor)), stamp)
+    def _all_gather(self, call: Call) -> Work:
+        flat, finish = _flat_output(call.output)
+        stamp = board.stamp_of("all_gather", call.output)
+        steps = self._calls.all_gather(board.as_bytes(flat), board.as_bytes(_flat(call.tensor)), stamp)
         return self._meet("all_gather", steps, finish)
 
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        check_peer("broadcast from", source, self.size)
-        flat, finish = _flat_output(tensor)
-        stamp = board.stamp_of("broadcast", tensor, source)
-        return self._meet("broadcast", self._calls.broadcast(_bytes(flat), source, stamp), finish)
+    def _broadcast(self, call: Call) -> Work:
+        flat, finish = _flat_output(call.tensor)
+        stamp = board.stamp_of("broadcast", call.tensor, call.peer)
+        return self._meet("broadcast", self._calls.broadcast(board.as_bytes(flat), call.peer, stamp), finish)
 
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i; as messages, since each pair exchanges what it likes."""
-        wanted = all_to_all_splits(output, output_splits, self.size)
-        given = all_to_all_splits(tensor, input_splits, self.size)
-        flat, finish = _flat_output(output)
-        into, out_of = _bytes(flat), _bytes(_flat(tensor))
-        targets = torch.split(into, [count * into.numel() // max(1, output.shape[0]) for count in wanted])
-        pieces = torch.split(out_of, [count * out_of.numel() // max(1, tensor.shape[0]) for count in given])
+    def _all_to_all(self, call: Call) -> Work:
+        """Sends the i-th piece of a tensor to rank i; as messages, since each pair exchanges what it likes."""
+        assert call.splits is not None
+        wanted, given = call.splits
+        flat, finish = _flat_output(call.output)
+        into, out_of = board.as_bytes(flat), board.as_bytes(_flat(call.tensor))
+        targets = torch.split(into, [count * into.numel() // max(1, call.output.shape[0]) for count in wanted])
+        pieces = torch.split(out_of, [count * out_of.numel() // max(1, call.tensor.shape[0]) for count in given])
         if pieces[self.rank].numel() != targets[self.rank].numel():
             raise CollectiveMismatchError(
                 f"all_to_all: rank {self.ranks[self.rank]} keeps {given[self.rank]} rows and expects "
@@ -196,19 +206,20 @@ class SharedMemoryCommunicator(GroupMember):
             )
         targets[self.rank].copy_(pieces[self.rank])
         order = [(self.rank + step) % self.size for step in range(1, self.size)]  # not all to the same one at once
-        works = [self._receive("all_to_all", targets[peer], peer, _EXCHANGE_TAG, None) for peer in order]
-        works += [self._send("all_to_all", pieces[peer], peer, _EXCHANGE_TAG) for peer in order]
+        works = [self._take("all_to_all", targets[peer], peer, _EXCHANGE_TAG, None) for peer in order]
+        works += [self._put("all_to_all", pieces[peer], peer, _EXCHANGE_TAG) for peer in order]
         return _JointWork(works, finish)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Sends ``tensor``; done when the last of it is on its way, the first of which may have arrived."""
-        check_peer("send to", to, self.size)
-        return self._send(f"send to rank {self.ranks[to]}", _bytes(_flat(tensor)), to, tag)
+    def _send(self, call: Call) -> Work:
+        """Sends a message; done when the last of it is on its way, the first of which may have arrived."""
+        return self._put(
+            f"send to rank {self.ranks[call.peer]}", board.as_bytes(_flat(call.tensor)), call.peer, call.tag
+        )
 
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        check_peer("recv from", source, self.size)
-        flat, finish = _flat_output(tensor)
-        return self._receive(f"recv from rank {self.ranks[source]}", _bytes(flat), source, tag, finish)
+    def _recv(self, call: Call) -> Work:
+        flat, finish = _flat_output(call.tensor)
+        kind = f"recv from rank {self.ranks[call.peer]}"
+        return self._take(kind, board.as_bytes(flat), call.peer, call.tag, finish)
 
     def barrier(self) -> None:
         self._meet("barrier", self._calls.barrier(), None).wait()
@@ -229,7 +240,7 @@ class SharedMemoryCommunicator(GroupMember):
         Called by every rank, with the same arguments. The memory is freed with the last tensor in it, on each rank.
         """
         calls = self._calls
-        if not isinstance(calls, CompiledCollectives) or not calls.takes_buffers or numel == 0:
+        if not isinstance(calls, native.CompiledCollectives) or not calls.takes_buffers or numel == 0:
             return None
         area = -(-numel * dtype.itemsize // _PAGE) * _PAGE
         everyone = range(self.size)
@@ -243,18 +254,18 @@ class SharedMemoryCommunicator(GroupMember):
         return segment.bytes(self.rank * area, numel * dtype.itemsize).view(dtype)
 
     def _meet(self, kind: str, steps: Steps, finish: Callable[[], object] | None) -> Work:
-        return self._issue(PendingOperation(kind, finish), self._collectives, steps)
+        return self._start(PendingOperation(kind, finish), self._collectives, steps)
 
-    def _send(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
-        steps = messages.send(self._outgoing[to], message, to, tag)
-        return self._issue(PendingOperation(kind), self._outboxes[to], steps)
+    def _put(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
+        steps = put_message(self._outgoing[to], message, to, tag)
+        return self._start(PendingOperation(kind), self._outboxes[to], steps)
 
-    def _receive(
+    def _take(
         self, kind: str, target: torch.Tensor, source: int, tag: int, finish: Callable[[], object] | None
     ) -> Work:
-        return self._issue(PendingOperation(kind, finish), self._inboxes[source], target, tag)
+        return self._start(PendingOperation(kind, finish), self._inboxes[source], target, tag)
 
-    def _issue(self, operation: PendingOperation, lane: OperationLane, *what: Any) -> Work:
+    def _start(self, operation: PendingOperation, lane: OperationLane, *what: Any) -> Work:
         if self._broken is not None:
             earlier = str(self._broken).replace("\n", "\n  ")
             raise type(self._broken)(f"{self._head(operation.kind)}: the group is broken since\n  {earlier}")
@@ -315,27 +326,19 @@ class SharedMemoryCommunicator(GroupMember):
             lane.fail(error)
 
 
-def _agree_on_code(inner: Communicator) -> ctypes.CDLL | None:
-    """Returns the compiled code if every rank has it; the first rank builds it before the others look for it."""
-    first = build.load().code if inner.rank == 0 else None
-    gather_objects(inner, first is not None)
-    code = build.load().code
-    return code if all(gather_objects(inner, code is not None)) else None
-
-
-def _collectives(resources: _GroupResources, made: board.Board) -> board.Collectives:
-    if resources.code is None or made.size > MOST_RANKS:
-        return board.Collectives(made)
-    return CompiledCollectives(resources.code, made, resources.progress)
-
-
 def _establish(
     exchange: Callable[[Any], list[Any]], rank: int, ranks: tuple[int, ...], resources: _GroupResources
 ) -> SharedMemoryCommunicator:
     """Makes a group and its segment. All ranks succeed, or all raise."""
     num_bytes = resources.layout(len(ranks)).num_bytes
     everyone: list[RankLocation] = exchange(RankLocation.here())
-    _check_one_host(everyone, ranks)
+    for other, place in zip(ranks, everyone, strict=True):
+        if place.host != everyone[0].host:
+            raise CommunicationError(
+                f"ranks {ranks[0]} and {other} do not share a host: {everyone[0]} and {place}\n"
+                "  shared memory joins processes of one machine that can see one another\n"
+                "  use plain Gloo for these ranks, or split by host first"
+            )
     segment = _common_segment(exchange, rank, ranks, num_bytes)
     return SharedMemoryCommunicator(segment, rank, ranks, [place.process for place in everyone], resources)
 
@@ -368,18 +371,8 @@ def _attempt(make: Callable[[], SharedSegment]) -> tuple[SharedSegment | None, s
         return None, str(error)
 
 
-def _check_one_host(everyone: Sequence[RankLocation], ranks: Sequence[int]) -> None:
-    for rank, place in zip(ranks, everyone, strict=True):
-        if place.host != everyone[0].host:
-            raise CommunicationError(
-                f"ranks {ranks[0]} and {rank} do not share a host: {everyone[0]} and {place}\n"
-                "  shared memory joins processes of one machine that can see one another\n"
-                "  use plain Gloo for these ranks, or split by host first"
-            )
-
-
-def _check_reduction(kind: str, tensor: torch.Tensor, op: ReduceOp) -> None:
-    dtype = tensor.dtype
+def _check_reduction(call: Call) -> None:
+    kind, dtype, op = call.kind, call.tensor.dtype, call.op
     if dtype not in board.DTYPES:
         raise UsageError(f"{kind} of {dtype}: it has no sum here; convert the tensor first")
     check_reduction(kind, dtype, op)
@@ -406,7 +399,3 @@ def _flat_output(tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], objec
         return flat, None
     plain = tensor.detach()
     return flat, lambda: plain.copy_(flat.view(plain.shape))
-
-
-def _bytes(flat: torch.Tensor) -> torch.Tensor:
-    return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)

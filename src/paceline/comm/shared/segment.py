@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm.shared import board, messages
-from paceline.comm.shared.progress import Fence
+from paceline.comm.shared import board
+from paceline.comm.shared.progress import CELLS, COUNTER_WORDS, HEADER_WORDS, Fence, Ring
 from paceline.errors import CommunicationError
 from paceline.shards import round_up
 
@@ -133,7 +133,6 @@ class SharedSegment:
 
     @staticmethod
     def open(name: str, num_bytes: int) -> SharedSegment:
-        """Maps a segment that another process made."""
         try:
             descriptor = os.open(FOLDER / name, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
@@ -157,11 +156,9 @@ class SharedSegment:
         weakref.finalize(self._memory, act).atexit = False
 
     def words(self, offset: int, count: int) -> memoryview:
-        """Returns ``count`` integers of 8 bytes from ``offset`` on."""
         return memoryview(self._memory)[offset : offset + 8 * count].cast("q")
 
     def bytes(self, offset: int, count: int) -> torch.Tensor:
-        """Returns ``count`` bytes from ``offset`` on."""
         return self._bytes[offset : offset + count]
 
 
@@ -175,14 +172,14 @@ class SegmentLayout:
 
     def __init__(self, size: int, *, is_quick: bool) -> None:
         self.size = size
-        num_cells, num_slots = size**2 * messages.CELLS, size * board.SLOTS
+        num_cells, num_slots = size**2 * CELLS, size * board.SLOTS
         low, high = _SLOT_BYTES
         self.slot_bytes = low if is_quick else _bytes_each(_ALL_SLOTS_BYTES, num_slots, low, high)
         self.cell_bytes = _bytes_each(_ALL_CELLS_BYTES, num_cells, *_CELL_BYTES)
         self._failures = 8 * board.WORDS * size
         self._counters = self._failures + size * LINE_BYTES
-        self._headers = self._counters + 8 * messages.COUNTER_WORDS * size**2
-        self._areas = round_up(self._headers + 8 * messages.HEADER_WORDS * num_cells, 4096)
+        self._headers = self._counters + 8 * COUNTER_WORDS * size**2
+        self._areas = round_up(self._headers + 8 * HEADER_WORDS * num_cells, 4096)
         self._cells = self._areas + num_slots * self.slot_bytes
         self.num_bytes = self._cells + num_cells * self.cell_bytes
 
@@ -198,14 +195,14 @@ class SegmentLayout:
         """Returns a word for each rank, eight apart, that is set when it gives up."""
         return segment.words(self._failures, self.size * LINE_BYTES // 8)
 
-    def make_ring(self, segment: SharedSegment, source: int, to: int, fence: Fence) -> messages.Ring:
+    def make_ring(self, segment: SharedSegment, source: int, to: int, fence: Fence) -> Ring:
         pair = source * self.size + to
-        counters = segment.words(self._counters + 8 * messages.COUNTER_WORDS * pair, messages.COUNTER_WORDS)
-        places = range(pair * messages.CELLS, (pair + 1) * messages.CELLS)
-        words = messages.HEADER_WORDS
+        counters = segment.words(self._counters + 8 * COUNTER_WORDS * pair, COUNTER_WORDS)
+        places = range(pair * CELLS, (pair + 1) * CELLS)
+        words = HEADER_WORDS
         headers = [segment.words(self._headers + 8 * words * place, words) for place in places]
         cells = [segment.bytes(self._cells + self.cell_bytes * place, self.cell_bytes) for place in places]
-        return messages.Ring(counters, headers, cells, fence)
+        return Ring(counters, headers, cells, fence)
 
 
 def _bytes_each(total: int, count: int, low: int, high: int) -> int:
@@ -221,7 +218,6 @@ def remove_stale_segments() -> None:
 
 
 def stale_segments(namespace: str = "*") -> list[Path]:
-    """Returns the files of creators that are gone."""
     stale = []
     for path in FOLDER.glob(f"{_STEM}-{namespace}-*-*-*"):
         pid, started, _ = path.name.split("-")[-3:]
@@ -231,7 +227,6 @@ def stale_segments(namespace: str = "*") -> list[Path]:
 
 
 def no_folder() -> str:
-    """Says that the system has no memory to share by name."""
     return f"this machine has no {FOLDER}\n  ranks of one host share memory through it\n  use plain Gloo here"
 
 

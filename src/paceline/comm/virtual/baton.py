@@ -39,75 +39,65 @@ class Abandoned(BaseException):
     """Unwinds a rank because another one failed. Not an Exception, so that no ``except Exception`` swallows it."""
 
 
-class _NumpyState:
-    """Reads and writes numpy's random state, which takes 0.08 ms each, only where somebody has drawn from it.
+class _LazyState:
+    """Reads and writes a random state only where somebody has drawn from it.
 
-    The generator's memory shows whether numbers were drawn. A normal number that numpy keeps for the next call does not
-    show there, so a state that has one is read in full.
+    Numpy's takes 0.08 ms each, Python's 0.02: a quarter of a turn. ``look`` returns memory that shows whether numbers
+    were drawn, None where none does; ``is_shown`` says of a state whether that is all of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        look: Callable[[], Any],
+        get: Callable[[], Any],
+        put: Callable[[Any], None],
+        is_shown: Callable[[Any], bool] = lambda _: True,
+    ) -> None:
+        self._look, self._get, self._put, self._is_shown = look, get, put, is_shown
         self._known: Any = None  # the state that was read or written last
-        self._memory = b""  # and the generator's memory at that time
+        self._memory: Any = None  # and what tells of a change since
 
     def capture(self) -> Any:
         """Returns the state: the same object as before where nothing has changed."""
-        memory = self._read_memory()
-        if self._known is None or self._known["has_gauss"] or not memory or memory != self._memory:
-            self._known, self._memory = np.random.get_state(legacy=False), memory
+        memory = self._look()
+        if memory is None or memory != self._memory or not self._is_shown(self._known):
+            self._known, self._memory = self._get(), memory
         return self._known
 
     def restore(self, state: Any) -> None:
         """Makes ``state`` the process's, unless it is."""
         if self.capture() is not state:
-            np.random.set_state(state)
-            self._known, self._memory = state, self._read_memory()
-
-    @staticmethod
-    def _read_memory() -> bytes:
-        """Returns the memory of numpy's usual generator; nothing for another one."""
-        generator = np.random.mtrand.get_bit_generator()
-        if not isinstance(generator, np.random.MT19937):
-            return b""
-        return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-
-
-class _PythonState:
-    """Does the same for Python's random state, which takes 0.02 ms to read and 0.01 ms to write: a quarter of a turn.
-
-    A number that it keeps for the next call of ``gauss`` is an attribute of the generator, and is compared too.
-    """
-
-    def __init__(self) -> None:
-        self._known: tuple[Any, ...] = ()  # the state that was read or written last
-        self._memory: tuple[bytes, float | None] | None = None  # and what tells of a change since
-
-    def capture(self) -> tuple[Any, ...]:
-        """Returns the state: the same object as before where nothing has changed."""
-        memory = self._read_memory()
-        if memory is None or memory != self._memory:
-            self._known, self._memory = random.getstate(), memory
-        return self._known
-
-    def restore(self, state: tuple[Any, ...]) -> None:
-        """Makes ``state`` the process's, unless it is."""
-        if self.capture() is not state:
-            random.setstate(state)
-            self._known, self._memory = state, self._read_memory()
-
-    @staticmethod
-    def _read_memory() -> tuple[bytes, float | None] | None:
-        """Returns the memory of Python's generator; None where it is not known to lie in the object itself."""
-        generator: Any = getattr(random.getstate, "__self__", None)
-        if sys.implementation.name != "cpython" or type(generator) is not random.Random:
-            return None
-        return ctypes.string_at(id(generator) + object.__basicsize__, _PYTHON_BYTES), vars(generator)["gauss_next"]
+            self._put(state)
+            self._known, self._memory = state, self._look()
 
 
 _MT19937_BYTES = 624 * 4 + 4  # the numbers, and the place among them
 _PYTHON_BYTES = _random.Random.__basicsize__ - object.__basicsize__
-_NUMPY = _NumpyState()
-_PYTHON = _PythonState()
+
+
+def _numpy_memory() -> bytes | None:
+    """Returns the memory of numpy's usual generator; nothing for another one."""
+    generator = np.random.mtrand.get_bit_generator()
+    if not isinstance(generator, np.random.MT19937):
+        return None
+    return ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+
+
+def _python_memory() -> tuple[bytes, float | None] | None:
+    """Returns the memory of Python's generator, and the number that it keeps for the next call of ``gauss``."""
+    generator: Any = getattr(random.getstate, "__self__", None)
+    if sys.implementation.name != "cpython" or type(generator) is not random.Random:
+        return None
+    return ctypes.string_at(id(generator) + object.__basicsize__, _PYTHON_BYTES), vars(generator)["gauss_next"]
+
+
+_NUMPY = _LazyState(
+    _numpy_memory,
+    lambda: np.random.get_state(legacy=False),
+    lambda state: np.random.set_state(state),
+    lambda state: not state["has_gauss"],  # a normal number that numpy keeps for the next call does not show
+)
+_PYTHON = _LazyState(_python_memory, lambda: random.getstate(), lambda state: random.setstate(state))
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +114,6 @@ class RandomStates:
 
     @classmethod
     def fresh(cls, device: torch.device, seed: int) -> RandomStates:
-        """Makes the states of a process that has just been seeded."""
         before = cls.capture(device)
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
@@ -152,25 +141,6 @@ class BatonWait:
     entry: Callable[[], LedgerEntry]
 
 
-class _Turn:
-    """A rank waits for its turn here. A plain lock: a semaphore costs as much as a small operation of a rank."""
-
-    __slots__ = ("_lock",)
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._lock.acquire()
-
-    def wait(self) -> None:
-        """Waits until the turn is given, and takes it."""
-        self._lock.acquire()
-
-    def give(self) -> None:
-        """Gives the turn; a turn that was given and not yet taken stays one."""
-        with contextlib.suppress(RuntimeError):
-            self._lock.release()
-
-
 class Baton:
     """Runs one function per rank on threads, one at a time, and passes the baton between them."""
 
@@ -179,7 +149,10 @@ class Baton:
         self.device = device
         self._timeout_s = timeout_s
         self._seed = seed
-        self._turn = [_Turn() for _ in range(num_ranks)]
+        # A rank waits for its turn at a lock: a semaphore costs as much as a small operation of a rank.
+        self._turn = [threading.Lock() for _ in range(num_ranks)]
+        for turn in self._turn:
+            turn.acquire()
         self._waits: dict[int, BatonWait] = {}
         self._finished: set[int] = set()
         self._holder = 0
@@ -205,21 +178,19 @@ class Baton:
             return
         self._waits[rank] = until
         self._pass_on(rank)
-        self._turn[rank].wait()
+        self._turn[rank].acquire()
         if self._error is not None:
             raise Abandoned
         self._states[rank].restore(self.device)
         self._last_sign = time.monotonic()
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Ends the world with ``error`` and unwinds the calling rank."""
         self._end(error)
         raise Abandoned
 
     # The run.
 
     def run(self, work: list[Callable[[], Any]]) -> list[Any]:
-        """Runs all ranks to their ends and returns what they returned, by rank."""
         before = RandomStates.capture(self.device)
         fresh = RandomStates.fresh(self.device, self._seed)
         self._states = [fresh] * self.num_ranks
@@ -231,7 +202,7 @@ class Baton:
         try:
             for thread in self._threads:
                 thread.start()
-            self._turn[0].give()
+            self._give_turn(0)
             self._watch()
         except BaseException as error:
             self._end(error)
@@ -244,7 +215,7 @@ class Baton:
         return results
 
     def _live(self, rank: int, work: Callable[[], Any], results: list[Any]) -> None:
-        self._turn[rank].wait()
+        self._turn[rank].acquire()
         try:
             if self._error is None:
                 self._states[rank].restore(self.device)
@@ -282,7 +253,7 @@ class Baton:
             if wait is None or wait.is_over():
                 self._waits.pop(candidate, None)
                 self._holder = candidate
-                self._turn[candidate].give()
+                self._give_turn(candidate)
                 return
         if len(self._finished) == self.num_ranks:
             self._ended.set()
@@ -321,9 +292,14 @@ class Baton:
     def _end(self, error: BaseException) -> None:
         if self._error is None:
             self._error = error
-        for turn in self._turn:
-            turn.give()
+        for rank in range(self.num_ranks):
+            self._give_turn(rank)
         self._ended.set()
+
+    def _give_turn(self, rank: int) -> None:
+        """Gives a rank its turn; one that was given and not yet taken stays one."""
+        with contextlib.suppress(RuntimeError):
+            self._turn[rank].release()
 
     def _join(self) -> None:
         deadline = time.monotonic() + 5.0

@@ -94,7 +94,6 @@ class VirtualClock:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Compute in here is the rank's."""
         self._resume()
         try:
             yield
@@ -134,7 +133,6 @@ class VirtualClock:
         self._since = self._read() if self._measures else 0.0
 
     def _add_measured(self) -> None:
-        """Adds what was measured since the rank went on."""
         if self._since is not None and self._measures:
             read = self._read()
             self._add(read - self._since)

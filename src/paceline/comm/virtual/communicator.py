@@ -15,24 +15,16 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
-from paceline.comm.base import ReduceOp, Splits, Work
-from paceline.comm.group import (
-    NARROW,
-    GroupMember,
-    all_to_all_splits,
-    check_peer,
-    check_pieces,
-    check_split,
-    reduce_pair,
-)
+from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split
+from paceline.comm.group import NARROW, reduce_pair
 from paceline.comm.virtual.baton import Baton, call_site
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
-from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualWorld
-from paceline.comm.virtual.pairing import VirtualPairing
+from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualPairing, VirtualWorld
 from paceline.errors import CollectiveMismatchError, UsageError
 
 T = TypeVar("T")
@@ -64,11 +56,10 @@ def run_virtual(
     if timing is not None:
         timing.start(ranks, where)
     world = VirtualWorld(baton, timing)
-    everybody = tuple(range(ranks))
-    pairing = VirtualPairing(world.first_group(everybody))
+    pairing = VirtualPairing(world.everybody)
 
     def live(rank: int) -> T:
-        comm = VirtualCommunicator(world.join(everybody, rank), rank)
+        comm = VirtualCommunicator(world.join(world.everybody.ranks, rank), rank)
         comm.trained = pairing.trained[rank]
         pairing.enter(rank)
         with contextlib.nullcontext() if comm.clock is None else comm.clock.running():
@@ -78,7 +69,7 @@ def run_virtual(
         return baton.run([lambda rank=rank: live(rank) for rank in range(ranks)])  # type: ignore[misc]
 
 
-class VirtualCommunicator(GroupMember):
+class VirtualCommunicator(Communicator):
     """One virtual rank's handle on a group."""
 
     takes_real_time = False  # a rank that waits for another waits for all that take their turns before it
@@ -89,66 +80,28 @@ class VirtualCommunicator(GroupMember):
         self.clock = group.world.clock(group.ranks[rank])
         self._group = group
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        def carry_out(contributions: list[Contribution]) -> None:
-            result = _reduce([a.tensors[0] for a in contributions], op)
-            for each in contributions:
-                each.tensors[0].data.copy_(result)
-
-        return self._meet("all_reduce", op, carry_out, tensor)
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp = "sum") -> Work:
-        check_pieces("reduce_scatter", whole=tensor, piece=output, size=self.size)
-
-        def carry_out(contributions: list[Contribution]) -> None:
-            result = _reduce([a.tensors[1] for a in contributions], op).view(len(contributions), -1)
-            for piece, each in zip(result, contributions, strict=True):
-                each.tensors[0].data.view(-1).copy_(piece)
-
-        return self._meet("reduce_scatter", op, carry_out, output, tensor)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor) -> Work:
-        check_pieces("all_gather", whole=output, piece=tensor, size=self.size)
-
-        def carry_out(contributions: list[Contribution]) -> None:
-            whole = torch.cat([a.tensors[1].reshape(-1) for a in contributions])
-            for each in contributions:
-                each.tensors[0].data.view(-1).copy_(whole)
-
-        return self._meet("all_gather", "", carry_out, output, tensor)
-
-    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> Work:
-        check_peer("broadcast from", source, self.size)
-
-        def carry_out(contributions: list[Contribution]) -> None:
-            for rank, each in enumerate(contributions):
-                if rank != source:
-                    each.tensors[0].data.copy_(contributions[source].tensors[0])
-
-        return self._meet("broadcast", f"source={source}", carry_out, tensor)
-
-    def all_to_all(
-        self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
-    ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i; what each pair exchanges must agree on both sides."""
-        splits = (
-            all_to_all_splits(output, output_splits, self.size),
-            all_to_all_splits(tensor, input_splits, self.size),
-        )
-        call = VirtualCall("all_to_all", f"{_dtype(tensor)} rows of {list(tensor.shape[1:])}", _caller())
-        return self._group.meet(self.rank, Contribution(call, (output, tensor), splits), self._exchange)
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Work:
-        """Sends ``tensor``; done when the receive is there, so that an unmatched send is found."""
-        check_peer("send to", to, self.size)
-        return self._post("send", f"to {self.ranks[to]}", tensor, (self.rank, to, tag))
-
-    def recv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Work:
-        check_peer("recv from", source, self.size)
-        return self._post("recv", f"from {self.ranks[source]}", tensor, (source, self.rank, tag))
+    def issue(self, call: Call) -> Work:
+        """Joins a collective, or posts a message: a send is done when its receive is there, so none goes unmatched."""
+        kind, peer, tag = call.kind, call.peer, call.tag
+        if kind in ("send", "recv"):
+            is_send = kind == "send"
+            other = f"{'to' if is_send else 'from'} {self.ranks[peer]}"
+            detail = f"rank {self.ranks[self.rank]} {other}, {_shape(call.tensor)}, tag={tag}"
+            message = Contribution(VirtualCall(kind, detail, _caller()), (call.tensor,))
+            key = (self.rank, peer, tag) if is_send else (peer, self.rank, tag)
+            return self._group.post(message, key, is_send=is_send)
+        tensors = (call.tensor,) if call.output is call.tensor else (call.output, call.tensor)
+        if kind == "all_to_all":
+            detail = f"{_dtype(call.tensor)} rows of {list(call.tensor.shape[1:])}"
+        else:
+            first = {"all_gather": "", "broadcast": f"source={peer}"}.get(kind, call.op)
+            detail = ", ".join(part for part in (first, *map(_shape, tensors)) if part)
+        asked = VirtualCall(kind, detail, _caller())
+        return self._group.meet(self.rank, Contribution(asked, tensors, call.splits), partial(self._carry_out, call))
 
     def barrier(self) -> None:
-        self._meet("barrier", "", lambda _: None).wait()
+        call = VirtualCall("barrier", "", _caller())
+        self._group.meet(self.rank, Contribution(call, ()), lambda _: None).wait()
 
     def split(self, ranks: Sequence[int]) -> VirtualCommunicator:
         check_split(ranks, self.rank, self.size)
@@ -156,20 +109,30 @@ class VirtualCommunicator(GroupMember):
         group = self._group.world.join(members, self.ranks[self.rank])
         return VirtualCommunicator(group, list(ranks).index(self.rank))
 
-    def _meet(
-        self, kind: str, detail: str, carry_out: Callable[[list[Contribution]], None], *tensors: torch.Tensor
-    ) -> Work:
-        parts = [detail, *(_shape(t) for t in tensors)]
-        call = VirtualCall(kind, ", ".join(part for part in parts if part), _caller())
-        return self._group.meet(self.rank, Contribution(call, tensors), carry_out)
-
-    def _post(self, kind: str, peer: str, tensor: torch.Tensor, key: tuple[int, int, int]) -> Work:
-        detail = f"rank {self.ranks[self.rank]} {peer}, {_shape(tensor)}, tag={key[2]}"
-        message = Contribution(VirtualCall(kind, detail, _caller()), (tensor,))
-        return self._group.post(message, key, is_send=kind == "send")
+    def _carry_out(self, call: Call, contributions: list[Contribution]) -> None:
+        outputs = [each.tensors[0].data for each in contributions]
+        given = [each.tensors[-1] for each in contributions]
+        if call.kind == "all_reduce":
+            result = _reduce(given, call.op)
+            for output in outputs:
+                output.copy_(result)
+        elif call.kind == "reduce_scatter":
+            for piece, output in zip(_reduce(given, call.op).view(len(given), -1), outputs, strict=True):
+                output.view(-1).copy_(piece)
+        elif call.kind == "all_gather":
+            whole = torch.cat([tensor.reshape(-1) for tensor in given])
+            for output in outputs:
+                output.view(-1).copy_(whole)
+        elif call.kind == "broadcast":
+            for rank, output in enumerate(outputs):
+                if rank != call.peer:
+                    output.copy_(given[call.peer])
+        else:
+            self._exchange(contributions)
 
     def _exchange(self, contributions: list[Contribution]) -> None:
-        pieces = [torch.split(a.tensors[1].clone(), a.splits[1]) for a in contributions if a.splits is not None]
+        """Hands pieces over; what each pair exchanges must agree on both sides."""
+        pieces = [torch.split(a.tensors[-1].clone(), a.splits[1]) for a in contributions if a.splits is not None]
         for me, each in enumerate(contributions):
             assert each.splits is not None
             for peer, target in enumerate(torch.split(each.tensors[0].data, each.splits[0])):

@@ -3,23 +3,32 @@
 Operations of a group are matched by the order in which each member issued them, messages by their two ranks and tag.
 The last to arrive carries a collective out, so that every tensor is there; on CUDA each side's stream is ordered after
 the others' by events. Ranks with clocks pay for an operation from the latest arrival on, or from when the group is
-free. A rank that asks for something else than the others ends the run with what each of them called.
+free. A rank that asks for something else than the others ends the run with what each of them called; so does one that
+is in another step than its neighbour at an update of what they train (see ``health/pairing.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
+import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from paceline.comm.base import Work
+from paceline.comm.ledger.call_sites import user_line
+from paceline.comm.ledger.updates import TrainedParameters, UpdateNotes
 from paceline.comm.virtual.baton import Baton, BatonWait
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.errors import CollectiveMismatchError
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
+from paceline.health.pairing import PairedRanks, Update, pairing_verdict
 from paceline.health.verdict import find_hang
 
 
@@ -44,7 +53,6 @@ class StreamPoint:
         self._event = torch.cuda.current_stream().record_event()
 
     def order(self) -> None:
-        """Lets the current stream wait for that point."""
         torch.cuda.current_stream().wait_event(self._event)
 
 
@@ -76,7 +84,8 @@ class VirtualWorld:
         self.baton = baton
         self.timing = timing
         baton.explain = self._explain
-        self._groups: dict[tuple[int, ...], list[VirtualGroup]] = {}
+        self.everybody = VirtualGroup(self, tuple(range(baton.num_ranks)))
+        self._groups: dict[tuple[int, ...], list[VirtualGroup]] = {self.everybody.ranks: [self.everybody]}
         self._joined: Counter[tuple[tuple[int, ...], int]] = Counter()
 
     def join(self, ranks: tuple[int, ...], world_rank: int) -> VirtualGroup:
@@ -86,11 +95,6 @@ class VirtualWorld:
         if number == len(made):
             made.append(VirtualGroup(self, ranks))
         return made[number]
-
-    def first_group(self, ranks: tuple[int, ...]) -> VirtualGroup:
-        """Returns the first group of these ranks, before anybody has joined it."""
-        (group,) = self._groups[ranks] = [VirtualGroup(self, ranks)]
-        return group
 
     def name(self, group: VirtualGroup) -> GroupName:
         return GroupName(group.ranks, self._groups[group.ranks].index(group))
@@ -261,3 +265,66 @@ class _VirtualWork:
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
+
+
+_MOST_KEPT = 32  # updates of a rank: neighbours are never further apart
+
+
+class VirtualPairing:
+    """Compares the updates of virtual ranks; ``group`` is all of them."""
+
+    def __init__(self, group: VirtualGroup) -> None:
+        self.trained = [TrainedParameters() for _ in group.ranks]
+        self._group = group
+        self._notes = [UpdateNotes(seldom_s=0.0) for _ in group.ranks]
+        self._made: list[dict[int, tuple[Update, LedgerEntry]]] = [{} for _ in group.ranks]  # by collectives
+        self._pairs = [PairedRanks() for _ in group.ranks[1:]]  # each rank with the one after it
+        self._thread = threading.local()
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[None]:
+        hook = register_optimizer_step_post_hook(self._end_update)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def enter(self, rank: int) -> None:
+        self._thread.rank = rank
+
+    def _end_update(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        rank = getattr(self._thread, "rank", None)
+        if rank is not None and self.trained[rank].are_updated_by(optimizer):
+            with self._group.world.paused(rank):
+                self._compare(rank, sys._getframe(1))
+
+    def _compare(self, rank: int, frame: FrameType) -> None:
+        if not self._notes[rank].count(self._group.issued[rank]):
+            return
+        own = self._notes[rank].note(0, frame)
+        made = self._made[rank]
+        made[own.collectives] = own, self._collective(rank, frame)
+        if len(made) > _MOST_KEPT:
+            del made[next(iter(made))]
+        for low, high in ((rank - 1, rank), (rank, rank + 1)):
+            if low < 0 or high == len(self._made):
+                continue
+            both = self._made[low].get(own.collectives), self._made[high].get(own.collectives)
+            if both[0] is None or both[1] is None:
+                continue
+            found = self._pairs[low].compare(both[0][0], both[1][0])
+            if found is not None:
+                name = self._notes[rank].name_of(found.counter)
+                verdict = pairing_verdict(found, (low, high), (both[0][1], both[1][1]), name)
+                raise CollectiveMismatchError(verdict.sentence)
+
+    def _collective(self, rank: int, frame: FrameType) -> LedgerEntry:
+        called = self._group.last_calls[rank]
+        assert called is not None
+        return LedgerEntry(
+            number=0,
+            group=GroupName(self._group.ranks),
+            sequence=self._group.issued[rank] - 1,
+            call=LedgerCall(kind=called.kind, op=called.detail),
+            site=f"{called.where}, before the update at {user_line(frame) or 'an unknown line'}",
+        )

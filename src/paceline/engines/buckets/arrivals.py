@@ -59,7 +59,6 @@ class Arrivals(Generic[B]):
         self._place_of = {index: (b, place) for b in self.buckets for place, index in enumerate(b.members)}
 
     def place_of(self, index: int) -> tuple[B, int]:
-        """Returns the bucket of a parameter, and the place in it."""
         return self._place_of[index]
 
     def open(self, finish: Callable[[], None], *, reduces: bool = True) -> None:
@@ -88,8 +87,8 @@ class Arrivals(Generic[B]):
     def count(self, index: int, *, may_leave: bool) -> tuple[B, int] | None:
         """Counts a gradient in; returns its bucket and place when it is complete, and buckets may leave.
 
-        ``may_leave``: in a first backward, what arrives in the outer one is complete at once. Autograd hands over a
-        gradient once, with all uses added up; only a backward within the backward brings another one.
+        ``may_leave``: in a first backward, what arrives in the outer one is complete at once: autograd adds up all
+        uses, and only a backward within the backward brings another one.
         """
         self.counts[index] += 1
         if self.expected is None:
@@ -126,11 +125,9 @@ class Arrivals(Generic[B]):
             self.expected = [known or now for known, now in zip(before, self.counts, strict=True)]
 
     def forget_counts(self) -> None:
-        """Forgets what has arrived."""
         self.seen, self.counts = [], [0] * len(self.names)
 
     def reset(self) -> None:
-        """Ends a backward."""
         for bucket in self.buckets:
             bucket.reset()
         self.forget_counts()

@@ -26,7 +26,6 @@ class BucketPolicy:
 
     @classmethod
     def of(cls, layout: Layout) -> BucketPolicy:
-        """Returns the sizes that a layout asks for."""
         return cls(bucket_bytes=layout.bucket_bytes, first_bucket_bytes=layout.first_bucket_bytes)
 
 

@@ -8,11 +8,8 @@ before it has arrived:
 What is not exposed is hidden behind backward, and free as far as communication leaves compute alone (``free``: 1 with
 network cards and cores to spare, 0 where one core does both). A step loses exposed + (1 - free) hidden.
 
-Few large buckets pay alpha seldom, but leave late; many small ones leave early, and pay it often. For P bytes that
-arrive evenly over t seconds, and a link that is slower than backward (P / W > t), k buckets expose about
-k alpha + P / W - t + t / k: the best k is sqrt(t / alpha). On a faster link what counts is the last bucket alone.
-
-Pure functions over plain values: no torch, nothing to mock.
+For P bytes that arrive evenly over t seconds, and a link that is slower than backward (P / W > t), k buckets expose
+about k alpha + P / W - t + t / k: the best k is sqrt(t / alpha). On a faster link the last bucket alone counts.
 """
 
 from __future__ import annotations

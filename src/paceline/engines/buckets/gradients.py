@@ -2,8 +2,6 @@
 
     parameter.grad  --copy in, times the scale-->  buffer  --reduce-->  gradients that the optimizer sees
 
-The gradients of a bucket travel together, in one flat buffer. What becomes of them differs:
-
 - ``ReplicaBucket`` (data parallelism): gradients are views into the buffer, which lives as long as they do. Nothing is
   copied out. A gradient that is alone in its bucket is the buffer itself.
 - ``SlicedBucket`` (ZeRO): a rank gets its slice, the gradients of its pieces. Stage 1 keeps the buffer and reduces in
@@ -134,7 +132,7 @@ class ReplicaBucket(GradientBucket):
     def use(self, buffer: torch.Tensor) -> None:
         """Takes a flat tensor of zeros as the buffer."""
         self.buffer = buffer
-        self.views = [slot.view(buffer) for slot in self.layout.slots]
+        self.views = self.layout.views(buffer)
         self.flags = buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
 
     def cast(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
@@ -267,10 +265,7 @@ class SlicedBucket(GradientBucket):
 
     @torch.no_grad()
     def wait(self, *, is_last: bool) -> None:
-        """Waits for the slice, and makes it the gradient of the pieces, or adds it to what they had.
-
-        Safe to call twice. On the host it may still be on its way: ``group.gradients.finish`` waits for it.
-        """
+        """Waits for the slice, and makes it the gradient of the pieces, or adds it to theirs. Safe to call twice."""
         if self._work is None:
             return
         self._work.wait()
@@ -337,18 +332,13 @@ class SlicedBucket(GradientBucket):
         else:
             self._has_gradient, self._is_filled = [False] * len(is_set), [False] * len(is_set)
             self._had_gradient = is_set
-            if self._keeps_buffer and any(is_set):
-                self._put_earlier_aside()
+            if self._keeps_buffer and any(is_set):  # put aside: they lie where the new ones will
+                self._earlier = torch.zeros_like(self.group.master)
+                for piece, (begin, end) in zip(self.group.pieces, self.group.layout.spans, strict=True):
+                    if piece.grad is not None:
+                        self._earlier[begin:end] = piece.grad
+                        piece.grad = None
         self._is_accumulating = self._is_in_backward = True
-
-    def _put_earlier_aside(self) -> None:
-        """Puts the pieces' gradients aside: they lie where the new ones will."""
-        self._earlier = torch.zeros_like(self.group.master)
-        for place, (begin, end) in enumerate(self.group.layout.spans):
-            piece = self.group.pieces[place]
-            if piece.grad is not None:
-                self._earlier[begin:end] = piece.grad
-                piece.grad = None
 
     def _check_placeholder(self, is_any_set: bool) -> None:
         """Notices what became of a placeholder: taken away, as ``zero_grad()`` does, or changed."""

@@ -1,14 +1,13 @@
 """What a run measures to find the size of its buckets, and how its ranks agree on it.
 
-First some passes of data parallelism only watch: gradients arrive undisturbed, and are sent when backward has ended,
-bucket by bucket, each when the one before it is there. Passes take turns with few large buckets and many small ones,
-so that the seconds of k buckets, k alpha + P / W, give latency and bandwidth as these buckets really have them: with
-the backend, the algorithm, the casts and the compression of this run. Then some passes overlap, with the many small
-buckets: what they take longer than the formula says is what communication takes from compute.
+First some passes of data parallelism only watch: gradients are sent when backward has ended, bucket by bucket, each
+when the one before it is there. Passes take turns with few large buckets and many small ones, so that the seconds of k
+buckets, k alpha + P / W, give latency and bandwidth as these buckets really have them. Then some passes overlap, with
+the many small buckets: what they take longer than the formula says is what communication takes from compute.
 
 No pass has a collective more than it would have anyway. At the end all ranks exchange what they saw, once, and each
-takes the same decision from the same numbers. Times are marks on the device, read then. A rank that was late makes the
-others wait: the time of a reduction is that of the rank that waited least.
+takes the same decision from the same numbers. A rank that was late makes the others wait: the time of a reduction is
+that of the rank that waited least.
 
 Where buckets cannot change any more when training begins (ZeRO), the link is tried before, with messages of two sizes.
 """
@@ -83,7 +82,6 @@ class BucketTuner:
         return self._passes[-1].policy
 
     def begin(self) -> None:
-        """Notes that backward begins."""
         self._passes[-1].begin = self._take()
         self._passes[-1].arrived = {}
 
@@ -92,7 +90,6 @@ class BucketTuner:
         self._passes[-1].arrived[index] = self._take()
 
     def end_backward(self) -> None:
-        """Notes that all gradients of a watching pass are in their buckets, and that reduction begins."""
         self._passes[-1].end = self._take()
 
     def end_watched(self, num_buckets: int) -> None:
@@ -110,10 +107,7 @@ class BucketTuner:
         return False
 
     def choose(self, sizes: Sequence[ParameterSize], arrival: Sequence[int]) -> BucketChoice | None:
-        """Agrees with the other ranks on the buckets. All ranks call it; None: there is nothing to choose.
-
-        Waits for the device to pass its marks: a sync point, once a run.
-        """
+        """Agrees with the other ranks on the buckets; None: there is nothing to choose. A sync point, once a run."""
         mine = torch.tensor(self._row(arrival), dtype=torch.float64, device=self._comm.device)
         everyone = torch.empty(self._comm.size * mine.numel(), dtype=torch.float64, device=self._comm.device)
         self._comm.all_gather(everyone, mine).wait()

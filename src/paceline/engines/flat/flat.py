@@ -14,20 +14,22 @@ Where what lies is in ``shard_layout.py``, the gradients' side in ``shard_gradie
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
 from paceline.comm.base import DONE, Communicator, Work
-from paceline.engines.flat.host_shard import HostShard
 from paceline.engines.flat.shard_gradients import ShardGradients
-from paceline.engines.flat.shard_layout import ShardLayout
-from paceline.engines.flat.side_stream import SideStream
+from paceline.engines.flat.shard_layout import ALIGN, ShardLayout
+from paceline.engines.flat.side_stream import HostShard, SideStream
+from paceline.engines.float8 import E4M3, round_to, scales_of
 from paceline.engines.groups import ParameterGroups, expert_dim, mark_expert
 from paceline.engines.precision import Precision
 from paceline.models.unfilled import is_unfilled
 from paceline.plan.layout import Offload
+from paceline.shards import round_up
 
 
 def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
@@ -40,7 +42,6 @@ def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def is_alone(parameter: nn.Parameter) -> bool:
-    """Says whether a parameter has a flat group of its own."""
     return getattr(parameter, "_paceline_alone", False)
 
 
@@ -57,10 +58,7 @@ class FlatGroup:
     def __init__(
         self, named: Sequence[tuple[str, nn.Parameter]], shared: ParameterGroups, precision: Precision, offload: Offload
     ) -> None:
-        """Moves the parameters into a flat buffer on the device; ``keep_slice`` ends with a rank owning its slice.
-
-        Parameters on the meta device get memory here, and values from whoever initialises them before ``keep_slice``.
-        """
+        """Moves the parameters into a flat buffer on the device; meta ones get memory, and values by ``keep_slice``."""
         self.shared = shared
         self.comm = comm = shared.shard
         self.layout = ShardLayout.of(named, comm.rank, comm.size)
@@ -83,7 +81,6 @@ class FlatGroup:
 
     @property
     def size_bytes(self) -> int:
-        """How large the full parameters are."""
         return self.layout.length * self.param_dtype.itemsize
 
     def keep_slice(self, *, in_place: bool = False) -> None:
@@ -132,11 +129,6 @@ class FlatGroup:
         if self.has_copy:
             self.full.untyped_storage().resize_(0)
 
-    @property
-    def is_allocated(self) -> bool:
-        """Whether ``full`` has memory."""
-        return self.full.untyped_storage().size() > 0 or self.layout.length == 0
-
     def gather(self) -> Work:
         """Fills ``full`` from all ranks' masters."""
         if not self.has_copy and self.comm.size == 1:
@@ -173,16 +165,8 @@ class FlatGroup:
         full[begin:end].copy_(self.kept)
         return small.all_gather(full, full[begin:end]) if small.size > 1 else DONE
 
-    def mark_changed(self) -> None:
-        """Tells the group that the master has new values."""
-        if self.host is not None:
-            self.host.seen_version = -1
-
     def gather_whole(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Returns whole tensors from every rank's pieces of them, as views into one new buffer on the device.
-
-        For state dicts: one group at a time.
-        """
+        """Returns whole tensors from every rank's pieces of them, as views into one new buffer: for state dicts."""
         whole = torch.zeros(self.layout.length, dtype=pieces[0].dtype, device=self.comm.device)
         mine = whole[self.layout.start : self.layout.stop]
         for target, piece in zip(self.layout.pieces(mine), pieces, strict=True):
@@ -217,3 +201,71 @@ def _marked_as(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
 def piece_places(groups: Iterable[FlatGroup]) -> dict[int, tuple[FlatGroup, int]]:
     """Returns the group of each piece, by its id, and its place there."""
     return {id(piece): (group, place) for group in groups for place, piece in enumerate(group.pieces)}
+
+
+_SCALE = 4  # bytes
+
+
+class Float8Group(FlatGroup):
+    """Weights of linear layers that read no more of them than 8 bits a number, and so are gathered in e4m3.
+
+        wire      | rank 0: its slice in e4m3, its scales | rank 1: its slice, its scales | ...      1 byte a number
+        full      | weight ............ | pad | weight .................. | pad |                    bf16, as ever
+
+    Each rank casts its slice with scales of its own, one for each weight that it has a part of, and sends them along:
+    no rank waits to learn a maximum of all. What arrives is put back as bf16, which is exact. A layer that casts it
+    again finds the same 8 bits: scales are powers of two (see [Note: powers of two] in ``engines/float8.py``).
+    """
+
+    def gather(self) -> Work:
+        if self.comm.size == 1:
+            return super().gather()
+        self.allocate()
+        # What a rank sends: its slice, and the inverse scale of each of its pieces.
+        row_bytes = self.layout.shard_length + round_up(_SCALE * len(self.layout.names), ALIGN)
+        wire = torch.empty(self.comm.size, row_bytes, dtype=torch.uint8, device=self.comm.device)
+        return _Unpacking(self, wire, self.gathers.issue(lambda: self._send(wire)))
+
+    @torch.no_grad()
+    def _send(self, wire: torch.Tensor) -> Work:
+        mine, length = wire[self.comm.rank], self.layout.shard_length
+        spans = self.layout.spans
+        # Cast as modules would find them without this: first to bf16.
+        pieces = [self.master[begin:end].to(self.param_dtype) for begin, end in spans]
+        zero = self.master.new_zeros((), dtype=self.param_dtype)
+        largest = [torch.linalg.vector_norm(piece, math.inf) if piece.numel() else zero for piece in pieces]
+        scales, inverses = scales_of(torch.stack(largest), E4M3)
+        for (begin, end), piece, scale in zip(spans, pieces, scales.unbind(), strict=True):
+            mine[begin:end] = round_to(piece, scale, E4M3).view(torch.uint8)
+        mine[length : length + _SCALE * len(spans)].view(torch.float32).copy_(inverses)
+        return self.comm.all_gather(wire, mine)
+
+    @torch.no_grad()
+    def unpack(self, wire: torch.Tensor) -> None:
+        full = self.full.data  # see ``FlatGroup.gather``
+        length = self.layout.shard_length
+        for rank, row in enumerate(wire):
+            first, last = self.layout.shard_range(rank, self.comm.size)
+            numbers = row[:length].view(E4M3)
+            inverses = row[length : length + _SCALE * len(self.layout.names)].view(torch.float32).to(self.param_dtype)
+            for slot, inverse in zip(self.layout.slots, inverses.unbind(), strict=True):
+                begin, end = max(slot.offset, first), min(slot.offset + slot.numel, last)
+                if begin < end:
+                    sent = numbers[begin - first : end - first].to(self.param_dtype)
+                    torch.mul(sent, inverse, out=full[begin:end])
+
+
+class _Unpacking:
+    """A gather in flight whose bytes become parameters when it is waited for."""
+
+    def __init__(self, group: Float8Group, wire: torch.Tensor, work: Work) -> None:
+        self._group = group
+        self._wire: torch.Tensor | None = wire
+        self._work = work
+
+    def wait(self) -> None:
+        """Waits for the bytes, and turns them into parameters. Safe to call twice."""
+        self._work.wait()
+        if self._wire is not None:
+            self._group.unpack(self._wire)
+            self._wire = None

@@ -5,9 +5,9 @@
     end         waits for the rest
 
 While groups are under way, a module's table of parameters is replaced by one that waits when it is asked. So a weight
-that a parent reads, or that two modules share, cannot be read too early, whatever path the model takes. Who keeps a
-parameter elsewhere (a recurrent layer has a list of its weights) is looked for once; what is found there is waited for
-at the beginning. A compiled function asks no tables: it is waited for everything in it before it runs.
+that a parent reads, or that two modules share, cannot be read too early. Who keeps a parameter elsewhere (a recurrent
+layer has a list of its weights) is looked for once; what is found there is waited for at the beginning. A compiled
+function asks no tables: it is waited for everything in it before it runs.
 
 Whether to gather is decided alike on all ranks: after a step of an optimizer that holds pieces, after a synchronised
 backward (an update of another kind may follow), and when the masters' version has changed, which fused optimizers do
@@ -18,17 +18,59 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, ItemsView, Iterator, Sequence, ValuesView
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Work
 from paceline.engines.compiled import Compiled
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.flat.parameter_table import AskingTable, Table, held_elsewhere
+
+Table = dict[str, nn.Parameter | None]
+
+
+class AskingTable(Table):
+    """A module's table of parameters that asks ``current`` for the one that holds now, at each read.
+
+    ``module.weight`` looks into ``module._parameters``. While a parameter is not there yet, its module has such a table
+    in that place: so a weight that anybody reads is noticed, whatever path they take.
+    """
+
+    def __init__(self, table: Table, current: Callable[[], Table]) -> None:
+        super().__init__(table)
+        self._current = current
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        return self._current()[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._current().get(name, default)
+
+    def items(self) -> ItemsView[str, nn.Parameter | None]:  # type: ignore[override]
+        return self._current().items()
+
+    def values(self) -> ValuesView[nn.Parameter | None]:  # type: ignore[override]
+        return self._current().values()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles are plain tables: nobody gathers their parameters."""
+        return dict, (dict(self),)
+
+
+def keeps_second_list(module: nn.Module) -> bool:
+    """Says whether a module keeps a list of its weights beside the table, as recurrent layers do: it sees to that."""
+    return type(module).__setattr__ is not nn.Module.__setattr__
+
+
+def held_elsewhere(module: nn.Module) -> Iterator[tuple[nn.Module, nn.Parameter]]:
+    """Finds parameters that modules keep in attributes of their own, such as plain lists."""
+    for owner in module.modules():
+        others = {k: v for k, v in vars(owner).items() if k not in ("_parameters", "_buffers", "_modules")}
+        yield from ((owner, leaf) for leaf in tree_leaves(others) if isinstance(leaf, nn.Parameter))
 
 
 class Gathering:
@@ -147,23 +189,20 @@ class Gathering:
             for child in module.children():
                 self._visit(child, seen)
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, *_: Any) -> None:
         """Runs before a module that is called by itself, outside of a call of the model."""
-        del module, args
         # In backward a checkpointed module runs again, with the parameters that it had.
         if not self._is_inside and torch._C._current_graph_task_id() == -1:
             self.refresh()
 
-    def _enter_compiled(self, module: nn.Module, args: Any) -> None:
+    def _enter_compiled(self, module: nn.Module, _: Any) -> None:
         if self._is_inside:
             self._wait_for(self._place_of_compiled[module])
-        else:
-            self._enter(module, args)
+        self._enter()
 
 
-def _tell_of_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _tell_of_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Runs after every step of every optimizer."""
-    del args, kwargs
     for gathering in list(Gathering.alive):
         if any(id(p) in gathering.pieces for group in optimizer.param_groups for p in group["params"]):
             gathering.may_have_changed = True

@@ -1,15 +1,12 @@
 """Units of a sharded model: which modules are gathered together, and how a model becomes units.
 
 A unit is a module whose parameters are gathered just before its forward and freed after it. So it is a module that is
-called: a container without a forward is none, but its parts may be. The model itself is the last resort, the *root*
-unit: it has what no other unit has, and stays gathered through forward and backward. Good units are called one after
-another and are neither so small that latency counts nor so large that two do not fit: the repeated blocks of a model,
-as they are or several together.
+called: a container without a forward is none, but its parts may be. The model itself is the *root* unit: it has what no
+other unit has, and stays gathered through forward and backward.
 
 Units are built one at a time: at no moment is more than one unit (and the root) whole on a rank. A model with values is
 moved unit by unit, and the values are those of rank 0. A model on the meta device has none: its modules are initialised
-one by one, in the order of ``modules()`` and on the CPU, so that they draw the random numbers that a single process
-would, and get the same values.
+one by one, in the order of ``modules()`` and on the CPU, so that they draw the numbers that a single process would.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ import torch
 from torch import nn
 
 from paceline.engines.agree import broadcast_tensors
-from paceline.engines.flat.parameter_table import held_elsewhere, keeps_second_list
+from paceline.engines.flat.gathering import held_elsewhere, keeps_second_list
 from paceline.engines.flat.unit import Attribute, Unit
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision, keeps_dtype
@@ -46,10 +43,9 @@ def choose_units(
 ) -> list[Named]:
     """Returns the units below the root, outermost first, in the order of definition.
 
-    By name where ``names`` are given; by size where ``unit_mb`` is: the largest modules that are not larger; otherwise
-    the model's blocks, and those of its ``ends`` that are as large: all that is in the root stays gathered for long.
-    By size, modules that are read ``apart`` from their calls are left to the root.
-    Raises UsageError for names that are not modules of the model.
+    By name where ``names`` are given; by size where ``unit_mb`` is: the largest modules that are not larger, without
+    those that are read ``apart`` from their calls; otherwise the blocks, and those of the ``ends`` that are as large:
+    all that is in the root stays gathered for long. Raises UsageError for names that are not modules of the model.
     """
     if names is not None:
         return _by_name(model, names)
@@ -65,9 +61,8 @@ def choose_units(
 def owned_parameters(model: nn.Module, units: Sequence[Named]) -> list[list[tuple[str, nn.Parameter]]]:
     """Returns the parameters of each unit, and of the root last.
 
-    A parameter belongs to the innermost unit around it. One that several units use (tied weights, a module with two
-    parents) belongs to the root, which is gathered whenever any of them runs. So does one that is kept in an attribute
-    of another kind, such as a plain list: nobody sees who reads it there.
+    A parameter belongs to the innermost unit around it; to the root, which is gathered whenever any unit runs, where
+    several use it (tied weights), or an attribute of another kind keeps it, such as a plain list.
     """
     innermost: dict[int, set[int]] = {}
     for owner, parameter in held_elsewhere(model):
@@ -136,11 +131,9 @@ def build_units(
     kept = frozenset(name for name, found in places.items() if any(keeps_dtype(place.module) for place in found))
 
     def make(index: int) -> Unit:
-        """Makes a unit with memory for its whole parameters."""
         return Unit(index, names[index], owned[index], groups, precision, offload, kept)
 
-    def cut(unit: Unit) -> None:
-        """Ends a unit: rank 0's values for all, of which each rank keeps its slice."""
+    def cut(unit: Unit) -> None:  # rank 0's values for all, of which each rank keeps its slice
         for group in unit.groups:
             holders = group.shared.gradients
             if holders.size > 1 and not group.is_unfilled:
@@ -208,9 +201,8 @@ def _initialise(
 def reset_modules(model: nn.Module) -> Iterator[tuple[nn.Module, Tensors, Tensors]]:
     """Gives the modules of a model on the meta device values, one by one, as they draw them in one process.
 
-    Yields each module that has tensors, filled, with the parameters and buffers that it had before. The caller takes
-    the values away before the next module gets its own, so that only one module is whole. Raises UsageError, before
-    any change, for a model with modules that cannot draw the values of their tensors.
+    Yields each module that has tensors, filled, with the parameters and buffers that it had before: the caller takes
+    the values away, so that only one module is whole. Raises UsageError for modules that cannot draw their values.
     """
     filled = {
         module: name or type(module).__name__

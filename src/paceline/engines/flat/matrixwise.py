@@ -2,11 +2,8 @@
 
 SGD, Adam and their kin update an element from its own gradient and its own state, so a slice of a matrix is updated as
 the whole matrix would be. Muon, Shampoo and Adafactor look at rows and columns, LARS and LAMB at the norm of a tensor,
-Prodigy at all tensors together: on a slice they would compute something else, without a word.
-
-No list of names can know every optimizer, so one of the same class and settings is tried out on a small matrix, and
-others of it on slices of that matrix: an elementwise optimizer cannot tell the difference. What was found is kept for
-the next one of that class and with those settings: virtual ranks ask as often as there are ranks.
+Prodigy at all tensors together: on a slice they would compute something else, without a word. No list of names can know
+every optimizer, so one of the same class and settings is tried out on a small matrix, and others of it on slices.
 """
 
 from __future__ import annotations
@@ -35,9 +32,7 @@ _found: dict[tuple[object, ...], str | None] = {}  # what speaks against a class
 def check_elementwise(optimizer: torch.optim.Optimizer) -> None:
     """Raises UsageError for an optimizer that cannot work on flat slices of parameters.
 
-    An optimizer that cannot be tried out (its class takes other arguments, or only runs on a device that is not there)
-    is accepted, and so is one that says with ``gathers_matrices`` that it puts slices together. Leaves the optimizer
-    and the random states as they are.
+    Accepted are one that cannot be tried out here, and one that says with ``gathers_matrices`` that it joins slices.
     """
     if getattr(optimizer, "gathers_matrices", False):
         return
@@ -66,7 +61,8 @@ def _what_counts(optimizer: torch.optim.Optimizer) -> tuple[object, ...] | None:
 
 
 def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
-    if _needs_closure(optimizer):
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
         return "its step() needs a closure, and looks at all parameters together"
     if isinstance(optimizer, torch.optim.SparseAdam):
         return "it takes sparse gradients, and that of a slice is dense"
@@ -82,11 +78,6 @@ def _reason_against(optimizer: torch.optim.Optimizer) -> str | None:
                 return None  # it draws random numbers: what it does cannot be compared
             return _compare(optimizer, values, gradients, whole)
     return None
-
-
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    closure = inspect.signature(optimizer.step).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _compare(

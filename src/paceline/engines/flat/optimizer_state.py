@@ -1,7 +1,5 @@
 """An optimizer's state over flat pieces, seen from outside as the state of one process with whole parameters.
 
-Under sharding an optimizer holds, for each parameter, the state of the *piece* that lies in this rank's slice:
-
     rank 0, a piece of 70 elements    exp_avg [70]    step []
     rank 1, a piece of 30 elements    exp_avg [30]    step []        whole:    exp_avg [10, 10]    step []
 
@@ -11,16 +9,16 @@ same on all ranks and stays as it is. Gathering needs memory for the result and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.objects import broadcast_object, gather_objects, receive_object, send_object
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.errors import UsageError
 from paceline.shards import load_own_optimizer_state, own_optimizer_state
@@ -39,15 +37,9 @@ class _StateRow:
     refused: str | None  # a state of which it cannot be told what it is
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StateKind:
-    """What all ranks together hold as one state of one parameter: pieces of ``dtype``, or a whole value (None)."""
-
-    dtype: torch.dtype | None
-    holders: list[int]
-
-
-_Kinds = dict[int, dict[str, _StateKind]]  # by the parameter's number, then by the state's name
+# What all ranks together hold, by the parameter's number, then by the state's name: the dtype of pieces, None for whole
+# values, and the ranks that hold it.
+_Kinds = dict[int, dict[str, tuple[torch.dtype | None, list[int]]]]
 
 
 def gather_optimizer_state(
@@ -55,11 +47,9 @@ def gather_optimizer_state(
 ) -> dict[str, Any]:
     """Returns what ``optimizer.state_dict()`` of one process would be: whole tensors, copied to the CPU.
 
-    The optimizer updates pieces of ``groups``, some or all, and perhaps plain parameters of the same values on every
-    rank. All ranks of ``comm`` call it; with ``rank0_only`` the others take part and get an empty dict. Costs one
-    exchange of what there is, then one all-gather for each group and kind of state.
-
-    Raises UsageError on all ranks for state that is neither a piece nor whole, or that is missing on some rank.
+    The optimizer updates pieces of ``groups``, some or all, and perhaps plain parameters. All ranks call it. Costs one
+    exchange of what there is, then one all-gather for each group and kind of state. Raises UsageError on all ranks for
+    state that is neither a piece nor whole, or that is missing on some rank.
     """
     packed = own_optimizer_state(optimizer)
     states: _States = packed["state"]
@@ -68,11 +58,11 @@ def gather_optimizer_state(
     keeps = comm.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {index: dict.fromkeys(kinds[index]) for index in kinds}
     for index, by_key in kinds.items():
-        for key, kind in by_key.items():
-            if kind.dtype is None:  # a rank's own where all have one, else that of the first that does
-                value = on_cpu(states[index][key]) if comm.rank in kind.holders else None
-                is_everywhere = len(kind.holders) == comm.size
-                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, kind.holders[0])
+        for key, (dtype, holders) in by_key.items():
+            if dtype is None:  # a rank's own where all have one, else that of the first that does
+                value = on_cpu(states[index][key]) if comm.rank in holders else None
+                is_everywhere = len(holders) == comm.size
+                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, holders[0])
     numbers = {id(parameter): index for index, parameter in parameters.items()}
     for group in groups:
         for index, key, tensor in _gather_group(group, [numbers.get(id(p), -1) for p in group.pieces], states, kinds):
@@ -91,8 +81,8 @@ def load_optimizer_state(
 ) -> None:
     """Loads a state of whole tensors, each rank its pieces: from any number of ranks, sharded or not.
 
-    As strict as ``optimizer.load_state_dict``, and about shapes too: raises ValueError before anything is changed. The
-    optimizer keeps nothing of ``state`` itself, so ranks that share a process may load the same one.
+    Raises ValueError before anything is changed. The optimizer keeps nothing of ``state`` itself, so ranks that share a
+    process may load the same one.
     """
     places = piece_places(groups)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -121,7 +111,6 @@ def numbered_parameters(optimizer: torch.optim.Optimizer, packed: Mapping[str, A
 
 
 def _rows(parameters: Mapping[int, nn.Parameter], groups: Sequence[FlatGroup], states: _States) -> dict[int, _StateRow]:
-    """Describes this rank's state."""
     names = {id(piece): name for group in groups for name, piece in zip(group.layout.names, group.pieces, strict=True)}
     rows = {}
     for index, parameter in parameters.items():
@@ -157,7 +146,7 @@ def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> _Kinds:
         for key in dict.fromkeys(key for dtypes in held for key in dtypes):
             holders = [rank for rank, dtypes in enumerate(held) if key in dtypes]
             found = [held[rank][key] for rank in holders]
-            kinds[index][key] = _StateKind(dtype=None if None in found else found[0], holders=holders)
+            kinds[index][key] = (None if None in found else found[0], holders)
             missing = [r for r, theirs in enumerate(everyone) if r not in holders and not theirs[index].is_empty]
             if missing and None not in found:
                 raise UsageError(
@@ -172,14 +161,11 @@ def _agree(comm: Communicator, rows: dict[int, _StateRow]) -> _Kinds:
 def _gather_group(
     group: FlatGroup, members: Sequence[int], states: _States, kinds: _Kinds
 ) -> Iterator[tuple[int, str, torch.Tensor]]:
-    """Gathers one group's states, one kind at a time; yields each with its parameter's number and its name.
-
-    ``members`` are the numbers of the group's parameters, -1 for one that the optimizer does not update.
-    """
+    """Gathers one group's states, one kind at a time; ``members`` are its numbers, -1 for what is not updated."""
     by_place = [kinds.get(index, {}) for index in members]
-    found = {(key, kind.dtype): None for by_key in by_place for key, kind in by_key.items() if kind.dtype is not None}
+    found = {(key, dtype): None for by_key in by_place for key, (dtype, _) in by_key.items() if dtype is not None}
     for key, dtype in found:
-        held = [key in by_key and by_key[key].dtype == dtype for by_key in by_place]
+        held = [key in by_key and by_key[key][0] == dtype for by_key in by_place]
         nothing = group.master.new_zeros(())
         pieces = [
             states.get(index, {}).get(key, nothing) if is_held else nothing
@@ -213,7 +199,6 @@ def _scalar_names(states: _States, sharded: Mapping[int, tuple[FlatGroup, int]])
 
 
 def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[str]) -> dict[str, Any]:
-    """Returns this rank's part of one parameter's state."""
     group, place = where
     shape = group.layout.slots[place].shape
     mine = {}
@@ -233,3 +218,123 @@ def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[s
 
 def _copied(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+T = TypeVar("T")
+
+# By name, of a model whose parts lie on several ranks. An optimizer numbers its parameters in the order of its groups.
+# One process has all of them, a rank of a pipeline those of its stages. Groups with the same settings are one group.
+
+PARCEL_BYTES = 16 << 20  # of one message: few messages for small values, little memory beside large ones
+ParamGroups = list[tuple[dict[str, Any], list[str]]]  # settings, and the names of the parameters
+
+
+def merge_over(comm: Communicator, mine: Mapping[str, T], *, rank0_only: bool = False) -> dict[str, T]:
+    """Returns the values of all ranks by name, that of the first rank where several have one, in parcels."""
+    if comm.size == 1:
+        return dict(mine)
+    everyone = gather_objects(comm, [(name, _num_bytes(value)) for name, value in mine.items()])
+    found: dict[str, T] = dict(mine) if comm.rank == 0 or not rank0_only else {}
+    for rank, names in _parcels(everyone):
+        parcel = {name: mine[name] for name in names} if comm.rank == rank else {}
+        if not rank0_only:
+            found.update(broadcast_object(comm, parcel, rank))
+        elif rank and comm.rank == rank:
+            for work in send_object(comm, parcel, 0):
+                work.wait()
+        elif rank and comm.rank == 0:
+            found.update(receive_object(comm, rank))
+    return found
+
+
+def _parcels(everyone: Sequence[Sequence[tuple[str, int]]]) -> Iterator[tuple[int, list[str]]]:
+    """Yields which rank hands out which names together, each name once."""
+    seen: set[str] = set()
+    for rank, sizes in enumerate(everyone):
+        parcel: list[str] = []
+        filled = 0
+        for name, num_bytes in sizes:
+            if name in seen:
+                continue
+            seen.add(name)
+            if parcel and filled + num_bytes > PARCEL_BYTES:
+                yield rank, parcel
+                parcel, filled = [], 0
+            parcel.append(name)
+            filled += num_bytes
+        if parcel:
+            yield rank, parcel
+
+
+def _num_bytes(value: object) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_num_bytes, value.values())) if isinstance(value, Mapping) else 0
+
+
+def global_groups(
+    pipe: Communicator, optimizer: torch.optim.Optimizer, names: Mapping[int, str], order: Sequence[str]
+) -> ParamGroups:
+    """Returns the groups of the optimizer of one process, from those of all ranks of a pipeline."""
+    mine = [
+        ({key: value for key, value in group.items() if key != "params"}, [names[id(p)] for p in group["params"]])
+        for group in optimizer.param_groups
+    ]
+    place = {name: index for index, name in enumerate(order)}
+    merged: dict[str, tuple[dict[str, Any], set[str]]] = {}
+    # A rank may lack a group, such as that of the biases: those that have most know the order.
+    for theirs in sorted(gather_objects(pipe, mine), key=len, reverse=True):
+        for settings, members in theirs:
+            merged.setdefault(repr(sorted(settings.items())), (settings, set()))[1].update(members)
+    return [(settings, sorted(members, key=lambda name: place[name])) for settings, members in merged.values()]
+
+
+def named_states(
+    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], names: Mapping[int, str]
+) -> dict[str, dict[str, Any]]:
+    """Returns the states of a state dict by the names of the parameters."""
+    states = packed["state"]
+    parameters = numbered_parameters(optimizer, packed)
+    return {names[id(parameter)]: states[number] for number, parameter in parameters.items() if number in states}
+
+
+def numbered_states(groups: ParamGroups, states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the state dict of one process."""
+    numbers = {name: number for number, name in enumerate(name for _, members in groups for name in members)}
+    return {
+        "state": {numbers[name]: dict(states[name]) for name in numbers if name in states},
+        "param_groups": [{**settings, "params": [numbers[n] for n in members]} for settings, members in groups],
+    }
+
+
+def load_by_name(
+    optimizer: torch.optim.Optimizer,
+    flat: Sequence[FlatGroup],
+    groups: ParamGroups,
+    state: Mapping[str, Any],
+    names: Mapping[int, str],
+    part: Callable[[str, Mapping[str, Any]], dict[str, Any]],
+) -> None:
+    """Loads the state dict of one process: this rank's parameters, of which ``part`` cuts what it holds.
+
+    Raises ValueError, before anything is changed, for another number of parameters or groups.
+    """
+    saved = state["param_groups"]
+    sizes, expected = [len(group["params"]) for group in saved], [len(members) for _, members in groups]
+    if sizes != expected:
+        raise ValueError(f"the saved optimizer has groups of {sizes} parameters, this one of {expected}")
+    by_name = {
+        name: (state["state"].get(number), index)
+        for index, ((_, members), group) in enumerate(zip(groups, saved, strict=True))
+        for name, number in zip(members, group["params"], strict=True)
+    }
+    mine: dict[str, Any] = {"state": {}, "param_groups": []}
+    for numbers, group in zip(own_optimizer_state(optimizer)["param_groups"], optimizer.param_groups, strict=True):
+        own = [names[id(parameter)] for parameter in group["params"]]
+        settings = saved[by_name[own[0]][1]] if own else group
+        mine["param_groups"].append({**settings, "params": numbers["params"]})
+        for number, name in zip(numbers["params"], own, strict=True):
+            values = by_name[name][0]
+            if values is not None:
+                mine["state"][number] = part(name, values)
+    load_optimizer_state(optimizer, flat, mine)

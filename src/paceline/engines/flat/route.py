@@ -72,19 +72,22 @@ def issue_plan(legs: Sequence[Leg], prefetch: int) -> list[list[Leg]]:
 class Route:
     """One pass's legs, and how far this rank has come.
 
-    ``issue`` starts a leg's collective; ``release`` is told of a gather that this rank has passed by without use.
+    ``names`` are those of the units. ``issue`` starts a leg's collective; ``release`` is called for a gather that this
+    rank has passed by without use.
     """
 
     def __init__(
         self,
         comm: Communicator,
         order: Sequence[Leg],
+        names: Sequence[str],
         issue: Callable[[Leg], None],
         release: Callable[[Leg], None],
         prefetch: int,
     ) -> None:
         self._comm = comm
         self._order = tuple(order)
+        self._names = names
         self._number_of = {leg: place for place, leg in enumerate(order)}  # what ranks call a leg
         self._issue = issue
         self._release = release
@@ -105,7 +108,6 @@ class Route:
         return self.legs is None
 
     def begin(self) -> None:
-        """Starts the pass."""
         self._position = 0
         self._learned = []
         self._is_ahead = False
@@ -117,7 +119,7 @@ class Route:
             for leg in self._first:
                 self._issue(leg)
 
-    def reach(self, leg: Leg, describe: Callable[[Leg], str], *, is_read: bool = False) -> None:
+    def reach(self, leg: Leg, *, is_read: bool = False) -> None:
         """Issues ``leg``, and before it those that this rank has passed by.
 
         ``is_read``: for a read of a parameter, not for a call of the unit. In a first pass all ranks learn of it.
@@ -130,7 +132,7 @@ class Route:
         place = self._place_of[leg]
         if place < self._position:
             raise UsageError(
-                f"rank {self._comm.rank} needs {describe(leg)} again, after the ranks had passed it\n"
+                f"rank {self._comm.rank} needs unit {self._names[leg.unit]} again, after the ranks had passed it\n"
                 "  the first pass has settled the order in which all ranks gather and reduce their units\n"
                 "  call every unit as often and in the same order as in the first step, keep units gathered\n"
                 "  (reshard_after_forward=False), or make one unit of those whose order changes"
@@ -158,14 +160,16 @@ class Route:
                     self._issue(leg)
             self.repeated = {leg for leg in self._learned if self._learned.count(leg) > 1}
             self._order = tuple(leg for leg in self._order if not drop(leg))
-            self._fix_order([leg for leg in self._learned if not drop(leg)])
+            self.legs = complete([leg for leg in self._learned if not drop(leg)], self._order)
+            self._place_of = {leg: place for place, leg in enumerate(self.legs)}
+            self._first, *self._plan = issue_plan(self.legs, self._prefetch)
+            self._position = len(self.legs)
             return
         self.look_ahead()
         while self._position < len(self.legs):
             self._go_on(is_used=False)
 
     def _go_on(self, *, is_used: bool) -> None:
-        """Issues what belongs to the next leg."""
         leg = (self.legs or ())[self._position]
         self._position += 1
         for each in self._plan[self._position - 1]:
@@ -173,17 +177,8 @@ class Route:
         if leg.is_gather and not is_used:
             self._release(leg)
 
-    def _fix_order(self, learned: Sequence[Leg]) -> None:
-        self.legs = complete(learned, self._order)
-        self._place_of = {leg: place for place, leg in enumerate(self.legs)}
-        self._first, *self._plan = issue_plan(self.legs, self._prefetch)
-        self._position = len(self.legs)
-
     def _agree(self, want: Leg | None, *, is_read: bool = False) -> Leg | None:
-        """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it.
-
-        Syncs; in a first pass only.
-        """
+        """Asks all ranks what they want (None: nothing more), does the leg furthest behind, and returns it. Syncs."""
         device = control_device(self._comm)
         number = _END if want is None else 2 * self._number_of[want] + is_read
         mine = torch.tensor([number], dtype=torch.int64, device=device)

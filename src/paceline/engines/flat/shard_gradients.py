@@ -3,17 +3,18 @@
     parameters' gradients  --copy in, times the scale-->  whole buffer  --reduce-scatter-->  slice: pieces' gradients
 
 They live from the moment when every rank owns its slice. The optimizer sees views into the slice, and may take them
-away: so what they were made of is compared before it is used again.
+away: so what they were made of is compared before it is used again. Their one true norm is a sum over all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
-from paceline.comm.base import DONE, BucketReduction, Work
+from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.shard_layout import ShardLayout
 from paceline.engines.flat.side_stream import SideStream, host_empty
 from paceline.engines.groups import ParameterGroups, reduction
@@ -64,7 +65,6 @@ class ShardGradients:
         return torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
 
     def take(self) -> list[torch.Tensor | None]:
-        """Takes the parameters' gradients away from them."""
         taken = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -117,13 +117,16 @@ class ShardGradients:
     def add(self, mine: torch.Tensor, *, is_last: bool = True) -> None:
         """Makes a reduced slice the pieces' gradient, or adds it to the one they have.
 
-        On the host it may still be on its way: ``finish`` waits for it. Where gradients alone are offloaded, those of
-        all microbatches but the last are summed on the host.
+        On the host it may still be on its way. Where gradients alone are offloaded, those of all microbatches but the
+        last are summed on the host.
         """
         self._has_arrived = True
         if self._stashes:
             if not is_last:
-                self._stash(mine)
+                if self.stashed is None:
+                    self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
+                else:
+                    self.stashed += mine.to(self.stashed.device)
                 return
             if self.stashed is not None:
                 mine = mine + self.stashed.to(mine.device, non_blocking=True)
@@ -156,10 +159,10 @@ class ShardGradients:
         if self._host_copies is None:
             self._keep(mine.to(self.dtype))
             return
-        slice_ = (
-            self._keep(host_empty(mine.numel(), self.dtype, self.comm.device)) if self.slice is None else self.slice
-        )
-        self._host_copies.copy(slice_, mine.to(self.dtype))
+        if self.slice is None:
+            self._keep(host_empty(mine.numel(), self.dtype, self.comm.device))
+        assert self.slice is not None
+        self._host_copies.copy(self.slice, mine.to(self.dtype))
 
     def _add(self, mine: torch.Tensor) -> None:
         if self.slice is None:  # the loss has a term of the pieces themselves, whose gradients came first
@@ -179,31 +182,26 @@ class ShardGradients:
                 view.copy_(piece.grad)
         self.slice += mine.to(self.slice.device, self.slice.dtype)
 
-    def _stash(self, mine: torch.Tensor) -> None:
-        if self.stashed is None:
-            self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
-        else:
-            self.stashed += mine.to(self.stashed.device)
-
-    def _keep(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _keep(self, gradient: torch.Tensor) -> None:
         self.slice, self._views = gradient, self.layout.pieces(gradient)
-        return gradient
 
     # Norms.
 
     @torch.no_grad()
     def measure(self) -> None:
-        """Takes the norms of the pieces' gradients, beside what the device computes; they are asked for later.
-
-        On a CPU it is one norm of all of them, taken while they are in the cache or others are under way.
-        """
+        """Takes the norms of the pieces' gradients, beside what the device computes; on a CPU one norm of all."""
         mine, views = self.slice, self._views
         if mine is None or self._host_copies is not None:
             return
         norms: list[torch.Tensor] = []
         if self.comm.device_kind == "cpu":
-            solid = self._without_gaps(mine) if mine.dtype in _DOTTED else None
-            norms = list(torch._foreach_norm(views)) if solid is None else [torch.dot(solid, solid).sqrt_()]
+            spans = self.layout.spans
+            begin, end = min(first for first, _ in spans), max(last for _, last in spans)
+            has_gaps = sum(last - first for first, last in spans) != end - begin  # whose numbers are no one's
+            if has_gaps or mine.dtype not in _DOTTED:
+                norms = list(torch._foreach_norm(views))
+            else:
+                norms = [torch.dot(mine[begin:end], mine[begin:end]).sqrt_()]
             self._norms = (mine._version, norms, DONE)
             return
 
@@ -226,7 +224,6 @@ class ShardGradients:
 
     @property
     def version(self) -> int:
-        """A number that rises with every change of the slice."""
         return -1 if self.slice is None else self.slice._version
 
     def is_of_version(self, version: int) -> bool:
@@ -235,8 +232,66 @@ class ShardGradients:
             return False
         return all(p.grad is None or p.grad is view for p, view in zip(self.pieces, self._views, strict=True))
 
-    def _without_gaps(self, mine: torch.Tensor) -> torch.Tensor | None:
-        """Returns the part of the slice that the pieces fill; None where what lies between two of them is no one's."""
-        spans = self.layout.spans
-        begin, end = min(first for first, _ in spans), max(last for _, last in spans)
-        return mine[begin:end] if sum(last - first for first, last in spans) == end - begin else None
+
+@torch.no_grad()
+def clip_pieces(
+    pieces: Sequence[nn.Parameter],
+    comm: Communicator,
+    max_norm: float,
+    norm_type: float = 2.0,
+    *,
+    norms: Sequence[torch.Tensor] | None = None,
+    squares: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Clips gradients of which every rank of ``comm`` has pieces; returns their global norm.
+
+    One all-reduce. The coefficient stays on the device: nothing waits for it. ``norms`` are those of the pieces, and
+    ``squares`` the sum of all ranks', where these are known already.
+    """
+    gradients = [piece.grad for piece in pieces if piece.grad is not None and piece.grad.numel()]
+    if squares is not None:
+        norm = squares.sqrt()
+    else:
+        if norms is None:
+            norms = torch._foreach_norm(gradients, norm_type) if gradients else []
+        local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
+        if norms:
+            stacked = torch.stack(list(norms)).to(comm.device)
+            local = torch.dot(stacked, stacked) if norm_type == 2.0 else add_powers(stacked, norm_type)
+        norm = reduce_norm(local, comm, norm_type)
+    scale_to(max_norm, norm, gradients)
+    return norm
+
+
+def scale_to(max_norm: float, norm: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    """Scales gradients of this global norm so that it is at most ``max_norm``, which may be infinite."""
+    if not math.isinf(max_norm) and gradients:
+        coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(gradients, coefficient.to(gradients[0]))
+
+
+def add_powers(norms: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Returns the sum of powers of norms, or the largest of them for the infinite norm."""
+    return norms.max() if math.isinf(norm_type) else (norms**norm_type).sum()
+
+
+def reduce_norm(local: torch.Tensor, comm: Communicator, norm_type: float) -> torch.Tensor:
+    """Returns the global norm, from each rank's sum of powers of the norms of its gradients, or the largest norm."""
+    total, is_max = local.reshape(1), math.isinf(norm_type)
+    if is_max:  # the larger of a number and nan is the number, to some backends
+        total.masked_fill_(total.isnan(), math.inf)
+    if comm.size > 1:
+        comm.all_reduce(total, "max" if is_max else "sum").wait()
+    return total[0] if is_max else total[0] ** (1.0 / norm_type)
+
+
+def measured_norms(gradients: Iterable[ShardGradients]) -> list[torch.Tensor] | None:
+    """Returns the norms that were taken in backward; None unless they are those of all gradients there are now."""
+    norms: list[torch.Tensor] = []
+    for each in gradients:
+        if any(piece.grad is not None for piece in each.pieces):
+            measured = each.take_norms()
+            if measured is None:
+                return None
+            norms += measured
+    return norms or None

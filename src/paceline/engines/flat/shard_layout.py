@@ -1,9 +1,7 @@
 """Where the parameters of a flat group lie, and which slice of them is whose: known once, and the same ever after.
 
-    flat      | weight ............ | pad | bias | pad | weight .......... | pad |
-    slices    |  rank 0's slice  |  rank 1's slice  |  rank 2's slice  |
-
-A *piece* is the part of one parameter that lies in this rank's slice, empty for some.
+flat      | weight ............ | pad | bias | pad | weight .......... | pad |
+slices    |  rank 0's slice  |  rank 1's slice  |  rank 2's slice  |
 """
 
 from __future__ import annotations
@@ -14,19 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from paceline.shards import FlatLayout, Region, flat_layout, memory_order, row_major
+from paceline.shards import FlatLayout, Region, Spans, flat_layout, memory_order, row_major
 
 ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout(FlatLayout):
-    """A flat layout of named parameters, and this rank's slice of it."""
+    """A flat layout of named parameters, and this rank's slice of it.
+
+    A *piece* is the part of one parameter that lies in this rank's slice, empty for some.
+    """
 
     names: tuple[str, ...]
     start: int
     stop: int
-    spans: tuple[tuple[int, int], ...]  # where in the slice each piece lies
+    spans: Spans  # where in the slice each piece lies
 
     @classmethod
     def of(cls, named: Sequence[tuple[str, nn.Parameter]], rank: int, num_ranks: int) -> ShardLayout:
@@ -45,12 +46,7 @@ class ShardLayout(FlatLayout):
 
     @property
     def shard_length(self) -> int:
-        """How many elements a rank's slice has."""
         return self.stop - self.start
-
-    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the parameters in a whole buffer."""
-        return [slot.view(flat) for slot in self.slots]
 
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Returns the pieces in this rank's slice of a buffer."""
@@ -80,10 +76,9 @@ class ShardLayout(FlatLayout):
         if tuple(whole.shape) != slot.shape:
             raise ValueError(f"{self.names[place]} has the shape {list(slot.shape)}, not {list(whole.shape)}")
         skip = max(self.start - slot.offset, 0)
-        dense = whole
         if whole.stride() != slot.stride:
-            dense = torch.empty_strided(slot.shape, slot.stride, dtype=whole.dtype, device=whole.device).copy_(whole)
-        return dense.as_strided((slot.numel,), (1,))[skip : skip + end - begin]
+            whole = whole.new_empty_strided(slot.shape, slot.stride).copy_(whole)
+        return whole.as_strided((slot.numel,), (1,))[skip : skip + end - begin]
 
 
 def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ the tables of its modules are then such that ask first.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,15 +19,16 @@ import torch
 from torch import nn
 
 from paceline.comm.base import DONE, Communicator, Work
-from paceline.engines.flat.flat import FlatGroup, is_alone
-from paceline.engines.flat.float8_group import Float8Group
-from paceline.engines.flat.parameter_table import AskingTable, Table, keeps_second_list
+from paceline.engines.flat.flat import FlatGroup, Float8Group, is_alone
+from paceline.engines.flat.gathering import AskingTable, Table, keeps_second_list
 from paceline.engines.flat.route import Route
 from paceline.engines.flat.shard_gradients import ShardGradients
 from paceline.engines.float8 import travels_as_float8
 from paceline.engines.groups import Groups, expert_dim, reduction
 from paceline.engines.precision import Precision
+from paceline.models.registry import called_parts
 from paceline.plan.layout import Offload
+from paceline.units import MIB
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,6 @@ class Attribute:
     tables: tuple[Table, ...] = ()  # the module's, where it has several by turns
 
     def put(self, parameter: nn.Parameter) -> None:
-        """Makes ``parameter`` the module's attribute."""
         if keeps_second_list(self.module):
             setattr(self.module, self.name, parameter)
         for table in self.tables or (self.module._parameters,):
@@ -61,6 +62,7 @@ class Unit:
         """Takes parameters by name; those in ``kept`` compute in the dtype they were built with."""
         self.index = index
         self.name = name
+        self.readers: set[str] = set()  # modules whose parameters were read beside calls of the unit
         kinds: dict[tuple[torch.dtype, bool, bool, str, bool, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
             own = name if is_alone(parameter) else ""
@@ -81,7 +83,7 @@ class Unit:
         self._is_shown = False
         self.in_use = False
         self.pass_number = -1  # the last pass in which it was gathered
-        self._open_calls: dict[int, int] = {}  # calls in forward whose backward has not ended, by that forward
+        self.open_calls: Counter[int] = Counter()  # calls in forward whose backward has not ended, by that forward
         self.num_blind_calls = 0  # those that had no graph, so that backward will run them again
         self.is_complete = False  # all its gradients of this backward are there
         self._works: list[Work] = []
@@ -111,15 +113,11 @@ class Unit:
             self._tables.append((module.__dict__, whole, asking))
             tables[module] = (whole, pieces, asking)
             if keeps_second_list(module):  # its forward reads that list, not the table
-                module.register_forward_pre_hook(lambda module, _: self._ask(module, on_read))
+                module.register_forward_pre_hook(lambda module, _: None if self._is_shown else on_read(module))
         self._put = [each for each in self.places if keeps_second_list(each[0].module)]
         for place, parameter, _ in self.places:
             tables[place.module][0][place.name] = parameter
         return tables
-
-    def _ask(self, module: nn.Module, on_read: Callable[[nn.Module], bool]) -> None:
-        if not self._is_shown:
-            on_read(module)
 
     def owns_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Says whether one of these is a parameter, or a view of one, whose memory must stay."""
@@ -139,34 +137,21 @@ class Unit:
     @property
     def is_called(self) -> bool:
         """Whether there was a call whose backward has not ended."""
-        return any(self._open_calls.values())
-
-    def open_call(self, forward: int) -> None:
-        """Notes a call in a forward: its backward will come."""
-        self._open_calls[forward] = self._open_calls.get(forward, 0) + 1
+        return any(self.open_calls.values())
 
     def close_call(self, forward: int) -> bool:
         """Notes the end of a call's backward; returns whether it was the last one open of that forward."""
-        if forward in self._open_calls:
-            self._open_calls[forward] -= 1
-        return self._open_calls.get(forward) == 0
-
-    def forget_calls(self, forward: int) -> None:
-        """Ends the backward of a forward, whatever calls were not part of it."""
-        self._open_calls.pop(forward, None)
-        self.num_blind_calls = 0
+        if forward in self.open_calls:
+            self.open_calls[forward] -= 1
+        return self.open_calls.get(forward) == 0
 
     # Parameters.
 
     def start_gather(self) -> None:
-        """Issues the all-gathers."""
-        if self._small is not None:
-            self._works += [group.gather_within(self._small) for group in self.groups]
-        else:
-            self._works += [group.gather() for group in self.groups]
+        small = self._small
+        self._works += [group.gather() if small is None else group.gather_within(small) for group in self.groups]
 
     def wait(self) -> None:
-        """Waits for what is being gathered."""
         for work in self._works:
             work.wait()
         self._works.clear()
@@ -194,8 +179,7 @@ class Unit:
     def free(self) -> None:
         """Takes the parameters out of the module and frees them. Safe to call twice.
 
-        On CUDA the memory is used again by kernels behind those that read it: one stream allocates and computes, and a
-        collective waits for that stream before it writes.
+        On CUDA one stream allocates and computes, and a collective waits for it before it writes.
         """
         self.wait()
         self.in_use = False
@@ -211,14 +195,11 @@ class Unit:
         self.free()
         self._small = small
 
-    def forget_small(self) -> None:
-        """Drops those slices: the next gather is over the whole shard group."""
+    def begin_forward(self) -> None:
+        """Drops such slices, and follows a user who froze or unfroze a parameter: what they see is the piece."""
         self._small = None
         for group in self.groups:
             group.kept = None
-
-    def sync_trainable(self) -> None:
-        """Follows a user who froze or unfroze a parameter: the attribute that they see is the piece."""
         for _, parameter, piece in self.places:
             if parameter.requires_grad != piece.requires_grad:
                 parameter.requires_grad_(piece.requires_grad)
@@ -231,10 +212,7 @@ class Unit:
         return any(parameter.grad is not None for group in self.groups for parameter in group.parameters)
 
     def start_reduce(self, *, averages_replicas: bool) -> list[str]:
-        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were.
-
-        Where a compression averages over the replicas, it divides by their number itself.
-        """
+        """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
         used: list[str] = []
         for group in self.groups:
             if not any(parameter.requires_grad for parameter in group.parameters):
@@ -255,8 +233,7 @@ class Unit:
     def finish_reduce(self, *, is_last: bool, is_final: bool) -> None:
         """Waits for the reduce-scatters and adds the slices to the pieces' gradients.
 
-        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these gradients any more, so they are
-        measured.
+        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these any more, so they are measured.
         """
         for group, _, mine, work in self._reductions:
             work.wait()
@@ -264,11 +241,6 @@ class Unit:
             if is_final:
                 group.gradients.measure()
         self._reductions.clear()
-
-    def land_gradients(self) -> None:
-        """Waits until gradients that go to the host are there, so that the device holds no more of them."""
-        for group in self.groups:
-            group.gradients.finish()
 
     def start_replicate(self) -> None:
         """Issues the all-reduces of the slices' gradients over the replicas of a hybrid mesh, or what replaces them."""
@@ -287,7 +259,6 @@ class Unit:
             self._replications.append((mine, on_device, work))
 
     def finish_replicate(self) -> None:
-        """Waits for these all-reduces."""
         for gradient, on_device, work in self._replications:
             work.wait()
             if on_device is not gradient:
@@ -351,3 +322,28 @@ def _reduce(
 ) -> Work:
     gradients.copy_in(whole, taken, scale)
     return DONE if whole is mine else gradients.reduce_scatter(whole, mine)[1]
+
+
+def read_note(model: nn.Module, units: Sequence[Unit], read: Sequence[Unit]) -> str:
+    """Returns a note on units that were read while they were not gathered: in which modules, at what cost.
+
+    It proposes to cut a unit that nobody calls into its parts, and to leave one to the root that is called and read.
+    """
+    modules = ", ".join(sorted({name for unit in read for name in unit.readers or [unit.name]}))
+    names = ", ".join(unit.name for unit in read)
+    num_bytes = sum(group.size_bytes for unit in read for group in unit.groups)
+    better: list[str] = []
+    for unit in units:
+        if unit not in read:
+            better.append(unit.name)
+        elif not unit.is_called and unit.name not in unit.readers:
+            children = model.get_submodule(unit.name).named_children()
+            better += [name for child, inner in children for name, _ in called_parts(f"{unit.name}.{child}", inner)]
+    cut = f"({', '.join(map(repr, better))},)" if better else "()"
+    where = "units=... of parallelize(), parallel.units of a config" if better else "units=... of parallelize()"
+    return (
+        f"parameters of {modules} were read while their unit ({names}) was not gathered\n"
+        "  a unit is gathered when its module is called; one that is read otherwise stays whole until backward ends:\n"
+        f"  {num_bytes / MIB:.3g} MiB more on each rank, and its gradients are reduced last, beside no computation\n"
+        f"  cut the model where its modules are called, and leave the rest to the root: units={cut} ({where})"
+    )

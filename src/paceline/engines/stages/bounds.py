@@ -1,6 +1,6 @@
 """Where a model is cut: by hand, by names, or so that the slowest stage is the fastest.
 
-``predict/memory/cutting.py`` does the arithmetic.
+``predict/memory/parts.py`` does the arithmetic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import nn
 
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer
-from paceline.predict.memory.cutting import LayerCost, choose_bounds, stage_totals
+from paceline.predict.memory.parts import LayerCost, choose_bounds, stage_totals
 
 __all__ = ["LayerCost", "bounds_from_layers", "bounds_from_names", "choose_bounds", "stage_totals"]
 

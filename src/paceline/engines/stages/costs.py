@@ -1,15 +1,12 @@
 """What the layers of a model cost: measured on this device, or estimated from shapes without computing anything.
 
-Measured: each layer runs forward and backward on example inputs, embedding and head included, and medians count.
-
 Estimated: layers run on meta tensors, which have shapes and no values. For F floating-point operations of matrix
 products and convolutions, and B bytes that all operations write, a layer's
 
     forward = F + 16 B        backward = 2 forward
 
 as a device computes some ten operations in the time in which it writes a byte, and backward computes the gradients of
-inputs and of weights. Only the proportions count. Without example inputs a model is asked for some
-(``example_inputs()``), and one that has none is judged by its parameters, of which each is used once a sample.
+inputs and of weights. Only the proportions count. A model without ``example_inputs()`` is judged by its parameters.
 """
 
 from __future__ import annotations
@@ -71,8 +68,7 @@ def measure_layers(
 ) -> tuple[LayerCost, ...]:
     """Times each layer's forward and backward on ``inputs``, arguments of the model's forward on its device.
 
-    Gradients, buffers and random states are as before when it returns. Times differ between ranks: one of them
-    measures, and the others take its cut.
+    Gradients, buffers and random states are as before when it returns. Times differ between ranks: one measures.
     """
     layers = model_layers(model) if layers is None else tuple(layers)
     if any(parameter.is_meta for parameter in model.parameters()):
@@ -152,7 +148,7 @@ def _estimate_from_shapes(
 ) -> tuple[LayerCost, ...]:
     found: list[LayerCost] = []
     counted: dict[Any, tuple[Any, float, int]] = {}  # by likeness: the blocks of a deep model are one
-    args = tree_map(_without_values, tuple(inputs))
+    args = tree_map(lambda v: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v, tuple(inputs))
     with _on_meta(model), torch.enable_grad():
         for layer in layers:
             args = tree_map(_leaf, args)
@@ -173,11 +169,7 @@ def _estimate_from_shapes(
 
 
 def _likeness(layer: PipelineLayer, args: tuple[Any, ...]) -> Any:
-    """Returns what a layer's cost follows from, which is equal for layers that cost the same.
-
-    A layer that is a module runs as its parts, their tensors' shapes and their attributes say. Attributes other than
-    plain values are alike where they are the same object. A layer of another kind is like no other.
-    """
+    """Returns what a layer's cost follows from: equal for modules alike in parts, shapes and plain attributes."""
     if layer.modules != (layer.run,):
         return object()
     leaves, structure = tree_flatten(args)
@@ -203,10 +195,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, int]:
-    """Runs a layer on meta tensors; returns its output, its cost, and the bytes that it keeps for backward.
-
-    ``used`` are the layer's modules, whose parameters are there anyway.
-    """
+    """Runs a layer on meta tensors; returns its output, its cost, and the bytes that it keeps for backward."""
     outputs: list[Any] = []
 
     def keep(_: nn.Module, given: Any) -> torch.Tensor:
@@ -228,10 +217,6 @@ def _on_meta(model: nn.Module) -> Iterator[None]:
         for module, parameters, buffers in before:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-
-
-def _without_values(value: Any) -> Any:
-    return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
 def _example_inputs(model: nn.Module) -> tuple[Any, ...] | None:

@@ -35,7 +35,6 @@ class TensorShape:
     requires_grad: bool
 
     def empty(self, device: torch.device) -> torch.Tensor:
-        """Makes memory for such a tensor."""
         return torch.empty(self.shape, dtype=self.dtype, device=device, requires_grad=self.requires_grad)
 
 
@@ -54,11 +53,9 @@ class Channel:
             work.wait()
 
     def send(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
-        """Sends tensors, in order."""
         return [self.comm.send(tensor.detach().contiguous(), self.peer, self.tag) for tensor in tensors]
 
     def receive(self, tensors: Iterable[torch.Tensor]) -> list[Work]:
-        """Posts the receives of tensors, in order."""
         return [self.comm.recv(tensor.detach(), self.peer, self.tag) for tensor in tensors]
 
 
@@ -70,7 +67,6 @@ class Arrival:
     works: list[Work]
 
     def take(self) -> Any:
-        """Waits for the tensors."""
         for work in self.works:
             work.wait()
         self.works = []
@@ -132,7 +128,6 @@ class Links:
         return Arrival(tree, channel.receive(tensors_in(tree)))
 
     def send_gradients(self, stage: int, gradients: Sequence[torch.Tensor]) -> list[Work]:
-        """Sends the gradients of a stage's inputs to the stage before."""
         return self._channels["backward", stage].send(gradients)
 
     def post_gradients(self, stage: int, outputs: Sequence[torch.Tensor]) -> Arrival:

@@ -3,12 +3,10 @@
     input part    the gradient of a stage's inputs: half of the work, and all that anybody waits for
     weight part   the gradients of the weights of its linear layers, x^T g: whenever there is nothing better to do
 
-A linear layer under ``DeferredWeights`` leaves its weight's gradient out and notes the two factors. The gradients of
-all other parameters (norms, biases, embeddings) are cheap and fall out of the input part; they are kept beside the
-factors. The weight part multiplies the factors and hands all gradients to autograd at once, as one backward over the
-parameters: an engine's hooks see each microbatch's gradients together, as they would without the split.
-
-Memory: from the input part to the weight part a stage keeps x and g of its linear layers, and nothing else.
+A linear layer under ``DeferredWeights`` leaves its weight's gradient out and notes the two factors, which a stage keeps
+from the input part to the weight part. The gradients of all other parameters are cheap and fall out of the input part.
+The weight part hands all gradients to autograd at once, as one backward over the parameters: an engine's hooks see each
+microbatch's gradients together, as they would without the split.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ class WeightPart:
 
     @torch.no_grad()
     def multiply(self) -> None:
-        """Computes the gradients of the weights from their factors."""
         for weight, x, gradient in self.factors:
             self._add(weight, weight_gradient(x, gradient).to(weight.dtype))
         self.factors.clear()
@@ -93,8 +90,7 @@ def input_part(
 ) -> list[torch.Tensor | None]:
     """Runs the input part of a backward: returns the gradients of ``inputs``, and leaves the rest to ``part``.
 
-    A checkpointed part runs again in there and has to save the same tensors, so linear layers are deferred again. The
-    engine is called itself: ``torch.autograd.grad`` would switch the mode off.
+    A checkpointed part runs again in there, so linear layers are deferred again: ``torch.autograd.grad`` would not.
     """
     wanted = (*inputs, *parameters)
     run: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward

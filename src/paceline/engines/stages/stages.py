@@ -15,8 +15,7 @@ the model; the gradients of its copies add up to that of the one parameter, and 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -30,16 +29,6 @@ from paceline.models.registry import model_apart, model_blocks, model_ends
 Places = Sequence[tuple[nn.Module, str]]  # where parameters hang: a module and its attribute
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageRoles:
-    """What some modules are to a stage: see models/registry.py; ``around`` it are those that no layer has."""
-
-    blocks: tuple[nn.Module, ...]
-    ends: tuple[nn.Module, ...]
-    apart: tuple[nn.Module, ...]
-    around: tuple[nn.Module, ...]
-
-
 class Stage(nn.Module):
     """Some consecutive layers of a model; ``forward`` takes the model's inputs, or what the stage before returned."""
 
@@ -49,9 +38,12 @@ class Stage(nn.Module):
         num_stages: int,
         layers: Sequence[PipelineLayer],
         held: Sequence[tuple[str, nn.Module | nn.Parameter]],
-        roles: StageRoles,
+        roles: Mapping[str, Sequence[nn.Module]],
     ) -> None:
-        """Takes what it holds, by its names in the model."""
+        """Takes what it holds, by its names in the model.
+
+        ``roles``: which modules are its blocks, ends and apart (see models/registry.py), and around it, in no layer.
+        """
         super().__init__()
         self.index = index
         self.num_stages = num_stages
@@ -67,7 +59,6 @@ class Stage(nn.Module):
                 self._container(path)._parameters[last] = each
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the layers in order."""
         first, *others = self.layers
         x = first.run(*args, **kwargs)
         for layer in others:
@@ -76,19 +67,19 @@ class Stage(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """Returns the model's repeated blocks that are in this stage: what is compiled, checkpointed or sharded."""
-        return list(self._roles.blocks)
+        return list(self._roles["blocks"])
 
     def ends(self) -> list[nn.Module]:
         """Returns the layers before and after the blocks, if this stage has them and calls them one by one."""
-        return list(self._roles.ends)
+        return list(self._roles["ends"])
 
     def apart(self) -> list[nn.Module]:
         """Returns the modules in this stage whose weights are read apart from their calls."""
-        return list(self._roles.apart)
+        return list(self._roles["apart"])
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of this stage, and of the modules around it that layers may ask (``self.training``)."""
-        for module in self._roles.around:
+        for module in self._roles["around"]:
             module.training = mode
         return super().train(mode)
 
@@ -125,7 +116,6 @@ class Stage(nn.Module):
         return module
 
     def extra_repr(self) -> str:
-        """Says which stage it is and what it runs."""
         return f"stage {self.index} of {self.num_stages}: {', '.join(layer.name for layer in self.layers)}"
 
 
@@ -146,17 +136,15 @@ def split_model(
     if wrong:
         raise UsageError(f"stage {wrong[0]} of {num_stages}\n  stages are counted from 0 to {num_stages - 1}")
     used = {id(module) for module in _modules_of(layers)}
-    roles = StageRoles(
-        blocks=tuple(model_blocks(model)),
-        ends=tuple(model_ends(model)),
-        apart=tuple(model_apart(model)),
-        around=tuple(module for module in model.modules() if id(module) not in used),
-    )
+    around = [module for module in model.modules() if id(module) not in used]
+    roles = {"blocks": model_blocks(model), "ends": model_ends(model), "apart": model_apart(model)}
     owned: set[int] = set()  # tensors of the stages so far
     stages: dict[int, Stage] = {}
     for index in sorted(set(keep)):
         own = layers[bounds[index] : bounds[index + 1]]
-        stage = Stage(index, num_stages, own, list(_held(model, own, owned)), _roles_in(own, roles))
+        inside = {id(module) for module in _modules_of(own)}
+        mine = {role: [module for module in found if id(module) in inside] for role, found in roles.items()}
+        stage = Stage(index, num_stages, own, list(_held(model, own, owned)), {**mine, "around": around})
         stage._borrowed = [place for place in _places(own) if id(place[0]._parameters[place[1]]) in owned]
         owned |= {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
         stages[index] = stage
@@ -188,8 +176,7 @@ def tied_names(
 def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
     """Gives stages of a model on the meta device, on the CPU, the values that one process would draw for them.
 
-    Every rank draws the whole model's numbers in order, and keeps those of its stages: at no moment is more than one
-    module beside them in memory. Raises UsageError for a module with tensors but without ``reset_parameters()``.
+    Every rank draws the whole model's numbers in order, module by module, and keeps those of its stages.
     """
     kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     real: dict[int, nn.Parameter] = {}  # by what stood in its place
@@ -208,13 +195,6 @@ def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
             for attribute, held in module._parameters.items():
                 module._parameters[attribute] = real.get(id(held), held)
     del alive
-
-
-def _roles_in(layers: Sequence[PipelineLayer], roles: StageRoles) -> StageRoles:
-    inside = {id(module) for module in _modules_of(layers)}
-    fields = ("blocks", "ends", "apart")
-    own = {name: tuple(module for module in getattr(roles, name) if id(module) in inside) for name in fields}
-    return replace(roles, **own)
 
 
 def _modules_of(layers: Sequence[PipelineLayer]) -> Iterator[nn.Module]:

@@ -77,8 +77,10 @@ def apply_tensor_parallel(
         is_end = change.rule.role in ("embedding", "head")
         _convert(change, ends if is_end else region, gathers_logits=gathers_logits)
     _place_hooks(model, plan, region)
-    if not gathers_logits and any(change.rule.role == "head" for change in changes):
-        _replace_loss(model)
+    has_head = any(change.rule.role == "head" for change in changes)
+    loss = getattr(getattr(model, "loss_function", None), "__name__", "")
+    if has_head and not gathers_logits and loss == "ForCausalLMLoss":  # of Hugging Face, from ``labels=``
+        cast("Any", model).loss_function = causal_loss
     splits = {name: cut.get(id(tensor), Split(shape=whole[name])) for name, tensor in _tensors(model)}
     return TensorLayout(splits=splits)
 
@@ -154,9 +156,11 @@ def _plan_problems(
 def _fit_problems(changes: list[_LayerChange], size: int) -> Iterator[str]:
     for change in changes:
         role, module = change.rule.role, change.module
+        is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward, Adapted.forward)
+        is_linear = _is_transposed(module) or (isinstance(module, nn.Linear) and is_plain)
         if isinstance(module, SplitLayer | SharedLayer):
             yield f"  {change.name} is split already: apply tensor parallelism once, to a plain model"
-        elif role in ("column", "row", "head") and not _is_linear(module):
+        elif role in ("column", "row", "head") and not is_linear:
             yield (
                 f"  {change.name} is a {type(module).__name__}, which is no nn.Linear, or has a forward of its own: "
                 "leave it out of the plan, or make it a plain linear layer"
@@ -183,11 +187,6 @@ def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
             )
     elif extent < size:
         yield f"  {change.name} has {extent} features for {size} ranks: every rank needs one; try a smaller degree"
-
-
-def _is_linear(module: nn.Module) -> bool:
-    is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward, Adapted.forward)
-    return _is_transposed(module) or (isinstance(module, nn.Linear) and is_plain)
 
 
 # What is done.
@@ -243,7 +242,7 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> No
     """Lets the stream enter the split parts, and under sequence parallelism be split and joined where the plan says."""
     for _, module, rule in plan.fitting(model, "input"):
         readers = tuple(inner for inner in module.modules() if isinstance(inner, ColumnLinear))
-        enter = functools.partial(_enter, region, readers)
+        enter = functools.partial(region.enter_before, readers)
         module.register_forward_pre_hook(functools.partial(_before, enter), with_kwargs=True)
         for name in rule.resized:
             setattr(module, name, getattr(module, name) // region.comm.size)
@@ -252,17 +251,6 @@ def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> No
             module.register_forward_pre_hook(functools.partial(_before, region.take), with_kwargs=True)
         for _, module, _ in plan.fitting(model, "end"):
             module.register_forward_hook(lambda _module, _args, output: region.join(output))
-
-
-def _replace_loss(model: Any) -> None:
-    """Lets a causal model of Hugging Face compute its loss from ``labels=`` without whole logits."""
-    if getattr(getattr(model, "loss_function", None), "__name__", "") == "ForCausalLMLoss":
-        model.loss_function = causal_loss
-
-
-def _enter(region: TensorRegion, layers: tuple[SplitLayer, ...], x: Tensor) -> Tensor:
-    # Compiled code orders backward by itself.
-    return region.enter(x) if torch.compiler.is_compiling() else region.enter(x, layers)
 
 
 def _before(change: Any, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -4,19 +4,11 @@
     row      y   = sum_r x_r W_r^T    a rank has the inputs that its columns gave: the sum goes over the ranks
 
 A column layer followed by a row layer needs one sum in forward, of the row layer's output, and one in backward, of the
-gradient of the column layers' input, which several of them may share (queries, keys and values). For a stream of B
-bytes (batch x length x width), a transformer block sends per rank
-
-    forward     2 all-reduces of B         4 B (T-1)/T      after attention, after the MLP
-    backward    2 all-reduces of B         4 B (T-1)/T      of the gradients of their inputs
-
-and has 1/T of its parameters and of the memory of what is inside. *Sequence parallelism* splits the parts between along
-the sequence: where a split part begins there is an all-gather, where it ends a reduce-scatter, which is the same number
-of bytes, and norms and the stream itself take 1/T of their memory too. It pays while a block's products take longer
-than its four sums: within a host.
-
-The embedding has some rows of the vocabulary: a token's row comes from the rank that has it, zeros from the others. The
-output layer has the same rows, and its logits stay split (``loss.py``).
+gradient of the column layers' input. For a stream of B bytes (batch x length x width), a transformer block sends per
+rank 2 all-reduces of B in forward and 2 in backward, 4 B (T-1)/T bytes each, and has 1/T of its parameters and of the
+memory of what is inside. *Sequence parallelism* splits the parts between along the sequence: an all-gather where a
+split part begins and a reduce-scatter where it ends are the same bytes, and norms and the stream itself take 1/T of
+their memory too. It pays while a block's products take longer than its four sums: within a host.
 
 [Note: complete gradients] Every parameter's gradient is complete when autograd delivers it, and for one that is not
 split the same on all ranks, to the bit. Where a whole parameter works on a part of the stream (norms between, under
@@ -50,10 +42,7 @@ class SplitLayer(nn.Module):
     float8_by_row: bool | None = None  # products read operands of 8 bits, with one scale or one for each row
 
     def reset_parameters(self) -> None:
-        """Gives the parameters this rank's part of what the plain layer would draw.
-
-        For a moment the layer is whole. So a model that was built on the meta device gets the plain model's values.
-        """
+        """Gives the parameters this rank's part of what the plain layer would draw; for a moment the layer is whole."""
         local = dict(self._parameters)
         comm = self.region.comm
         for name, split in self.splits.items():
@@ -86,7 +75,11 @@ class SplitLayer(nn.Module):
         return self.matrix if is_late else None
 
     def _product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = self._plain_product(x, bias)
+        if self.float8_by_row is not None:
+            y = float8_linear(x, self.matrix, bias, by_row=self.float8_by_row)
+        else:
+            late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
+            y = F.linear(x, self.matrix, bias) if late is None else late(x, bias)
         if not isinstance(self, Adapted):
             return y
         # One matrix of the adapter is split as the weight is; the other is whole, and its gradients are of parts.
@@ -94,18 +87,11 @@ class SplitLayer(nn.Module):
         (shared,) = self.region.share(self.lora_b if is_first_split else self.lora_a)
         return y + (self.added(x, self.lora_a, shared) if is_first_split else self.added(x, shared, self.lora_b))
 
-    def _plain_product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        if self.float8_by_row is not None:
-            return float8_linear(x, self.matrix, bias, by_row=self.float8_by_row)
-        late = None if torch.compiler.is_compiling() else self.region.late.pop(self, None)
-        return F.linear(x, self.matrix, bias) if late is None else late(x, bias)
-
 
 class ColumnLinear(SplitLayer):
     """A linear layer with some of the outputs. What it reads has entered the split part."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns this rank's outputs."""
         return self._product(x, cast("Tensor | None", self.bias))
 
 
@@ -123,10 +109,22 @@ class RowLinear(SplitLayer):
         return y + bias.to(y.dtype)
 
 
-class VocabularyEmbedding(SplitLayer):
-    """An embedding with some of the rows."""
+class _Vocabulary(SplitLayer):
+    """A layer with some rows of the vocabulary."""
 
     gathers_logits: bool
+
+    def project(self, x: Tensor) -> SplitLogits | Tensor:
+        """Returns split logits, or gathered ones where this was asked for."""
+        bias = cast("Tensor | None", self._parameters.get("bias"))
+        local = self._product(self.region.enter(x, [self]), bias)
+        logits = SplitLogits(local, self.region.comm, self.own_range[0], self.splits["weight"].shape[0])
+        return logits.gather() if self.gathers_logits else logits
+
+
+class VocabularyEmbedding(_Vocabulary):
+    """An embedding with some of the rows; ``project`` is that of an output layer that is tied to it."""
+
     padding_idx: int | None
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -135,10 +133,6 @@ class VocabularyEmbedding(SplitLayer):
         is_own = (tokens >= first) & (tokens < last)
         rows = super().forward(torch.where(is_own, tokens - first, 0))
         return self.region.leave(rows * is_own[..., None])
-
-    def project(self, x: Tensor) -> SplitLogits | Tensor:
-        """Returns the logits of an output layer that is tied to the embedding."""
-        return _logits(self, x)
 
     def reset_parameters(self) -> None:
         """As for every layer; the row of padding is found by its place in the whole."""
@@ -150,14 +144,10 @@ class VocabularyEmbedding(SplitLayer):
             self.padding_idx = local
 
 
-class VocabularyHead(SplitLayer):
+class VocabularyHead(_Vocabulary):
     """An output layer with the logits of some tokens."""
 
-    gathers_logits: bool
-
-    def forward(self, x: Tensor) -> SplitLogits | Tensor:
-        """Returns split logits, or gathered ones where this was asked for."""
-        return _logits(self, x)
+    forward = _Vocabulary.project
 
 
 class SharedLayer(nn.Module):
@@ -185,10 +175,3 @@ class SequencePositions(SharedLayer):
         """Returns the embeddings of this rank's positions."""
         comm = self.region.comm
         return super().forward(positions.chunk(comm.size, -1)[comm.rank])
-
-
-def _logits(layer: VocabularyEmbedding | VocabularyHead, x: Tensor) -> SplitLogits | Tensor:
-    bias = cast("Tensor | None", layer._parameters.get("bias"))
-    local = layer._product(layer.region.enter(x, [layer]), bias)
-    logits = SplitLogits(local, layer.region.comm, layer.own_range[0], layer.splits["weight"].shape[0])
-    return logits.gather() if layer.gathers_logits else logits

@@ -11,13 +11,17 @@ What is not cut is the same on all ranks. Gathering one tensor takes one all-gat
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.comm.base import Communicator
+from paceline.engines.flat.optimizer_state import numbered_parameters
+from paceline.engines.flat.shard_layout import full_shape
+from paceline.engines.groups import expert_dim
 from paceline.errors import UsageError
 from paceline.shards import Region
 
@@ -38,7 +42,6 @@ class Split:
     groups: int = 1
 
     def local_shape(self, rank: int, size: int) -> tuple[int, ...]:
-        """Returns the shape of a rank's piece."""
         if self.dim is None:
             return self.shape
         first, last = split_range(self.shape[self.dim] // self.groups, size, rank)
@@ -67,8 +70,7 @@ class Split:
         padded[: local.numel()] = local.detach().reshape(-1)
         rows = local.new_empty(comm.size, max(sizes))
         comm.all_gather(rows, padded).wait()
-        pieces = [row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)]
-        return self.join(pieces)
+        return self.join([row[:size].view(shape) for row, size, shape in zip(rows, sizes, shapes, strict=True)])
 
     def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
         """Returns the whole from the pieces of all ranks, in rank order."""
@@ -105,7 +107,6 @@ class SplitParts:
         return split.gather(value.to(self._comm.device), self._comm).to(value.device)
 
     def part(self, name: str, value: Any) -> Any:
-        """Returns this rank's part of a whole tensor."""
         split = self.splits.get(name)
         if split is None or not _has_shape(value, split.shape):
             return value
@@ -122,38 +123,60 @@ class TensorLayout:
 
     splits: Mapping[str, Split]
 
-    def is_split(self, name: str) -> bool:
-        """Whether ranks hold different parts of the tensor."""
-        return self._of(name).dim is not None
-
     def full_shape(self, name: str) -> tuple[int, ...]:
         """Returns the tensor's shape in the plain model."""
-        return self._of(name).shape
-
-    def local(self, name: str, full: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-        """Returns a rank's piece of the whole tensor ``full``, in memory of its own."""
-        split = self._of(name)
-        if tuple(full.shape) != split.shape:
-            raise UsageError(
-                f"{name} has the shape {list(full.shape)}, but in the whole model it is {list(split.shape)}\n"
-                "  a rank's piece is cut from the whole tensor\n  give the tensor of a full state dict"
-            )
-        return split.cut(full, rank, size)
+        if name not in self.splits:
+            raise UsageError(f"{name} is no tensor of the model; there are {', '.join(list(self.splits)[:5])}, ...")
+        return self.splits[name].shape
 
     def full(self, name: str, local: torch.Tensor, comm: Communicator) -> torch.Tensor:
         """Returns the whole tensor from every rank's piece, in memory of its own; all ranks call it."""
-        split = self._of(name)
+        whole, split = self.full_shape(name), self.splits[name]
         expected = split.local_shape(comm.rank, comm.size)
         if tuple(local.shape) != expected:
             raise UsageError(
                 f"{name} has the shape {list(local.shape)}, but rank {comm.rank} of {comm.size} holds {list(expected)}"
-                f" of {list(split.shape)}\n  the whole is put together from the ranks' pieces\n"
+                f" of {list(whole)}\n  the whole is put together from the ranks' pieces\n"
                 "  give the tensor of the split model, or its gradient or optimizer state"
             )
         return local.detach().clone() if split.dim is None else split.gather(local, comm)
 
-    def _of(self, name: str) -> Split:
-        split = self.splits.get(name)
-        if split is None:
-            raise UsageError(f"{name} is no tensor of the model; there are {', '.join(list(self.splits)[:5])}, ...")
-        return split
+
+class ExpertParts(SplitParts):
+    """Parts of the parameters of which ranks hold different experts along one dim; of most models, none.
+
+        whole   | expert 0 | expert 1 | expert 2 | expert 3 |      rank 1 of 2   | expert 2 | expert 3 |
+
+    Engines compute with a rank's part. States, gradients and checkpoints are those of the whole model.
+    """
+
+    def __init__(self, module: nn.Module, comm: Communicator) -> None:
+        """Takes the ranks that hold different experts."""
+        splits: dict[str, Split] = {}
+        for name, parameter in module.named_parameters() if comm.size > 1 else ():
+            dim = expert_dim(parameter)
+            if dim is not None:
+                shape = list(full_shape(parameter))
+                shape[dim] *= comm.size
+                splits[name] = Split(shape=tuple(shape), dim=dim)
+        super().__init__(splits, comm)
+
+    def __bool__(self) -> bool:
+        return bool(self.splits)
+
+    def change_states(
+        self,
+        optimizer: torch.optim.Optimizer,
+        packed: dict[str, Any],
+        names: Mapping[int, str],
+        change: Callable[[str, Any], Any],
+    ) -> dict[str, Any]:
+        """Returns an optimizer's state dict with ``whole`` or ``part`` of its tensors; ``names`` are by id."""
+        if not self:
+            return packed
+        known = {number: names[id(each)] for number, each in numbered_parameters(optimizer, packed).items()}
+        states = {
+            number: {key: change(known[number], value) for key, value in values.items()} if number in known else values
+            for number, values in packed["state"].items()
+        }
+        return {**packed, "state": states}

@@ -23,6 +23,7 @@ from paceline.comm.base import Communicator
 from paceline.engines.nodes import moved
 from paceline.engines.tensor.layout import Split
 from paceline.errors import UsageError
+from paceline.models.head_loss import check_targets
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -45,7 +46,13 @@ class SplitLogits:
         """Returns the summed cross entropy, the same on every rank; targets of ``ignore_index`` count nothing."""
         rows = self.local.reshape(-1, self.local.shape[-1])
         flat = targets.reshape(-1)
-        _check_targets(rows, flat, self.vocab_size, ignore_index)
+        if rows.shape[0] != flat.shape[0]:
+            raise UsageError(
+                f"{flat.shape[0]} targets for the logits of {rows.shape[0]} tokens\n  each token has one target\n"
+                "  give targets of the logits' shape without its last dim"
+            )
+        if flat.device.type == "cpu":
+            check_targets(flat, self.vocab_size, ignore_index)
         if rows.dtype in _HALF:  # sums and exponentials need more digits
             rows = rows.float()
         apply: Callable[..., Tensor] = _SplitCrossEntropy.apply
@@ -95,10 +102,7 @@ def causal_loss(
     shift_labels: Tensor | None = None,
     **_others: Any,
 ) -> Tensor:
-    """Returns the loss that causal models of Hugging Face compute from ``labels=``, of split logits.
-
-    Each token predicts the next one. The mean over labels that are not ignored, or the sum over ``num_items_in_batch``.
-    """
+    """Returns the loss of Hugging Face's causal models from ``labels=``: each token predicts the next one."""
     del vocab_size
     if shift_labels is None:
         shift_labels = torch.nn.functional.pad(cast("Tensor", labels), (0, 1), value=ignore_index)[..., 1:]
@@ -132,20 +136,3 @@ class _SplitCrossEntropy(torch.autograd.Function):
         rows = probabilities * counts[:, None]
         rows.scatter_add_(1, index, -is_own[:, None].to(rows.dtype))
         return rows.mul_(gradient), None, None, None, None
-
-
-def _check_targets(rows: Tensor, targets: Tensor, vocab_size: int, ignore_index: int) -> None:
-    if rows.shape[0] != targets.shape[0]:
-        raise UsageError(
-            f"{targets.shape[0]} targets for the logits of {rows.shape[0]} tokens\n  each token has one target\n"
-            "  give targets of the logits' shape without its last dim"
-        )
-    if targets.device.type != "cpu":  # looking would make the host wait for the device
-        return
-    wrong = targets[((targets < 0) | (targets >= vocab_size)) & (targets != ignore_index)]
-    if wrong.numel():
-        raise UsageError(
-            f"a target is {cast('int', wrong[0].item())}, but the vocabulary has {vocab_size} tokens\n"
-            f"  targets are 0 to {vocab_size - 1}, or {ignore_index} where nothing is to be predicted\n"
-            "  give the model a larger vocabulary, or look at the data"
-        )

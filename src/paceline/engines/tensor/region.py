@@ -25,16 +25,8 @@ from paceline.errors import UsageError
 Product = Callable[[Tensor, Tensor | None], Tensor]  # of an input, with a bias: what ``F.linear`` would return
 
 
-def may_split_backward() -> bool:
-    """Whether nobody else watches for ``F.linear``: a schedule that computes weight gradients later does by itself."""
-    return torch._C._len_torch_function_stack() == 0
-
-
 def record_late(matrix: Tensor) -> Product:
-    """Records the node of a weight's gradient; returns the product with that weight, which is called once.
-
-    Under autocast the product reads a copy of lower precision, as torch's own would.
-    """
+    """Records the node of a weight's gradient; returns the product with that weight, which is called once."""
     kind = matrix.device.type
     is_autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
     is_cast = is_autocast and matrix.dtype != torch.float64
@@ -64,8 +56,7 @@ def record_late(matrix: Tensor) -> Product:
 class StreamReader(Protocol):
     """A layer that reads the stream as it enters a split part."""
 
-    def late_matrix(self) -> Tensor | None:
-        """Returns the weight whose gradient may be computed later than the input's; None where it may not."""
+    def late_matrix(self) -> Tensor | None: ...
 
 
 _LENGTH = -2  # the dim of a stream (batch, length, width) along which a sequence is split
@@ -96,10 +87,15 @@ class TensorRegion:
             return self._gather(x) if self.is_sequence else x
         total = _TensorSum(self.comm)
         x = moved(x, same, total.wait)
-        for layer in layers if may_split_backward() else ():
+        # A schedule that computes weight gradients later watches for ``F.linear`` by itself.
+        for layer in layers if torch._C._len_torch_function_stack() == 0 else ():
             if (matrix := layer.late_matrix()) is not None:
                 self.late[layer] = record_late(matrix)
         return moved(x, self._gather, total.start_scatter) if self.is_sequence else moved(x, same, total.start)
+
+    def enter_before(self, layers: Sequence[StreamReader], x: Tensor) -> Tensor:
+        """Enters before these layers. Compiled code orders backward by itself."""
+        return self.enter(x) if torch.compiler.is_compiling() else self.enter(x, layers)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sums what the ranks computed at the end of a split part, and returns the stream: whole, or this rank's."""
@@ -164,7 +160,6 @@ class _TensorSum:
         return part
 
     def wait(self, gradient: Tensor) -> Tensor:
-        """Waits for the sum in ``gradient``."""
         self._work.wait()
         self._work = DONE
         return gradient

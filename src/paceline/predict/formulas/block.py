@@ -16,7 +16,7 @@ in its first versions, which copy them before (tensor_parallel/cross_entropy.py)
 go through memory 4.5 times where mask, scale and softmax are one kernel, dropout included, and 8.5 times where they are
 not; 6 here. Both were chosen between these counts on rows of the split dev. A fused loss
 reads and writes them once each way. With sequence parallelism the passes over h are cut by T as well. Blocks of shapes
-that published runs measured take what they took there (predict/formulas/measured_blocks.py).
+that published runs measured take what they took there (predict/formulas/constants.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from paceline.cluster.kernels import attention_seconds, matmul_seconds, memory_s
 from paceline.cluster.nccl import collective_seconds, group_of
 from paceline.plan.workload import Compute, Framework, Workload
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.formulas.measured_blocks import factors_for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +100,7 @@ class BlockModel:
 
     def __init__(self, workload: Workload, cluster: Cluster, constants: Constants) -> None:
         self.workload = workload
-        self.model = workload.shape
+        self.model = workload.model
         self.layout, self.run = workload.layout, workload.run
         self.cluster, self.constants = cluster, constants
         self.device = cluster.device
@@ -126,7 +125,7 @@ class BlockModel:
         )
         again = self._recomputed(forward, matmul_f, attention_f, memory_f, last)
         head_f, head_b = self._head()
-        known = factors_for(self.constants.blocks, self.workload)
+        known = self.constants.factors_for(self.workload)
         return BlockCosts(
             forward=forward.times(known.block),
             backward=(backward + again).times(known.block),

@@ -1,27 +1,61 @@
-"""The fitted constants: one set for each generation of devices and class of frameworks, in fitted_constants.yaml.
+"""What was fitted on published runs: constants, blocks that such runs measured, and the domain that they cover.
 
-``bench/fit_constants.py`` writes that file from rows of the split ``calib`` alone. A set that no such row reaches is
+    fitted_constants.yaml     one set for each generation of devices and class of frameworks
+    measured_blocks.csv       blocks of one shape: what they took over what the formulas say
+    calibrated_domain.yaml    precisions and sizes, from the least to the most, by kind of model besides
+
+``bench/fit_constants.py`` writes these files from rows of the split ``calib`` alone. A set that no such row reaches is
 composed: the device's rates are the mean of the same generation's under other frameworks (else of the nearest
-generation's), what the framework adds is that of the same framework on the newest generation that has it. Beside its
-constants a fitted set knows the blocks that its rows measured (``measured_blocks.py``); a composed one knows none.
+generation's), what the framework adds is that of the same framework on the newest generation that has it.
+
+Formulas are smooth, libraries are not: for another shape they take another kernel, and a block may take a tenth more or
+less than its neighbours would tell. Where rows ran a block of just this shape, the formulas' times of the block and of
+the head are multiplied by what those rows say:
+
+    factors    least squares of log(predicted / measured) over the rows of a shape, pulled to 1 as by one row more that
+               says 1: so one row moves its shape half of the way, and twenty nearly all of it
+    head       told apart from the blocks only by rows of several depths; else 1
+
+A shape has as many rows as there are depths, microbatches and layouts in the tables; it never names a row or a source.
+A composed set knows no blocks.
 """
 
 from __future__ import annotations
 
+import csv
 import math
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 from paceline.bounded_yaml import load_shipped
+from paceline.cluster.devices import Cluster
 from paceline.cluster.kernels import KernelRates
-from paceline.plan.workload import Framework
-from paceline.predict.formulas.measured_blocks import MeasuredBlocks, parse_blocks
+from paceline.plan.workload import Framework, Workload
 
 GENERATIONS = ("volta", "turing", "ampere", "ada", "hopper", "blackwell", "cpu")
 FRAMEWORKS: tuple[Framework, ...] = ("eager", "compiled", "megatron")
+# All that one rank's block depends on, beside the device's generation and the framework; how each is read from a file.
+SHAPE_COLUMNS: Mapping[str, Callable[[str], object]] = {
+    **dict.fromkeys(("hidden", "ffn", "tensor", "seq_len"), int),
+    "samples": float,
+    **dict.fromkeys(("compute", "recompute"), str),
+    "fused_attention": "True".__eq__,
+}
+BlockShape: TypeAlias = tuple[object, ...]  # values of SHAPE_COLUMNS
+
+
+class Factors(NamedTuple):
+    """Measured over predicted time, of blocks of one shape."""
+
+    block: float = 1.0
+    head: float = 1.0
+
+
+MeasuredBlocks: TypeAlias = Mapping[BlockShape, Factors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +80,18 @@ class Constants(KernelRates):
     rows: int = 1
     blocks: MeasuredBlocks = field(default_factory=dict)
 
+    def factors_for(self, workload: Workload) -> Factors:
+        """Returns what is known of a workload's blocks; factors of 1 where nothing is."""
+        shape = shape_of(workload)
+        return Factors() if shape is None else self.blocks.get(shape, Factors())
+
 
 CONSTANT_NAMES = tuple(each.name for each in fields(Constants) if each.name not in ("memory", "blocks", "rows"))
 DEVICE_FIELDS = ("matmul", "k_half", "attention", "attention_half", "eight_bit", "convolution", "convolution_wide")
 FRAMEWORK_FIELDS = ("traffic", "launch_us", "slowdown", "contention")
 # cuDNN's attention, which Megatron uses from Hopper on. No calib row reaches it: chosen by hand on dev rows.
 CUDNN_ATTENTION = 0.40
-ConstantSets = Mapping[tuple[str, str], Constants]
+ConstantSets: TypeAlias = Mapping[tuple[str, str], Constants]
 
 
 def constants_for(sets: ConstantSets, generation: str, framework: str) -> tuple[Constants, bool]:
@@ -104,10 +143,13 @@ def mean_of(
 @cache
 def fitted_constants() -> ConstantSets:
     """Returns the sets that are shipped."""
-    files = resources.files("paceline.predict.formulas")
-    blocks = parse_blocks(files.joinpath("measured_blocks.csv").read_text())
-    sets = parse_constants(files.joinpath("fitted_constants.yaml").read_text())
+    blocks = parse_blocks(_shipped("measured_blocks.csv"))
+    sets = parse_constants(_shipped("fitted_constants.yaml"))
     return {key: replace(each, blocks=blocks.get(key, {})) for key, each in sets.items()}
+
+
+def _shipped(name: str) -> str:
+    return resources.files("paceline.predict.formulas").joinpath(name).read_text()
 
 
 def parse_constants(text: str) -> ConstantSets:
@@ -118,3 +160,96 @@ def parse_constants(text: str) -> ConstantSets:
             known: dict[str, Any] = {name: float(values[name]) for name in CONSTANT_NAMES if name in values}
             found[generation, framework] = Constants(**known, rows=int(values.get("rows", 1)))
     return found
+
+
+def shape_of(workload: Workload) -> BlockShape | None:
+    """Returns the shape of a workload's blocks; None where blocks alone do not make the model, or experts are in it."""
+    model, layout, run = workload.model, workload.layout, workload.run
+    if model.is_sampled or model.experts or layout.context > 1:
+        return None
+    sizes = (model.width, model.mlp_width, layout.tensor, run.seq_len, workload.micro_batch)
+    return (*sizes, run.compute, workload.recompute, run.fused_attention)
+
+
+def parse_blocks(text: str) -> dict[tuple[str, str], dict[BlockShape, Factors]]:
+    """Reads factors from CSV: one line a shape, with its generation and framework."""
+    found: dict[tuple[str, str], dict[BlockShape, Factors]] = defaultdict(dict)
+    for line in csv.DictReader(each for each in text.splitlines() if not each.startswith("#")):
+        shape = tuple(read(line[name]) for name, read in SHAPE_COLUMNS.items())
+        found[line["generation"], line["framework"]][shape] = Factors(float(line["block"]), float(line["head"]))
+    return dict(found)
+
+
+# The calibrated domain: a size is outside where it is less than half of the least or more than twice the most.
+
+MARGIN = 2.0
+# What a size is called in a sentence, and in what unit.
+SIZES = {
+    "width": "a width of {}",
+    "length": "sequences of {} tokens",
+    "tokens": "{} tokens in a microbatch",
+    "samples": "{} samples in a microbatch",
+}
+_ALIKE = {"bf16": {"bf16", "fp16"}, "fp16": {"bf16", "fp16"}}  # the same units, at the same rate
+DomainKey: TypeAlias = tuple[str, str, str]  # generation, framework, kind of model
+
+
+class Domain(NamedTuple):
+    """The precisions of some rows, and the least and most of each size."""
+
+    precisions: tuple[str, ...]
+    sizes: Mapping[str, tuple[float, float]]
+
+
+def kind_of(workload: Workload) -> str:
+    """Returns what kind of model a workload is of, in the words of the file."""
+    model = workload.model
+    if model.is_sampled:
+        return model.kind
+    return "mixture of experts" if model.experts else "transformer" if model.causal else "encoder"
+
+
+def sizes_of(workload: Workload) -> dict[str, float]:
+    """Returns the sizes by which a workload is compared to those rows."""
+    if workload.model.is_sampled:
+        return {"samples": workload.micro_batch}
+    return {"width": float(workload.model.width), "length": float(workload.run.seq_len), "tokens": workload.tokens}
+
+
+def outside_of(workload: Workload, cluster: Cluster, *, is_fitted: bool) -> tuple[str, ...]:
+    """Returns why a workload is outside the calibrated domain; nothing where it is inside."""
+    generation, framework, kind = cluster.device.generation, workload.run.framework, kind_of(workload)
+    where = f"{generation} devices under {framework} frameworks"
+    if not is_fitted:
+        return (f"no constants were fitted for {where}: they are composed of others",)
+    found = calibrated_domain().get((generation, framework, kind))
+    if found is None:
+        return (f"no model of this kind ({kind}) is among the runs that the constants of {where} were fitted on",)
+    reasons = []
+    if not _ALIKE.get(workload.run.compute, {workload.run.compute}) & set(found.precisions):
+        reasons.append(f"{workload.run.compute}, where those runs are in {' and '.join(found.precisions)}")
+    for name, value in sizes_of(workload).items():
+        low, high = found.sizes[name]
+        if not low / MARGIN <= value <= high * MARGIN:
+            own, least, most = (f"{each:,.0f}" if each >= 10 else f"{each:.3g}" for each in (value, low, high))
+            reasons.append(f"{SIZES[name].format(own)}, where those runs have {least} to {most}")
+    return tuple(reasons)
+
+
+def parse_domain(text: str) -> dict[DomainKey, Domain]:
+    """Reads a domain from YAML: generation, framework, kind, then precisions and sizes."""
+    return {
+        (generation, framework, kind): Domain(
+            precisions=tuple(values["precisions"]),
+            sizes={name: (float(pair[0]), float(pair[1])) for name, pair in values.items() if name != "precisions"},
+        )
+        for generation, frameworks in (load_shipped(text) or {}).items()
+        for framework, kinds in frameworks.items()
+        for kind, values in kinds.items()
+    }
+
+
+@cache
+def calibrated_domain() -> Mapping[DomainKey, Domain]:
+    """Returns the domain of the constants that are shipped."""
+    return parse_domain(_shipped("calibrated_domain.yaml"))

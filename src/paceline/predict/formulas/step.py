@@ -1,11 +1,11 @@
-"""What a training step of a transformer takes: blocks, pipeline, data-parallel communication, optimizer.
+"""What a training step takes: the time of a workload on a cluster, put together from its parts, and a prediction of it.
 
     step = pipeline of blocks + communication that nothing hides + optimizer + the slowest device
 
-Blocks are priced once (predict/formulas/block.py). Under FSDP one microbatch runs on the event core: unshards ahead of
-use, reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last microbatch are reduced
-block by block behind its backward, on the event core too; what is left over is waited for. Megatron without sharding
-reduces them all at once when the backward is done.
+Of a transformer, blocks are priced once (predict/formulas/block.py). Under FSDP one microbatch runs on the event core:
+unshards ahead of use, reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last
+microbatch are reduced block by block behind its backward, on the event core too; what is left over is waited for.
+Megatron without sharding reduces them all at once when the backward is done.
 
 A pipeline of stages that take c_i (forward and backward of one microbatch) takes, for m microbatches and v chunks,
 (m - 1) max c + sum c / v + (max c)(1 - 1/v).
@@ -18,6 +18,13 @@ as constants come from runs on one node, and hold what the slowest of its eight 
 differ by 8 % from the slowest to the fastest that is no outlier (mean over clusters and programs; Sinha and others,
 "Not All GPUs Are Created Equal", arXiv 2208.11035): clocks depend on the chip, its voltage and its cooling. Whiskers of
 a box plot are 5.4 standard deviations apart, so sigma is 0.015.
+
+A model that is known by what a sample costs (convolutional, recurrent, translation) is data-parallel:
+
+    device   3 x FLOPs / (ceiling x share of the kind) + bytes / bandwidth; a microbatch takes max(device, host)
+    share    convolutions have rates of their own, on 16-bit tensor units and else; other kinds part of matrix products'
+    bytes    passes x activations; a recurrence reads its weights again for each token of a sentence
+    spread   sigma E[max of N normal deviates]: batches of sentences differ in length from rank to rank
 """
 
 from __future__ import annotations
@@ -26,18 +33,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from statistics import NormalDist
+from typing import NamedTuple
 
 from paceline.cluster.devices import Cluster, Device
-from paceline.cluster.kernels import memory_seconds
+from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
-from paceline.plan.layout import Layout
+from paceline.plan.model_shape import ModelShape
+from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Workload, stage_layers
 from paceline.predict.formulas.block import CALL_S, PASSES, BlockCosts, BlockModel
-from paceline.predict.formulas.constants import Constants
+from paceline.predict.formulas.constants import (
+    Constants,
+    ConstantSets,
+    between,
+    constants_for,
+    fitted_constants,
+    outside_of,
+)
+from paceline.predict.memory.footprint import footprint
 from paceline.schedule.clock import Timeline
 
+# Errors that nine of ten rows of the split dev stay below, inside the calibrated domain (without the table whose very
+# blocks were measured) and outside.
+FITTED_P90 = 0.15
+COMPOSED_P90 = 0.29
 _DEVICE_SPREAD = 0.015
 _NODE_DEVICES = 8
+_BUCKETS = 8  # of a model known by its samples
+_OPTIMIZER_BYTES = 40
+
+
+class _SampleKind(NamedTuple):
+    rate: float  # of the rate of ordinary convolutions, or of matrix products
+    passes: float  # over each activation, forward and backward
+    spread: float
+    convolves: bool = True
+
+
+# Chosen by hand on the one-GPU rows of the split calib, as are the FLOPs and activations of known_models.yaml.
+_KINDS = {
+    "convolution": _SampleKind(1.0, 17, 0.0065),
+    "planar": _SampleKind(1.0, 17, 0.0065),
+    "depthwise": _SampleKind(1.0, 50, 0.0065),
+    "recurrent": _SampleKind(1.1, 8, 0.115, convolves=False),
+    "attention": _SampleKind(1.15, 28, 0.065, convolves=False),
+}
+_PLANAR = 1.5  # passes of 16-bit convolutions that do not keep channels last: their tensor units turn them around
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +86,9 @@ class StepParts:
     """Where a step's seconds go, on the rank that is busiest."""
 
     compute: float
-    tensor_wait: float
+    tensor_wait: float = 0.0
     launch_wait: float
-    bubble: float
+    bubble: float = 0.0
     exposed: float
     hidden: float
     contention: float
@@ -61,35 +102,141 @@ class StepParts:
         return busy + self.exposed + self.contention + self.slowest + self.optimizer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (calibrated_domain.yaml)."""
+
+    workload: Workload
+    step: StepParts
+    memory: MemoryEstimate
+    fits: bool
+    outside: tuple[str, ...] = ()
+
+    @property
+    def fitted(self) -> bool:
+        """Whether it lies inside that domain, with constants fitted for this generation and framework."""
+        return not self.outside
+
+    @property
+    def seconds(self) -> float:
+        return self.step.total
+
+    @property
+    def band(self) -> tuple[float, float]:
+        """Seconds between which nine of ten published runs of this kind would be: see docs/prediction.md."""
+        error = FITTED_P90 if self.fitted else COMPOSED_P90
+        return self.seconds * (1 - error), self.seconds * (1 + error)
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.workload.micro_batch * self.workload.microbatches * self.workload.layout.data / self.seconds
+
+
+def predict(workload: Workload, cluster: Cluster, sets: ConstantSets | None = None) -> Prediction:
+    """Predicts a step of a workload on a cluster, as the framework that it names runs it."""
+    sets = fitted_constants() if sets is None else sets
+    generation, framework = cluster.device.generation, workload.run.framework
+    if framework == "compiled" and workload.layout.tensor > 1:
+        # Tensor-parallel layers of torch break a compiled block into pieces.
+        constants, is_fitted = between(sets, generation, "compiled", "eager"), (generation, "compiled") in sets
+    else:
+        constants, is_fitted = constants_for(sets, generation, framework)
+    memory = footprint(workload)
+    return Prediction(
+        workload=workload,
+        step=(sample_step if workload.model.is_sampled else transformer_step)(workload, cluster, constants),
+        memory=memory,
+        fits=memory.device_bytes <= cluster.device.memory_bytes,
+        outside=outside_of(workload, cluster, is_fitted=is_fitted),
+    )
+
+
+def model_flops(workload: Workload) -> float:
+    """Of one sequence (or sample), forward and backward, attention in full."""
+    model = workload.model
+    return 3 * model.flops if model.is_sampled else transformer_flops(model, workload.run.seq_len)
+
+
+def transformer_flops(model: ModelShape, length: int) -> float:
+    """Of one sequence of a transformer, forward and backward, attention in full."""
+    return length * (6 * model.active_matmul_params + 12 * model.layers * model.score_width * length)
+
+
 def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
-    """Returns what a step takes."""
-    layout = workload.layout
+    """Returns what a step of a transformer takes."""
+    model, layout, microbatches = workload.model, workload.layout, workload.microbatches
     costs = BlockModel(workload, cluster, constants).costs()
-    layers = stage_layers(workload.shape.layers, layout.pipeline)
-    message = _message_seconds(workload, cluster, constants)
-    waits = message if _leaves_node(layout, cluster) else 0.0
+    layers = stage_layers(model.layers, layout.pipeline)
+    leaves_node = layout.tensor * layout.context * layout.data >= cluster.node.devices
+    message = 0.0  # of one tensor between neighbours in the pipeline
+    if layout.pipeline > 1:
+        # Tensor ranks send a part each, and gather behind the link.
+        num_bytes = workload.tokens * model.width * 2 / layout.tensor
+        alone = collective_seconds("send", num_bytes, Group(2, 2 if leaves_node else 1), cluster)
+        message = (alone + CALL_S) * constants.slowdown
+    # Across nodes a rank waits for each; inside a node it hides behind compute but while the pipeline fills and drains.
+    waits = message if leaves_node else 0.0
     stages = [_stage(costs, count, place, layout.pipeline, waits) for place, count in enumerate(layers)]
     busiest = max(range(len(stages)), key=lambda place: (stages[place].both, place))
-    microbatches = workload.microbatches
     piped = pipeline_seconds(stages, microbatches, layout.chunks, message - waits)
     exposed, hidden = _DataParallelTime(workload, cluster, constants, costs, layers[busiest]).seconds()
-    device, wait = _spent(costs, layers[busiest], busiest, layout.pipeline)
+    spent = (costs.forward + costs.backward).times(layers[busiest])
+    if busiest == 0:
+        spent = spent + costs.embed.times(2)
+    if busiest == layout.pipeline - 1:
+        spent = spent + costs.head_forward + costs.head_backward
     alone = microbatches * stages[busiest].both
+    # Of the optimizer: the same experts are on fewer ranks, which cut their states.
+    dense = layers[busiest] * model.attention_params + model.end_params / min(layout.pipeline, 2)
+    experts = layers[busiest] * model.mlp_params / max(layout.expert, layout.shards)
+    params = (dense / layout.shards + experts) / layout.tensor
     return StepParts(
-        compute=microbatches * device,
-        tensor_wait=microbatches * wait,
-        launch_wait=max(0.0, alone - microbatches * (device + wait)),
+        compute=microbatches * spent.device,
+        tensor_wait=microbatches * spent.wait,
+        launch_wait=max(0.0, alone - microbatches * (spent.device + spent.wait)),
         bubble=max(0.0, piped - alone),
         exposed=exposed,
         hidden=hidden,
         contention=constants.contention * hidden,
-        slowest=slowest_share(layout.ranks) * microbatches * device,
-        optimizer=_optimizer_seconds(workload, cluster, constants, layers[busiest]),
+        slowest=slowest_share(layout.ranks) * microbatches * spent.device,
+        optimizer=memory_seconds(cluster.device, constants, params * PASSES[workload.run.framework].optimizer_bytes),
     )
 
 
-@dataclass(frozen=True, slots=True)
-class StageSeconds:
+def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
+    """Returns what a data-parallel step takes of a model known by what a sample costs."""
+    model, run, ranks = workload.model, workload.run, workload.layout.data
+    kind = _KINDS[model.kind]
+    share = constants.matmul
+    if kind.convolves:
+        share = constants.convolution_wide if run.is_wide else constants.convolution
+    rate = ceiling(cluster.device, run.compute) * share * kind.rate
+    # Mixed precision keeps losses, norms and copies of sentences in fp32, half of the traffic.
+    width = 4.0 if run.is_wide else 2.0 if kind.convolves else 3.0
+    passes = kind.passes * (_PLANAR if model.kind == "planar" and not run.is_wide else 1.0)
+    moved = passes * workload.micro_batch * model.activations
+    if model.kind == "recurrent":
+        moved += 3 * model.samples_each * model.flops / 2
+    device = 3 * workload.micro_batch * model.flops / rate + memory_seconds(cluster.device, constants, width * moved)
+    host = 3 * model.kernels * constants.launch_us * 1e-6
+    each = max(device, host)
+    exposed = hidden = 0.0
+    if ranks > 1:
+        reduce = in_training("all_reduce", model.params * 4 / _BUCKETS, group_of(cluster, ranks), cluster, constants)
+        exposed, hidden = reduce_behind(_BUCKETS, each * 2 / 3 / _BUCKETS, reduce)
+    times = workload.microbatches
+    return StepParts(
+        compute=times * device,
+        launch_wait=times * max(0.0, host - device),
+        exposed=exposed,
+        hidden=hidden,
+        contention=constants.contention * hidden,
+        slowest=times**0.5 * each * kind.spread * expected_most(ranks),
+        optimizer=memory_seconds(cluster.device, constants, model.params * _OPTIMIZER_BYTES),
+    )
+
+
+class StageSeconds(NamedTuple):
     """One microbatch on one rank of a pipeline: over all its chunks."""
 
     forward: float
@@ -98,6 +245,15 @@ class StageSeconds:
     @property
     def both(self) -> float:
         return self.forward + self.backward
+
+
+def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:
+    forward, backward = costs.forward.times(layers), costs.backward.times(layers)
+    if place == 0:
+        forward, backward = forward + costs.embed, backward + costs.embed
+    if place == stages - 1:
+        forward, backward = forward + costs.head_forward, backward + costs.head_backward
+    return StageSeconds(forward.seconds + waits, backward.seconds + waits)
 
 
 def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
@@ -127,39 +283,10 @@ def expected_most(count: int) -> float:
     return 0.0 if count <= 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
-def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:
-    forward, backward = costs.forward.times(layers), costs.backward.times(layers)
-    if place == 0:
-        forward, backward = forward + costs.embed, backward + costs.embed
-    if place == stages - 1:
-        forward, backward = forward + costs.head_forward, backward + costs.head_backward
-    return StageSeconds(forward.seconds + waits, backward.seconds + waits)
-
-
-def _spent(costs: BlockCosts, layers: int, place: int, stages: int) -> tuple[float, float]:
-    both = (costs.forward + costs.backward).times(layers)
-    if place == 0:
-        both = both + costs.embed.times(2)
-    if place == stages - 1:
-        both = both + costs.head_forward + costs.head_backward
-    return both.device, both.wait
-
-
-def _message_seconds(workload: Workload, cluster: Cluster, constants: Constants) -> float:
-    """Of one tensor between neighbours. Inside a node it hides behind compute but while the pipeline fills and drains;
-    across nodes, a rank waits for each."""
-    layout = workload.layout
-    if layout.pipeline == 1:
-        return 0.0
-    # Tensor ranks send a part each, and gather behind the link.
-    num_bytes = workload.tokens * workload.shape.width * 2 / layout.tensor
-    group = Group(2, 2 if _leaves_node(layout, cluster) else 1)
-    return (collective_seconds("send", num_bytes, group, cluster) + CALL_S) * constants.slowdown
-
-
-def _leaves_node(layout: Layout, cluster: Cluster) -> bool:
-    """Whether neighbours in the pipeline are on different nodes."""
-    return layout.tensor * layout.context * layout.data >= cluster.node.devices
+def in_training(kind: Collective, num_bytes: float, group: Group, cluster: Cluster, constants: Constants) -> float:
+    """Returns what a collective takes in training: it must be called, and others are in its way."""
+    alone = collective_seconds(kind, num_bytes, group, cluster)
+    return (alone + CALL_S) * constants.slowdown if alone else 0.0
 
 
 class _DataParallelTime:
@@ -170,7 +297,7 @@ class _DataParallelTime:
     ) -> None:
         self.workload, self.cluster, self.constants, self.costs = workload, cluster, constants, costs
         self.layers = layers
-        model, layout = workload.shape, workload.layout
+        model, layout = workload.model, workload.layout
         self.ranks = layout.data * layout.context
         self.block_params = model.attention_params / layout.tensor + model.mlp_params / layout.tensor / layout.expert
         self.end_params = model.end_params / layout.tensor
@@ -181,16 +308,13 @@ class _DataParallelTime:
             return 0.0, 0.0
         return self._sharded() if self.workload.layout.is_fully_sharded else self._reduced()
 
-    def _group(self, ranks: int) -> Group:
-        """Returns so many data-parallel ranks, neighbours on that axis."""
-        return group_of(self.cluster, ranks, self.workload.layout.tensor)
-
     def _collective(self, kind: Collective, num_bytes: float, ranks: int) -> float:
-        alone = collective_seconds(kind, num_bytes, self._group(ranks), self.cluster)
-        return (alone + CALL_S) * self.constants.slowdown if alone else 0.0
+        """Seconds of so many data-parallel ranks, neighbours on that axis."""
+        group = group_of(self.cluster, ranks, self.workload.layout.tensor)
+        return in_training(kind, num_bytes, group, self.cluster, self.constants)
 
     def _sharded(self) -> tuple[float, float]:
-        run, shards = self.workload.run, self.workload.layout.shards
+        run, costs, shards = self.workload.run, self.costs, self.workload.layout.shards
         gather_bytes = 1 if run.fp8_gather else 4 if run.is_wide else 2
         reduce_bytes = 2 if run.pure or run.framework == "megatron" else 4
         gather = self._collective("all_gather", self.block_params * gather_bytes, shards)
@@ -198,35 +322,26 @@ class _DataParallelTime:
         ends = self._collective("all_gather", self.end_params * gather_bytes, shards)
         ends_reduce = self._collective("reduce_scatter", self.end_params * reduce_bytes, shards)
         timeline = Timeline()
-        self._forward(timeline, gather, ends)
-        self._backward(timeline, gather, reduce, ends_reduce)
-        # In a pipeline, parameters stay gathered for the step, and gradients are reduced once.
-        times = 1 if self.workload.layout.pipeline > 1 else self.workload.microbatches
-        exposed = timeline.idle("compute") * times
-        return exposed, max(0.0, timeline.busy("link") * times - exposed)
-
-    def _forward(self, timeline: Timeline, gather: float, ends: float) -> None:
-        seconds = self.costs.forward.seconds
-        computed = [timeline.add("compute", self.costs.embed.seconds, after=(timeline.add("link", ends),))]
+        last = timeline.add("compute", costs.embed.seconds, after=(timeline.add("link", ends),))
         ahead = timeline.add("link", gather)
         for _ in range(self.layers):
             here = ahead
             # One block is gathered ahead: its buffer is free when the block before the last one is done.
-            ahead = timeline.add("link", gather, after=(computed[-1],))
-            computed.append(timeline.add("compute", seconds, after=(here,)))
-        timeline.add("compute", self.costs.head_forward.seconds + self.costs.head_backward.seconds)
-
-    def _backward(self, timeline: Timeline, gather: float, reduce: float, ends: float) -> None:
-        seconds = self.costs.backward.seconds
-        last = timeline.spans[-1]
+            ahead = timeline.add("link", gather, after=(last,))
+            last = timeline.add("compute", costs.forward.seconds, after=(here,))
+        last = timeline.add("compute", costs.head_forward.seconds + costs.head_backward.seconds)
         ahead = timeline.add("link", gather)
         for _ in range(self.layers):
             here = ahead
             ahead = timeline.add("link", gather, after=(last,))
-            last = timeline.add("compute", seconds, after=(here,))
+            last = timeline.add("compute", costs.backward.seconds, after=(here,))
             timeline.add("link", reduce, after=(last,))
-        last = timeline.add("compute", self.costs.embed.seconds)
-        timeline.add("link", ends, after=(last,))
+        last = timeline.add("compute", costs.embed.seconds)
+        timeline.add("link", ends_reduce, after=(last,))
+        # In a pipeline, parameters stay gathered for the step, and gradients are reduced once.
+        times = 1 if self.workload.layout.pipeline > 1 else self.workload.microbatches
+        exposed = timeline.idle("compute") * times
+        return exposed, max(0.0, timeline.busy("link") * times - exposed)
 
     def _reduced(self) -> tuple[float, float]:
         layout, run = self.workload.layout, self.workload.run
@@ -234,10 +349,13 @@ class _DataParallelTime:
         # are.
         width = 4 if run.is_wide or (run.framework == "megatron" and run.compute == "bf16") else 2
         sharded = layout.strategy in ("zero1", "zero2")
-        across = self.ranks // layout.shards if sharded else 1
         if not layout.overlap and run.framework == "megatron":
-            return self._reduced_at_once(width), 0.0
-        kind: Collective = "reduce_scatter" if sharded and across == 1 else "all_reduce"
+            # One all-reduce after the backward. Inside a node, nothing is in its way.
+            whole = (self.layers * self.block_params + self.end_params) * width
+            seconds = self._collective("all_reduce", whole, self.ranks)
+            is_inside = group_of(self.cluster, self.ranks, layout.tensor).nodes == 1
+            return seconds / self.constants.slowdown if is_inside else seconds, 0.0
+        kind: Collective = "reduce_scatter" if sharded and self.ranks // layout.shards == 1 else "all_reduce"
         each = self._collective(kind, self.block_params * width, self.ranks)
         ends = each * self.end_params / self.block_params
         exposed, hidden = reduce_behind(self.layers, self.costs.backward.seconds, each, ends)
@@ -245,12 +363,6 @@ class _DataParallelTime:
             gathered, beside = self._gathered(layout.shards)
             exposed, hidden = exposed + gathered, hidden + beside
         return exposed, hidden
-
-    def _reduced_at_once(self, width: int) -> float:
-        """Seconds of one all-reduce after the backward. Inside a node, nothing is in its way."""
-        whole = (self.layers * self.block_params + self.end_params) * width
-        seconds = self._collective("all_reduce", whole, self.ranks)
-        return seconds / self.constants.slowdown if self._group(self.ranks).nodes == 1 else seconds
 
     def _gathered(self, shards: int) -> tuple[float, float]:
         """Exposed and hidden seconds of the updated parameters' way back, after the optimizer.
@@ -280,13 +392,3 @@ def reduce_behind(pieces: int, backward: float, reduce: float, ends: float = 0.0
     timeline.add("link", ends, after=(last,))
     exposed = timeline.idle("compute")
     return exposed, timeline.busy("link") - exposed
-
-
-def _optimizer_seconds(workload: Workload, cluster: Cluster, constants: Constants, layers: int) -> float:
-    model, layout = workload.shape, workload.layout
-    dense = layers * model.attention_params + model.end_params / min(layout.pipeline, 2)
-    # The same experts are on fewer ranks, which cut their states.
-    experts = layers * model.mlp_params / max(layout.expert, layout.shards)
-    params = (dense / layout.shards + experts) / layout.tensor
-    moved = params * PASSES[workload.run.framework].optimizer_bytes
-    return memory_seconds(cluster.device, constants, moved)

@@ -36,7 +36,7 @@ from paceline.config import (
 )
 from paceline.config.data_sections import known_shape
 from paceline.plan.layout import WITH_MASTERS
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
 
 ASSUMED_VOCABULARY = 256  # of a text by characters, which is counted when it is read
@@ -53,36 +53,28 @@ class Widths:
     compute: int
     is_autocast: bool
     device: str
-    is_compiled: bool = False
-    is_one_graph: bool = False
-
-    @classmethod
-    def of(
-        cls, precision: str, dtype: str, device: str, *, is_compiled: bool = False, is_one_graph: bool = False
-    ) -> Widths:
-        """Returns the widths of a precision: autocast computes in 2 bytes, masters keep all of the model in 2."""
-        built = 8 if dtype == "float64" else 4
-        is_autocast = precision in ("bf16", "fp16")
-        stream = 2 if precision in WITH_MASTERS else built
-        compute = 2 if is_autocast else stream
-        return cls(
-            stream=stream,
-            compute=compute,
-            is_autocast=is_autocast,
-            device=device,
-            is_compiled=is_compiled,
-            is_one_graph=is_one_graph,
-        )
+    is_compiled: bool
+    is_one_graph: bool
 
 
 def describe_model(config: Config, device: str) -> ModelFacts | None:
     """Returns what is known of a config's model on ``cpu`` or ``cuda``; None where only its own code can tell."""
-    precision = config.train.precision_on(config.parallel.device)
-    is_compiled = device == "cuda" and config.model.compile not in (False, "none")
-    # As Layout.for_ranks decides ``auto``; where the ranks are not known yet, blocks, which keep more.
-    is_one_graph = is_compiled and (config.model.compile == "whole" or _is_alone(config))
-    widths = Widths.of(precision, config.train.dtype, device, is_compiled=is_compiled, is_one_graph=is_one_graph)
     model, shape = config.model, known_shape(config.data)
+    precision = config.train.precision_on(config.parallel.device)
+    is_compiled = device == "cuda" and model.compile not in (False, "none")
+    # Autocast computes in 2 bytes, masters keep all of the model in 2.
+    is_autocast = precision in ("bf16", "fp16")
+    stream = 2 if precision in WITH_MASTERS else 8 if config.train.dtype == "float64" else 4
+    widths = Widths(
+        stream=stream,
+        compute=2 if is_autocast else stream,
+        is_autocast=is_autocast,
+        device=device,
+        is_compiled=is_compiled,
+        # As Layout.for_ranks decides ``auto``; where the ranks are not known yet, blocks, which keep more.
+        is_one_graph=is_compiled
+        and (model.compile == "whole" or (model.compile != "blocks" and config.parallel.ranks == 1)),
+    )
     if isinstance(model, GPTModelConfig):
         known = known_gpt(config)
         return None if known is None else describe_gpt(*known, widths)
@@ -103,10 +95,6 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
     if shape is None or not (tokens := data.context or shape.context):
         return None
     return replace(shape, vocab_size=shape.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), tokens
-
-
-def _is_alone(config: Config) -> bool:
-    return config.model.compile != "blocks" and config.parallel.ranks == 1
 
 
 # GPT
@@ -304,10 +292,11 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         temporary_bytes=first.temporary_bytes,
         entry=(first,),
         exit=(last,),
-        work=SampleModel(
-            params=float(root.parameters + sum(block.parameters for block in blocks)),
+        work=ModelShape(
+            total_params=float(root.parameters + sum(block.parameters for block in blocks)),
             flops=sum(each.flops for each in convolutions) + 2 * channels * classes,
             activations=sum(each.outputs for each in convolutions) + classes,
+            kind="convolution",
             kernels=3 * len(convolutions) + len(blocks) + 4,  # norms and activations; sums; pooling, head and loss
         ),
     )
@@ -403,8 +392,8 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
         root=root,
         temporary_bytes=2 * widths.compute * model.hidden_dim,
         entry=layers,
-        work=SampleModel(
-            params=float(root.parameters),
+        work=ModelShape(
+            total_params=float(root.parameters),
             flops=sum(2 * rows * columns for rows, columns in pairwise(sizes)),
             activations=sum(sizes[1:]),
             kernels=3 * len(layers) + 1,

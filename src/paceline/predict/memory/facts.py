@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from paceline.plan.model_shape import SampleModel
+from paceline.plan.model_shape import ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class ModelFacts:
     exit: tuple[BlockFacts, ...] = ()
     tied_parameters: int = 0  # that the first and the last layer both use
     loss: LossFacts | None = None  # None: the loss is not fused with the output layer
-    work: SampleModel | None = None  # None: a transformer, whose dimensions say more
+    work: ModelShape | None = None  # None: a transformer, whose dimensions say more
 
     @property
     def parameters(self) -> int:

@@ -13,54 +13,35 @@ experts are cut by the ranks that hold the same experts, which are fewer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from paceline.plan.model_shape import SampleModel
-from paceline.plan.workload import Shown, Workload, stage_layers
+from paceline.plan.plan import MemoryEstimate
+from paceline.plan.workload import Workload, stage_layers
 from paceline.units import GIB
 
 _CONTEXT_BYTES = 1.5 * GIB
 _CUT_PIECES = 0.05  # of what comes and goes: blocks of the allocator that nothing fits into
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Footprint:
-    """Bytes of a rank by category."""
-
-    parameters: float
-    gradients: float
-    optimizer: float
-    activations: float
-    temporary: float
-    framework: float
-
-    @property
-    def states(self) -> float:
-        return self.parameters + self.gradients + self.optimizer
-
-    @property
-    def total(self) -> float:
-        return self.states + self.activations + self.temporary + self.framework
-
-    def shown(self, shown: Shown) -> float:
-        """Returns the whole, or what a table lists alone."""
-        return self.activations if shown == "activations" else self.states if shown == "states" else self.total
-
-
-def footprint(workload: Workload) -> Footprint:
+def footprint(workload: Workload) -> MemoryEstimate:
     """Returns what the first stage's rank holds."""
-    model = workload.model
-    if isinstance(model, SampleModel):
-        return _of_samples(model, workload)
-    layout = workload.layout
+    model, layout = workload.model, workload.layout
+    if model.is_sampled:
+        return MemoryEstimate(
+            parameters=model.params * 4,
+            gradients=model.params * 4,
+            optimizer=model.params * 8,
+            activations=workload.micro_batch * model.activations * (4 if workload.run.is_wide else 2) * 2.5,
+            framework=_CONTEXT_BYTES,
+        )
     layers = stage_layers(model.layers, layout.pipeline)[0]
     dense = (layers * model.attention_params + model.end_params / min(layout.pipeline, 2)) / layout.tensor
     experts = layers * model.mlp_params / layout.expert / layout.tensor
     params = dense + experts
     cut = dense / layout.shards + layers * model.mlp_params / max(layout.expert, layout.shards) / layout.tensor
     weights, gradients, optimizer = _bytes_per_parameter(workload)
-    activations, temporary = _activations(workload, layers), _temporary(workload)
-    return Footprint(
+    logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
+    units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
+    activations, temporary = _activations(workload, layers), max(0.0, logits - _recomputed_bytes(workload)) + units
+    return MemoryEstimate(
         parameters=(cut if layout.sharing.parameters else params) * weights,
         gradients=(cut if layout.sharing.gradients else params) * gradients,
         optimizer=cut * optimizer,
@@ -91,7 +72,7 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
 
 
 def _activations(workload: Workload, layers: int) -> float:
-    model, layout = workload.shape, workload.layout
+    model, layout = workload.model, workload.layout
     # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
     flight = min(workload.microbatches, layout.pipeline)
     more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
@@ -110,7 +91,7 @@ def _recomputed_bytes(workload: Workload) -> float:
 
 def _block_bytes(workload: Workload) -> float:
     """Of one block: the count of Korthikanti and others (arXiv 2205.05198), 34 h + 5 a s bytes a token for a GPT."""
-    model, layout, run = workload.shape, workload.layout, workload.run
+    model, layout, run = workload.model, workload.layout, workload.run
     tensor = layout.tensor
     across = tensor if layout.sequence_parallel else 1
     hidden = model.width
@@ -132,13 +113,6 @@ def _block_bytes(workload: Workload) -> float:
     return workload.tokens * width * (norms + inner + wide + scores)
 
 
-def _temporary(workload: Workload) -> float:
-    model, layout = workload.shape, workload.layout
-    logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
-    units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
-    return max(0.0, logits - _recomputed_bytes(workload)) + units
-
-
 def _logit_bytes(workload: Workload) -> float:
     """Of one logit: itself and its gradient in bf16, both and the logarithms of the softmax in fp32: 16 in torch.
 
@@ -154,15 +128,3 @@ def _logit_bytes(workload: Workload) -> float:
             return 16 / tensor if workload.run.split_loss else 8 + 8 / tensor
         case _:
             return (6 if workload.run.is_flat else 16) / tensor
-
-
-def _of_samples(model: SampleModel, workload: Workload) -> Footprint:
-    width = 4 if workload.run.is_wide else 2
-    return Footprint(
-        parameters=model.params * 4,
-        gradients=model.params * 4,
-        optimizer=model.params * 8,
-        activations=workload.micro_batch * model.activations * width * 2.5,
-        temporary=0.0,
-        framework=_CONTEXT_BYTES,
-    )

@@ -34,12 +34,14 @@ parameters). Activations: see ``activations.py``. What an allocator loses betwee
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from paceline.config import Config, OptimConfig
+from paceline.config import Config, OptimConfig, layout_of
+from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import WITH_MASTERS, Layout, Offload, loss_rows
-from paceline.plan.plan import MemoryEstimate
-from paceline.predict.memory.facts import BlockFacts, LossFacts, ModelFacts
+from paceline.plan.plan import MemoryEstimate, Plan
+from paceline.predict.memory.activations import describe_model
+from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.parts import RankPart, parts_of
 from paceline.units import MIB
 
@@ -89,20 +91,17 @@ def is_known(model: ModelFacts, layout: Layout) -> bool:
 
 def estimate_memory(model: ModelFacts, layout: Layout, states: StateFacts) -> MemoryEstimate:
     """Estimates what one rank holds at the worst moment of a step; of a split model, the rank that holds the most."""
-    if model.loss is not None and layout.fuses_loss(model.loss.vocabulary, states.device):
-        model = _with_fused_loss(model, model.loss, layout.microbatch)
+    loss, samples = model.loss, layout.microbatch
+    if loss is not None and layout.fuses_loss(loss.vocabulary, states.device):
+        # No logits are kept: a chunk of them is there at a time, and gradients that are made with it.
+        rows = min(samples * loss.tokens, loss_rows(loss.vocabulary, loss.element_bytes))
+        chunk = loss.vocabulary * (rows * loss.element_bytes + loss.width * 4)  # the weight's gradient is in float32
+        kept = model.root.saved_bytes - loss.kept_bytes + loss.tokens * loss.width * loss.element_bytes
+        root = replace(model.root, saved_bytes=kept)
+        model = replace(model, root=root, temporary_bytes=max(loss.temporary_bytes, chunk / samples))
     if not layout.is_split:
         return _Estimate(RankPart(model=model), layout, states).total()
     return max(estimate_ranks(model, layout, states), key=lambda need: need.device_bytes)
-
-
-def _with_fused_loss(model: ModelFacts, loss: LossFacts, samples: int) -> ModelFacts:
-    """Returns a model that keeps no logits: a chunk of them is there at a time, and gradients that are made with it."""
-    rows = min(samples * loss.tokens, loss_rows(loss.vocabulary, loss.element_bytes))
-    chunk = loss.vocabulary * (rows * loss.element_bytes + loss.width * 4)  # the weight's gradient is in float32
-    kept = model.root.saved_bytes - loss.kept_bytes + loss.tokens * loss.width * loss.element_bytes
-    root = replace(model.root, saved_bytes=kept)
-    return replace(model, root=root, temporary_bytes=max(loss.temporary_bytes, chunk / samples))
 
 
 def estimate_ranks(model: ModelFacts, layout: Layout, states: StateFacts) -> tuple[MemoryEstimate, ...]:
@@ -113,17 +112,7 @@ def estimate_ranks(model: ModelFacts, layout: Layout, states: StateFacts) -> tup
 def largest_microbatch(model: ModelFacts, layout: Layout, states: StateFacts, budget_bytes: int) -> int:
     """Returns the most samples that an estimate finds room for, and at least 1: memory grows along a line."""
     one, two = (estimate_memory(model, replace(layout, microbatch=samples), states).device_bytes for samples in (1, 2))
-    return max(1, 1 + (budget_bytes - one) // max(two - one, 1))
-
-
-def _activations(model: ModelFacts, layout: Layout) -> tuple[float, float]:
-    """Returns what stays of a microbatch until backward, and what is computed again beside it, a block at a time."""
-    kept = recomputed = 0.0
-    for number, block in enumerate(model.blocks):
-        block_kept, block_again = _kept(block, number, layout)
-        kept += block_kept
-        recomputed = max(recomputed, block_again)
-    return layout.microbatch * model.root.saved_bytes + model.root.cast_bytes + kept, recomputed
+    return max(1, 1 + int((budget_bytes - one) // max(two - one, 1)))
 
 
 def _kept(block: BlockFacts, number: int, layout: Layout) -> tuple[float, float]:
@@ -163,7 +152,11 @@ class _Estimate:
 
     def total(self) -> MemoryEstimate:
         layout, model, offload = self.layout, self.model, self.offload
-        kept, again = _activations(model, layout)
+        kept = again = 0.0  # what stays of blocks until backward, and what is computed again, a block at a time
+        for number, block in enumerate(model.blocks):
+            block_kept, block_again = _kept(block, number, layout)
+            kept, again = kept + block_kept, max(again, block_again)
+        kept = layout.microbatch * model.root.saved_bytes + model.root.cast_bytes + kept
         activations = round(self.part.in_flight * kept + again)
         # What is received is posted early: the next input and the next gradient.
         temporary = round(layout.microbatch * (model.temporary_bytes + 2 * self.part.edge_bytes))
@@ -171,8 +164,7 @@ class _Estimate:
         whole = 0 if layout.is_fully_sharded else self.computed
         # The parameters that are updated, where they are not those of the module; slices, where ranks share them.
         is_cut = layout.is_fully_sharded or (self.computed_apart and layout.sharing.optimizer)
-        masters = self.slice if is_cut else self.full if self.computed_apart else 0
-        host = 0
+        masters, host = self.slice if is_cut else self.full if self.computed_apart else 0, 0
         gradients = self.slice if layout.sharing.gradients else self.full
         optimizer = self._optimizer_bytes()
         if offload.updates_on_host:
@@ -251,3 +243,62 @@ class _Estimate:
 
     def _slice_of(self, num_bytes: int) -> int:
         return -(-num_bytes // self.layout.shards)
+
+
+# The estimate as others ask for it: of a config, of a plan, and of layouts in a search.
+
+
+def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
+    """Estimates what a rank of each pipeline stage holds, for a config whose device and ranks are settled.
+
+    Empty where that is not known beforehand: a microbatch or strategy that is found later, a model of the user's own
+    code, a schedule of the user's own, or a model that cannot be cut so.
+    """
+    parallel, ranks = config.parallel, config.parallel.decided_ranks
+    if "auto" in (config.train.microbatch, parallel.strategy):
+        return ()
+    try:
+        layout = layout_of(config, ranks, ranks // hosts)
+        model = describe_model(config, parallel.device)
+        if model is None or not is_known(model, layout):
+            return ()
+        return estimate_ranks(model, layout, StateFacts.of(config, parallel.device))
+    except (UsageError, ConfigError):
+        return ()
+
+
+def with_memory(plan: Plan, config: Config, model: ModelFacts | None, device: str) -> Plan:
+    """Returns the plan with an estimate of what a rank will hold, if the model is known: the rank with the most."""
+    if model is None or not is_known(model, plan.layout):
+        return plan
+    return replace(plan, memory=estimate_memory(model, plan.layout, StateFacts.of(config, device)))
+
+
+@dataclass(slots=True, kw_only=True)
+class EngineMemory:
+    """Bytes of a rank by layout, for the model, dtype and optimizer of one config; each layout is estimated once."""
+
+    facts: ModelFacts
+    states: StateFacts
+    _known: dict[Layout, MemoryEstimate | None] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, config: Config, device: str = "cuda") -> EngineMemory | None:
+        """Returns the estimate of a config; None where only the model's own code could tell."""
+        facts = describe_model(config, device)
+        return None if facts is None else cls(facts=facts, states=StateFacts.of(config, device))
+
+    def __call__(self, layout: Layout) -> float:
+        found = self.estimate(layout)
+        return float("inf") if found is None else float(found.device_bytes)
+
+    def estimate(self, layout: Layout) -> MemoryEstimate | None:
+        """Returns bytes by category; None where the model cannot be cut so."""
+        flight = min(layout.accumulate, 2 * layout.pipeline * layout.chunks)  # more are never in flight
+        layout = replace(layout, accumulate=flight)
+        if layout not in self._known:
+            try:
+                self._known[layout] = estimate_memory(self.facts, layout, self.states)
+            except UsageError:
+                self._known[layout] = None
+        return self._known[layout]

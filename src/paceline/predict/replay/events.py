@@ -5,7 +5,7 @@
     Drop    memory is given back      EventMark    an action of a pipeline's schedule begins
     OnHost  the host works itself
 
-A ``Turn`` says that an action is done once more, for another microbatch: see repeat.py.
+A ``Turn`` says that an action is done once more, for another microbatch: see program.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 
 LOSS = "loss"  # the block of a compiled loss: its kernels are fused, softmax and all
 
@@ -45,11 +45,6 @@ class Issue:
     algorithm: str = ""
     share: float = 1.0
     messages: tuple[tuple[str, int, int], ...] = ()
-
-    @property
-    def travels(self) -> tuple[tuple[str, int, int], ...]:
-        """What a rank hands over: kind, number and bytes of operations of the backend."""
-        return self.messages if self.algorithm else ((self.kind, 1, self.num_bytes),)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """What the kernels of a program take on a cluster's device: from measured rates where there are any, else fitted ones.
 
-    measured (memory_rates of the catalog's entry)    cluster/operations.py: by family, shape and bytes
+    measured (memory_rates of the catalog's entry)    cluster/kernels.py: by family, shape and bytes
     fitted (predict/formulas/constants.py)            cluster/kernels.py: products, attention, bytes over bandwidth
 
 A program of compiled blocks is fused first: neighbours within a block that only go through memory become one kernel,
@@ -18,8 +18,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from paceline.cluster.devices import Device
-from paceline.cluster.kernels import attention_seconds, ceiling, matmul_seconds, memory_seconds
-from paceline.cluster.operations import FUSED, Operation, host_seconds, work_seconds
+from paceline.cluster.kernels import (
+    FUSED,
+    Operation,
+    attention_seconds,
+    ceiling,
+    host_seconds,
+    matmul_seconds,
+    memory_seconds,
+    work_seconds,
+)
 from paceline.predict.formulas.constants import Constants
 from paceline.predict.replay.events import LOSS, Event, Hold, Issue, Run, Wait
 
@@ -125,7 +133,6 @@ def without_what_is_made_again(events: Sequence[Event]) -> tuple[Event, ...]:
 
 
 def _written(events: Sequence[Event]) -> set[int]:
-    """Returns the tensors that the kernels of a loss write."""
     runs = (event for event in events if isinstance(event, Run) and event.block == LOSS)
     return {tensor for run in runs for tensor, _ in run.operation.writes}
 

@@ -3,26 +3,38 @@
 A dry run writes it down (dryrun/), ``replay`` prices it for a cluster. It knows no torch and no cluster; the same
 program may be replayed on any.
 
-A step of a pipeline with many microbatches is kept as one with few, and the order in which its actions are done again
-(``order``): kernels are priced, and fused, as often as they were recorded. ``all_events`` are those of the whole step.
+A step of many microbatches is recorded with few, and events are repeated: so kernels of a pipeline are priced, and
+fused, as often as they were recorded.
+
+``repeat``, without a pipeline. Three microbatches are recorded. The first makes what the others find, the last one
+synchronises, and all between them are alike: the second stands for each of these. Every copy has tensors, memory and
+operations of its own; what crosses from one microbatch into the next does so from copy to copy.
+
+``play``, in a pipeline: its actions are done again in the order of the whole schedule.
+
+An action of one microbatch (its forward at a stage, a send, ...) is like that of any other, but for the first, which
+makes what the others find, and the last, which reduces. So three are recorded, each action under an ``EventMark``, and
+the second stands for all between. In every copy
+
+    what the same microbatch made      is the copy's own: operations, and memory that a later action gives back
+    what the first one made            is there once, as are gradients
+    sends                              are waited for where this schedule tells that they have arrived
+    what lives on                      does so once
+    kernels                            are the very same objects, so that they are priced once
 """
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from typing import Literal, TypeAlias
 
-from paceline.cluster.operations import Operation
-from paceline.errors import UsageError
-from paceline.predict.replay.events import Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
-from paceline.predict.replay.repeat import memory_alone, play
-from paceline.untrusted import parse_json
+from paceline.cluster.kernels import Operation
+from paceline.predict.replay.events import END, Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
-_KINDS: dict[str, type[Any]] = {each.__name__: each for each in (Run, Issue, Wait, Hold, Drop, EventMark, OnHost)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,34 +91,296 @@ class Program:
                 total -= gone.num_bytes
         return {category: peak.get(category, 0) for category in CATEGORIES}
 
-    def to_text(self) -> str:
-        """Returns the program as JSON: the same program, the same bytes."""
-        values = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("events", "order")}
-        rows = [[type(event).__name__, *asdict(event).values()] for event in self.events]
-        turns = [list(asdict(turn).values()) for turn in self.order]
-        return json.dumps({**values, "events": rows, "order": turns}, separators=(",", ":"), sort_keys=True) + "\n"
 
-    @classmethod
-    def of_text(cls, text: str) -> Program:
-        """Reads what ``to_text`` wrote. Raises UsageError for anything else."""
-        try:
-            values: Any = parse_json(text)
-            events = tuple(_event(row) for row in values.pop("events"))
-            order = tuple(Turn(*_frozen(turn)) for turn in values.pop("order"))
-            return cls(**values, events=events, order=order)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise UsageError(f"this is not a program of a dry run: {error}") from error
+_Key: TypeAlias = tuple[str, int, int]  # kind, stage and microbatch of an action
 
 
-def _event(row: list[Any]) -> Event:
-    kind, *values = row
-    if kind == "Run":
-        operation, block = values
-        return Run(Operation(**{name: _frozen(value) for name, value in operation.items()}), block)
-    event: Event = _KINDS[kind](*_frozen(values))
-    return event
+def play(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[Event]:
+    """Iterates over the events of the whole step, of which ``events`` were recorded."""
+    return _Player(events, order).run()
 
 
-def _frozen(value: Any) -> Any:
-    """JSON has lists where events have tuples."""
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+def counted(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[tuple[Event, int]]:
+    """Iterates over recorded events, and how often the actions that they belong to are done in the whole step."""
+    turns = Counter((turn.kind, turn.stage, turn.like) for turn in order)
+    for key, piece in _pieces(events).items():
+        times = 1 if key in (_BEFORE, _BEHIND) else turns[key]
+        yield from ((event, times) for event in piece)
+
+
+def is_playable(events: Sequence[Event], order: Sequence[Turn]) -> bool:
+    """Whether all actions were recorded, and none waits for an operation of another microbatch than its own."""
+    pieces = _pieces(events)
+    if any((turn.kind, turn.stage, turn.like) not in pieces for turn in order):
+        return False
+    issued = {e.number: (key, e.kind) for key, piece in pieces.items() for e in piece if isinstance(e, Issue)}
+    for key, piece in pieces.items():
+        for event in piece if key[0] != END else ():
+            if isinstance(event, Wait) and event.number in issued:
+                source, kind = issued[event.number]
+                if kind != "send" and source[2] != key[2]:
+                    return False
+    return True
+
+
+def memory_alone(events: Sequence[Event]) -> list[Event]:
+    """Leaves out all but memory, and of what an action takes and gives back itself all but its worst moment.
+
+    What is most together in a whole step stays the same, since an action is done as a whole.
+    """
+    found: list[Event] = []
+    piece: list[Hold | Drop] = []
+    sizes = {event.number: event.num_bytes for event in events if isinstance(event, Hold)}
+    for event in events:
+        if isinstance(event, EventMark):
+            found += (*_worst(piece, sizes), event)
+            piece = []
+        elif isinstance(event, Hold | Drop):
+            piece.append(event)
+    return [*found, *_worst(piece, sizes)]
+
+
+def _worst(piece: Sequence[Hold | Drop], sizes: Mapping[int, int]) -> list[Event]:
+    now = most = best = 0
+    for place, event in enumerate(piece):
+        now += event.num_bytes if isinstance(event, Hold) else -sizes.get(event.number, 0)
+        if now > most:
+            most, best = now, place + 1
+    held = {event.number for event in piece if isinstance(event, Hold)}
+    dropped = {event.number for event in piece if isinstance(event, Drop)}
+    first = piece[:best]
+    there = {e.number for e in first if isinstance(e, Hold)} - {e.number for e in first if isinstance(e, Drop)}
+    left_out = (held & dropped) - there
+    return [event for event in piece if event.number not in left_out]
+
+
+class _Player:
+    """Gives the numbers of every copy."""
+
+    def __init__(self, events: Sequence[Event], order: Sequence[Turn]) -> None:
+        self._order = order
+        self._pieces = _pieces(events)
+        self._last = {turn.like: turn.microbatch for turn in order}  # whose turn it is last
+        self._first = {turn.like: turn.microbatch for turn in reversed(order)}
+        self._is_send: set[int] = set()
+        self._issuers: dict[int, int] = {}  # microbatches, by what they made
+        self._holders: dict[int, int] = {}
+        self._droppers: dict[int, int] = {}
+        self._makers: dict[int, int] = {}
+        for (kind, _, microbatch), piece in self._pieces.items():
+            if kind != END:
+                self._learn(piece, microbatch, is_forward=kind == "F")
+        numbers = [e.number for e in events if isinstance(e, Issue | Wait | Hold | Drop)]
+        self._fresh = count(max(numbers, default=0) + 1)
+        self._numbers: dict[tuple[str, int, int], int] = {}  # of operations ("") and memory ("held"), by microbatch
+        self._sent: dict[_Key, list[int]] = {}
+
+    def run(self) -> Iterator[Event]:
+        yield from self._pieces.get(_BEFORE, ())
+        for turn in self._order:
+            yield from self._take(turn)
+        for sends in self._sent.values():
+            yield from (Wait(number, "optimizer") for number in sends)
+        yield from self._end(self._pieces.get(_BEHIND, ()))
+
+    def _learn(self, piece: Sequence[Event], microbatch: int, *, is_forward: bool) -> None:
+        for event in piece:
+            if isinstance(event, Issue):
+                self._issuers[event.number] = microbatch
+                if event.kind == "send":
+                    self._is_send.add(event.number)
+            elif isinstance(event, Hold):
+                self._holders[event.number] = microbatch
+            elif isinstance(event, Drop):
+                self._droppers[event.number] = microbatch
+            elif isinstance(event, Run) and is_forward:
+                for tensor, _ in event.operation.writes:
+                    self._makers.setdefault(tensor, microbatch)
+
+    def _take(self, turn: Turn) -> Iterator[Event]:
+        arrived = list(turn.arrived)
+        for event in self._pieces[turn.kind, turn.stage, turn.like]:
+            if isinstance(event, Issue):
+                number = self._number("", event.number, turn.microbatch)
+                if event.kind == "send":
+                    self._sent.setdefault((turn.kind, turn.stage, turn.microbatch), []).append(number)
+                yield replace(event, number=number)
+            elif isinstance(event, Wait):
+                if event.number in self._is_send:
+                    continue
+                if event.number in self._issuers:  # else it was issued before the step
+                    event = replace(event, number=self._number("", event.number, turn.microbatch))
+                yield event
+                for key in arrived:  # what has come tells so
+                    yield from (Wait(number, event.phase) for number in self._sent.pop(key, ()))
+                arrived = []
+            elif isinstance(event, Hold | Drop):
+                yield from self._memory(event, turn)
+            else:
+                yield event
+
+    def _memory(self, event: Hold | Drop, turn: Turn) -> Iterator[Event]:
+        holder = self._holders.get(event.number)
+        if holder != turn.like:
+            if turn.microbatch == self._first[turn.like]:
+                yield event if holder is None else self._of_last(event, holder)  # None: there before the step
+        elif self._droppers.get(event.number) == holder or turn.microbatch == self._last[turn.like]:
+            yield _renumbered(event, self._number("held", event.number, turn.microbatch))
+
+    def _end(self, piece: Sequence[Event]) -> Iterator[Event]:
+        """What follows the actions: kernels that read what one microbatch's forward made run for each of them."""
+        microbatches: dict[int, set[int]] = {}
+        for turn in self._order:
+            microbatches.setdefault(turn.like, set()).add(turn.microbatch)
+        place = 0
+        for maker, begin, end in _readings(piece, self._makers):
+            yield from self._once(piece[place:begin])
+            copies = len(microbatches.get(maker, ()))  # none: a copy stands for it
+            yield from (event for event in piece[begin:end] if isinstance(event, Hold | Drop))
+            yield from [event for event in piece[begin:end] if not isinstance(event, Hold | Drop)] * copies
+            place = end
+        yield from self._once(piece[place:])
+
+    def _once(self, events: Sequence[Event]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, Drop) and event.number in self._holders:
+                yield self._of_last(event, self._holders[event.number])
+            elif not (isinstance(event, Wait) and event.number in self._is_send):
+                yield event
+
+    def _of_last(self, event: Hold | Drop, holder: int) -> Event:
+        """Returns the event for the memory of the last microbatch that is like its holder."""
+        return _renumbered(event, self._number("held", event.number, self._last.get(holder, holder)))
+
+    def _number(self, kind: str, number: int, microbatch: int) -> int:
+        key = (kind, number, microbatch)
+        found = self._numbers.get(key)
+        if found is None:
+            found = self._numbers[key] = next(self._fresh)
+        return found
+
+
+def _renumbered(event: Hold | Drop, number: int) -> Event:
+    return Hold(number, event.num_bytes, event.category) if isinstance(event, Hold) else Drop(number)
+
+
+_BEFORE: _Key = ("", 0, 0)
+_BEHIND: _Key = (END, 0, 0)
+
+
+def _pieces(events: Sequence[Event]) -> dict[_Key, list[Event]]:
+    """Returns the events of each action."""
+    found: dict[_Key, list[Event]] = {}
+    piece = found.setdefault(_BEFORE, [])
+    for event in events:
+        if isinstance(event, EventMark):
+            piece = found.setdefault((event.kind, event.stage, event.microbatch), [])
+        else:
+            piece.append(event)
+    return found
+
+
+def _readings(piece: Sequence[Event], makers: Mapping[int, int]) -> list[tuple[int, int, int]]:
+    """Returns which stretches of events read what one microbatch alone has made: microbatch, begin and end."""
+    makers = dict(makers)
+    found: dict[int, tuple[int, int, int]] = {}
+    for place, event in enumerate(piece):
+        if not isinstance(event, Run):
+            continue
+        sources = {makers[tensor] for tensor, _ in event.operation.reads if tensor in makers}
+        if len(sources) == 1:  # what the kernel writes is then that microbatch's too
+            maker = sources.pop()
+            makers |= {tensor: maker for tensor, _ in event.operation.writes}
+            found[maker] = (maker, found[maker][1] if maker in found else place, place + 1)
+    return sorted(found.values(), key=lambda each: each[1])
+
+
+def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[Event, ...]:
+    """Returns the events with those from ``start`` up to ``stop`` that many times; once: as they are.
+
+    What lies between must be alike in every copy: begun in the state in which the one before ends.
+    """
+    if times <= 1 or stop <= start:
+        return tuple(events)
+    middle = _Middle(events, start, stop)
+    found = list(events[:start])
+    for copy in range(times):
+        found += middle.copy(copy, is_last=copy == times - 1)
+    found += middle.follow(events[stop:], times - 1)
+    return tuple(found)
+
+
+class _Middle:
+    """What is repeated, and how numbers go on from copy to copy."""
+
+    def __init__(self, events: Sequence[Event], start: int, stop: int) -> None:
+        self._events = events[start:stop]
+        issued = [event.number for event in self._events if isinstance(event, Issue)]
+        self._first_issue = min(issued, default=0)
+        self._num_issues = max(issued, default=-1) + 1 - self._first_issue
+        self._held = {event.number for event in self._events if isinstance(event, Hold)}
+        self._dropped = {event.number for event in self._events if isinstance(event, Drop)}
+        before = {tensor for event in events[:start] if isinstance(event, Run) for tensor in _tensors(event)}
+        inside = {tensor for event in self._events if isinstance(event, Run) for tensor in _tensors(event)}
+        self._fresh = inside - before
+        # Room for the numbers of all copies, past any number that there is.
+        numbers = [event.number for event in events if isinstance(event, Hold | Drop)]
+        tensors = [tensor for event in events if isinstance(event, Run) for tensor in _tensors(event)]
+        self._memory_step = max(numbers, default=0) + 1
+        self._tensor_step = max(tensors, default=0) + 1
+
+    def copy(self, number: int, *, is_last: bool) -> list[Event]:
+        """Returns one of the copies; the first is what was recorded."""
+        found: list[Event] = []
+        for event in self._events:
+            if isinstance(event, Hold):
+                if event.number in self._dropped or is_last:  # what lives on does so once
+                    further = self._tensor_step * number
+                    tensors = tuple(each + further if each in self._fresh else each for each in event.tensors)
+                    found.append(replace(event, number=self._memory(event.number, number), tensors=tensors))
+            elif isinstance(event, Drop):
+                if event.number in self._held or number == 0:
+                    found.append(Drop(self._memory(event.number, number)))
+            elif not isinstance(event, EventMark):
+                found.append(self._moved(event, number, first=0))
+        return found
+
+    def follow(self, events: Sequence[Event], last: int) -> list[Event]:
+        """Returns what comes behind: it refers to the last copy."""
+        found: list[Event] = []
+        for event in events:
+            if isinstance(event, Drop):
+                is_own = event.number in self._held and event.number not in self._dropped
+                found.append(Drop(self._memory(event.number, last)) if is_own else event)
+            elif isinstance(event, Hold | EventMark):
+                found.append(event)
+            else:
+                found.append(self._moved(event, last, first=self._first_issue))
+        return found
+
+    def _moved(self, event: Run | Issue | Wait | OnHost, copy: int, *, first: int) -> Event:
+        """Gives an event the numbers of a copy; operations before ``first`` keep theirs.
+
+        What a copy waits for was issued by itself or, as long before its beginning, by the one before.
+        """
+        if isinstance(event, Run):
+            return self._renamed(event, copy)
+        further = self._num_issues * copy
+        if isinstance(event, OnHost):
+            return replace(event, waits=tuple(each + further if each >= first else each for each in event.waits))
+        return replace(event, number=event.number + further) if event.number >= first else event
+
+    def _renamed(self, event: Run, copy: int) -> Run:
+        if copy == 0:
+            return event
+        kernel, fresh, further = event.operation, self._fresh, self._tensor_step * copy  # of tens of thousands
+        reads = tuple([(each + further if each in fresh else each, size) for each, size in kernel.reads])
+        writes = tuple([(each + further if each in fresh else each, size) for each, size in kernel.writes])
+        return Run(replace(kernel, reads=reads, writes=writes), event.block)
+
+    def _memory(self, number: int, copy: int) -> int:
+        return number + self._memory_step * copy if number in self._held else number
+
+
+def _tensors(event: Run) -> list[int]:
+    return [tensor for tensor, _ in (*event.operation.reads, *event.operation.writes)]

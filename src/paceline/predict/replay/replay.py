@@ -20,21 +20,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from paceline.cluster.devices import Cluster
 from paceline.cluster.wires import WireCost, algorithm_cost, wire_cost
 from paceline.errors import UsageError
 from paceline.predict.formulas.block import CALL_S
 from paceline.predict.formulas.constants import Constants, constants_for, fitted_constants
+from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.formulas.step import slowest_device
-from paceline.predict.formulas.tuning import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.predict.replay.program import Program
-from paceline.predict.replay.repeat import play
+from paceline.predict.replay.program import Program, play
 from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.schedule.clock import RankClock, Span
 
@@ -131,7 +130,6 @@ def _cast(rows: Sequence[Program], slow: Mapping[int, float]) -> list[tuple[Prog
 
 
 def _memory(rows: Sequence[Program], cluster: Cluster, *, is_graphed: bool) -> dict[str, int]:
-    """Returns bytes by category of the rank that needs the most."""
     peaks = [
         (replace(row, events=without_what_is_made_again(row.events)) if row.is_compiled else row).peak_memory()
         for row in rows
@@ -156,7 +154,7 @@ class _Stretch:
 
     __slots__ = ("kernels", "late", "launch", "phase", "work")
 
-    def __init__(self, kernels: tuple[tuple[Run, float, float], ...]) -> None:
+    def __init__(self, kernels: Sequence[tuple[Run, float, float]]) -> None:
         self.kernels = kernels
         self.phase = kernels[0][0].operation.phase
         self.work = sum(work for _, work, _ in kernels)
@@ -166,17 +164,15 @@ class _Stretch:
             self.late = max(self.late, self.launch) + work
 
 
+@dataclass(slots=True, eq=False)
 class _Meeting:
     """An operation that several ranks take part in, as the first of them issued it."""
 
-    __slots__ = ("end", "event", "members", "ready", "start")
-
-    def __init__(self, event: Issue) -> None:
-        self.event = event
-        self.members: list[tuple[_Actor, str]] = []  # who has come, and on which lane
-        self.ready: list[float] = []
-        self.start = 0.0
-        self.end: float | None = None
+    event: Issue
+    members: list[tuple[_Actor, str]] = field(default_factory=list)  # who has come, and on which lane
+    ready: list[float] = field(default_factory=list)
+    start: float = 0.0
+    end: float | None = None
 
 
 class _Actor:
@@ -231,30 +227,17 @@ class _Actor:
     def _stretches(self, events: Iterable[Event]) -> Iterator[_Stretch | Issue | Wait | OnHost]:
         """Puts kernels of one phase together that follow one another; those of repeated actions are known by then."""
         known: dict[tuple[int, ...], _Stretch] = {}
-        runs: list[Run] = []
-        for event in events:
-            if isinstance(event, Run):
-                if runs and event.operation.phase != runs[0].operation.phase:
-                    yield self._stretch(runs, known)
-                    runs = []
-                runs.append(event)
-            elif isinstance(event, Issue | Wait | OnHost):
-                if runs:
-                    yield self._stretch(runs, known)
-                    runs = []
-                yield event
-        if runs:
-            yield self._stretch(runs, known)
-
-    def _stretch(self, runs: list[Run], known: dict[tuple[int, ...], _Stretch]) -> _Stretch:
-        key = tuple(map(id, runs))
-        found = known.get(key)
-        if found is None:
-            priced = ((run, *self.costs(run)) for run in runs)
-            found = known[key] = _Stretch(
-                tuple((run, work * self.factor, launch * self.factor) for run, work, launch in priced)
-            )
-        return found
+        timed = (event for event in events if isinstance(event, Run | Issue | Wait | OnHost))
+        for phase, group in groupby(timed, lambda each: each.operation.phase if isinstance(each, Run) else None):
+            if phase is None:
+                yield from group  # type: ignore[misc]
+                continue
+            runs: list[Run] = list(group)  # type: ignore[arg-type]
+            key = tuple(map(id, runs))
+            if key not in known:
+                priced = ((run, *self.costs(run)) for run in runs)
+                known[key] = _Stretch([(run, work * self.factor, launch * self.factor) for run, work, launch in priced])
+            yield known[key]
 
     def run_stretch(self, stretch: _Stretch) -> None:
         """Runs kernels: all at once where nothing comes between them, else one by one."""
@@ -378,7 +361,7 @@ class _Actors:
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
         self._actors = actors
         self._wires = wires
-        self._algorithms = partial(algorithm_cost, cluster)
+        self._cluster = cluster
         self._extra = 0.0 if cluster.device.is_cpu else CALL_S
         self._slowdown = constants.slowdown
         self._bus = bus_bytes_per_s(cluster)
@@ -440,17 +423,16 @@ class _Actors:
         meeting.start = max(meeting.ready)
         seconds = 0.0
         if len(event.ranks) > 1:
-            seconds = (self._wire_seconds(event) + self._extra) * self._slowdown * event.share
+            if event.algorithm:
+                alone = algorithm_cost(self._cluster, event.algorithm, event.kind, event.num_bytes, event.ranks)
+            else:
+                alone = self._wires(event.kind, event.num_bytes, event.ranks)
+            seconds = (alone + self._extra) * self._slowdown * event.share
         elif event.kind in _COPIES:
             seconds = event.num_bytes / self._bus
         meeting.end = meeting.start + seconds
         for actor, lane in meeting.members:
             actor.settle(meeting, lane)
-
-    def _wire_seconds(self, event: Issue) -> float:
-        if event.algorithm:
-            return self._algorithms(event.algorithm, event.kind, event.num_bytes, event.ranks)
-        return self._wires(event.kind, event.num_bytes, event.ranks)
 
     def _explain(self) -> str:
         stuck = []

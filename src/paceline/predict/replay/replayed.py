@@ -20,7 +20,7 @@ from typing import Any
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.notebook import Shown
-from paceline.predict.formulas.predict import COMPOSED_P90, FITTED_P90
+from paceline.predict.formulas.step import COMPOSED_P90, FITTED_P90
 from paceline.predict.replay.program import Program
 from paceline.schedule.clock import Span
 from paceline.units import format_bytes, format_seconds

@@ -123,14 +123,26 @@ def read_table(path: Path) -> Table:
         raise UsageError(
             f"{path} has a header and no rows\n  a row is one measurement\n  add some, each on a line of its own"
         )
+    rows: list[Row] = []
+    lines: dict[str, int] = {}
     for line, record in records:
-        _check_record(path, line, record, len(header))
-    rows = tuple(
-        Row(line, {key: (text or "").strip() for key, text in record.items() if key not in RESULTS})
-        for line, record in records
-    )
-    _check_ids(path, rows)
-    return Table(str(path), rows, tuple((record["value"] or "").strip() for _, record in records))
+        cells = [*(value for value in record.values() if isinstance(value, str)), *record.get(None, ())]
+        if len(cells) != len(header):
+            raise UsageError(
+                f"{path}, line {line}: {len(cells)} cells under {len(header)} columns\n"
+                "  every row has as many as the header\n  a comma inside a cell needs quotes around the cell"
+            )
+        row = Row(line, {key: (text or "").strip() for key, text in record.items() if key not in RESULTS})
+        if not row.id:
+            raise UsageError(f"{path}, line {line}, column id is empty\n  every row has a name of its own")
+        if row.id in lines:
+            raise UsageError(
+                f"{path}, line {line}, column id: {row.id} is on line {lines[row.id]} already\n"
+                "  every row has a name of its own"
+            )
+        lines[row.id] = line
+        rows.append(row)
+    return Table(str(path), tuple(rows), tuple((record["value"] or "").strip() for _, record in records))
 
 
 def _check_header(path: Path, header: list[str]) -> None:
@@ -158,25 +170,3 @@ def _check_header(path: Path, header: list[str]) -> None:
             f"  a table of measurements has the columns {', '.join((*INPUTS, *RESULTS, 'split'))}\n"
             "  add them; a cell may be empty where its value is not known"
         )
-
-
-def _check_record(path: Path, line: int, record: Mapping[str | None, object], columns: int) -> None:
-    if None in record or None in record.values():
-        count = columns + len(record[None]) if None in record else sum(value is not None for value in record.values())  # type: ignore[arg-type]
-        raise UsageError(
-            f"{path}, line {line}: {count} cells under {columns} columns\n  every row has as many as the header\n"
-            "  a comma inside a cell needs quotes around the cell"
-        )
-
-
-def _check_ids(path: Path, rows: tuple[Row, ...]) -> None:
-    seen: dict[str, int] = {}
-    for row in rows:
-        if not row.id:
-            raise UsageError(f"{path}, line {row.line}, column id is empty\n  every row has a name of its own")
-        if row.id in seen:
-            raise UsageError(
-                f"{path}, line {row.line}, column id: {row.id} is on line {seen[row.id]} already\n"
-                "  every row has a name of its own"
-            )
-        seen[row.id] = row.line

@@ -1,4 +1,4 @@
-"""Turns the inputs of a published measurement, a row of a table, into a workload and a cluster.
+"""Predicts published measurements: turns a row of a table into a workload and a cluster, and predicts its metric.
 
 A row that cannot be predicted says why, naming its line and column; the others are not affected.
 
@@ -9,6 +9,10 @@ losses; a recompute that is "not stated" is none, but for the question whether a
 chunks that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this
 knows is refused, and not taken for the nearest; of a sentence, what is known in it counts. Models that tables name
 without printing their sizes have their shapes in known_models.yaml.
+
+FLOP conventions: predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed
+forward where everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model
+FLOPs; both count attention in full, as their sources do.
 """
 
 from __future__ import annotations
@@ -18,15 +22,19 @@ import re
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
-from typing import Any, cast
+from typing import Any
 
 from paceline.bounded_yaml import load_yaml
 from paceline.cluster.devices import Catalog, Cluster
 from paceline.errors import UsageError
 from paceline.plan.layout import Layout, Strategy
-from paceline.plan.model_shape import ModelShape, SampleModel
+from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Compute, Framework, Running, Workload
+from paceline.predict.formulas.constants import ConstantSets
+from paceline.predict.formulas.step import Prediction, model_flops, predict
+from paceline.predict.memory.footprint import footprint
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
+from paceline.units import GIB
 
 METRICS = {
     *("step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu_pct"),
@@ -112,9 +120,9 @@ def read_case(row: Row) -> PublishedRun:
 # What a row says, column by column.
 
 
-def _seq_len(row: Row, model: ModelShape | SampleModel, framework: Framework) -> int:
+def _seq_len(row: Row, model: ModelShape, framework: Framework) -> int:
     """The tokens that are computed of a sequence: loaders of encoders put sentences of like lengths into a batch."""
-    length = row.whole("seq_len", 1 if isinstance(model, SampleModel) else None)
+    length = row.whole("seq_len", 1 if model.is_sampled else None)
     if not _is_encoder(row) or framework == "megatron":
         return length
     return round(_DOCUMENT_TOKENS * (1 - math.exp(-length / _DOCUMENT_TOKENS)))
@@ -124,12 +132,13 @@ def _is_encoder(row: Row) -> bool:
     return "bert" in row.text["model_family"].lower()
 
 
-def _model(row: Row) -> ModelShape | SampleModel:
+def _model(row: Row) -> ModelShape:
     name = row.text["model_family"]
-    if sample := known_samples(name):
-        return sample
+    known = known_model(name)
+    if known is not None and known.is_sampled:
+        return known
     if row.number("layers") is None or row.number("hidden") is None:
-        if known := known_transformer(name):
+        if known is not None:
             return known
         raise RowError(
             f"column {'layers' if row.number('layers') is None else 'hidden'} is empty, and model_family {name!r} is "
@@ -200,7 +209,7 @@ def _with_interconnect(cluster: Cluster, text: str, node_devices: int) -> Cluste
     return replace(cluster, between=replace(cluster.between, bandwidth=rate, kind=kind))
 
 
-def _layout(row: Row, cluster: Cluster, model: ModelShape | SampleModel) -> Layout:
+def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
     tensor, pipeline, context = row.whole("tp", 1), row.whole("pp", 1), row.whole("cp", 1)
     devices = cluster.devices
     data = row.whole("dp", max(1, devices // (tensor * pipeline * context)))
@@ -227,16 +236,16 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape | SampleModel) -> Layo
     )
 
 
-def _expert_ranks(model: ModelShape | SampleModel, ranks: int) -> int:
+def _expert_ranks(model: ModelShape, ranks: int) -> int:
     """As many ranks as share a layer's experts: all of a node that can."""
-    if isinstance(model, SampleModel) or not model.experts:
+    if not model.experts:
         return 1
     return max(size for size in range(1, min(ranks, 64) + 1) if ranks % size == 0 and model.experts % size == 0)
 
 
-def _expert_degrees(model: ModelShape | SampleModel, layout: Layout) -> tuple[int, ...]:
+def _expert_degrees(model: ModelShape, layout: Layout) -> tuple[int, ...]:
     """The ranks of a node, and twice, four times ... as many: for experts that a node cannot hold."""
-    if isinstance(model, SampleModel) or not model.experts:
+    if not model.experts:
         return (1,)
     ranks, found = layout.data * layout.context, [layout.expert]
     while 2 * found[-1] <= min(ranks, 64) and ranks % (2 * found[-1]) == 0 and model.experts % (2 * found[-1]) == 0:
@@ -315,7 +324,7 @@ def _compute(row: Row) -> Compute:
     raise RowError(f"column precision: {row.text['precision']!r} names none of fp32, tf32, fp16, bf16, fp8")
 
 
-def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> float | None:
+def _micro_batch(row: Row, model: ModelShape, layout: Layout) -> float | None:
     """None where the row does not state it: nothing, or a remark in brackets."""
     text = row.text["micro_batch"]
     if found := re.fullmatch(r"(\d+)\s*tok\w*", text):
@@ -331,42 +340,93 @@ def _micro_batch(row: Row, model: ModelShape | SampleModel, layout: Layout) -> f
             f"columns micro_batch, global_batch: {text} samples on each of {layout.data} data ranks are more than "
             f"{batch:g}"
         )
-    if not isinstance(model, SampleModel):
+    if not model.is_sampled:
         return count
     # The unit of a batch is a sentence or a segment, that of the model a token.
     return count * (row.whole("seq_len", 0) or model.samples_each) if model.unit == "token" else count
 
 
-def known_transformer(name: str) -> ModelShape | None:
-    """Returns a transformer's shape by the name that a table gives it; None where it is not known."""
-    entry = _catalog()["transformers"].get(_key(name))
-    if entry is None:
-        return None
-    fields = {key: value for key, value in entry.items() if key != "total"}
-    return ModelShape(**fields, total_params=float(entry.get("total", 0.0)))
-
-
-def known_samples(name: str) -> SampleModel | None:
-    """Returns a convolutional, recurrent or translation model by name; None where it is not known."""
-    entry = _catalog()["samples"].get(_key(name))
-    if entry is None:
-        return None
-    return SampleModel(
-        params=float(entry["params"]),
-        flops=float(entry["flops"]),
-        activations=float(entry["activations"]),
-        kernels=int(entry["kernels"]),
-        unit=entry.get("unit", "image"),
-        kind=entry.get("kind", "convolution"),
-        samples_each=float(entry.get("each", 1.0)),
-    )
-
-
-def _key(name: str) -> str:
-    return re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name.lower()))
+def known_model(name: str) -> ModelShape | None:
+    """Returns the shape of a model by the name that a table gives it; None where it is not known."""
+    entry = _known_models().get(re.sub(r"[^a-z0-9]", "", re.sub(r"\(.*?\)", "", name.lower())))
+    return None if entry is None else ModelShape(**entry)
 
 
 @cache
-def _catalog() -> dict[str, dict[str, dict[str, Any]]]:
-    text = resources.files("paceline.predict.scored").joinpath("known_models.yaml").read_text()
-    return cast(dict[str, dict[str, dict[str, Any]]], load_yaml(text))
+def _known_models() -> dict[str, dict[str, Any]]:
+    sections = load_yaml(resources.files("paceline.predict.scored").joinpath("known_models.yaml").read_text())
+    return {name: entry for section in sections.values() for name, entry in section.items()}
+
+
+# What a row does not state is chosen, and the result is in its own metric.
+
+
+def predict_case(case: PublishedRun, sets: ConstantSets | None = None) -> Prediction:
+    """Predicts a row. What it does not state (microbatch, chunks, expert ranks) is the fastest choice that fits.
+
+    Of experts, the fewest ranks are taken that hold them: more cost more messages.
+    """
+    found = [predict(each, case.cluster, sets) for each in _choices(case)]
+    chosen = min(found, key=lambda each: (not each.fits, each.seconds / each.workload.global_batch))
+    if chosen.fits:
+        return chosen
+    # What it holds if it does without what the row leaves open, where that fits.
+    workload = replace(chosen.workload, run=replace(chosen.workload.run, split_loss=True))
+    if case.chooses_recompute:
+        workload = replace(workload, layout=replace(workload.layout, checkpoint_activations="full"))
+    memory = footprint(workload)
+    return (
+        replace(chosen, memory=memory, fits=True) if memory.device_bytes <= case.cluster.device.memory_bytes else chosen
+    )
+
+
+def _choices(case: PublishedRun) -> list[Workload]:
+    workload = case.workload
+    local = workload.global_batch / workload.layout.data
+    sizes = [1, 2, 4, 8, 16] if case.chooses_micro_batch else [workload.micro_batch]
+    layers = 1 if workload.model.is_sampled else workload.model.layers
+    each = max(1, layers // workload.layout.pipeline)
+    chunks = [count for count in (1, 2, 3, 4) if each % count == 0] if case.chooses_chunks else [workload.layout.chunks]
+    found = [
+        replace(workload, run=replace(workload.run, micro_batch=size), layout=replace(workload.layout, chunks=count))
+        for size in sizes
+        if not case.chooses_micro_batch or (size <= local and local % size == 0)
+        for count in chunks
+    ] or [workload]
+    return [_holding_experts(each, case) for each in found]
+
+
+def _holding_experts(workload: Workload, case: PublishedRun) -> Workload:
+    """Returns the workload with as many expert-parallel ranks as it takes to fit; the least number where none does."""
+    for ranks in case.expert_ranks:
+        spread = replace(workload, layout=replace(workload.layout, expert=ranks))
+        if footprint(spread).device_bytes <= case.cluster.device.memory_bytes:
+            return spread
+    return workload
+
+
+def in_metric(case: PublishedRun, prediction: Prediction) -> float:
+    """Returns a prediction in the metric of its row."""
+    workload = prediction.workload
+    run, devices = workload.run, workload.layout.ranks
+    match case.metric:
+        case "mem_gib":
+            memory = prediction.memory
+            shown = {"all": memory.device_bytes, "activations": memory.activations, "states": memory.states}
+            return shown[run.shown] / GIB
+        case "step_time_s":
+            return prediction.seconds
+        case "img_per_s" | "seq_per_s":
+            return prediction.samples_per_s
+        case "tokens_per_s_per_gpu":
+            each = 1 if workload.model.is_sampled else run.seq_len
+            return prediction.samples_per_s * each / devices
+        case "tflops_per_gpu":
+            flops = model_flops(workload)
+            if workload.recompute == "full" and not workload.model.is_sampled:
+                head = 6 * run.seq_len * workload.model.vocab_size * workload.model.width
+                flops = head + (flops - head) * 4 / 3
+            return prediction.samples_per_s * flops / devices / 1e12
+        case _:
+            rate = prediction.samples_per_s * model_flops(workload) / devices
+            return 100 * rate / case.cluster.device.peak(run.compute)

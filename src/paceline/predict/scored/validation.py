@@ -2,31 +2,132 @@
 
 First every row is predicted from its inputs; only then is what it measured read. A row that has no prediction, or no
 number that was measured, is listed with its reason. A measured value "OOM" says that the run did not fit.
+
+error        predicted / measured - 1, in the row's own metric; mean of absolute values, median, p90, and bias
+overall      the mean over families, so that a long table does not drown a short one
+Spearman     of predicted and measured ranks within groups of 4 and more alternatives (same model, batch and devices)
+regret       what the alternative predicted best takes over the best one, less 1
+efficiency   throughput per device over that on the fewest devices of a group; its error is in points
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Shown
 from paceline.predict.formulas.constants import ConstantSets
-from paceline.predict.formulas.predict import Prediction, model_flops
+from paceline.predict.formulas.step import model_flops
 from paceline.predict.scored.measured_table import Row, RowError, Table
-from paceline.predict.scored.published import PublishedRun, read_case
-from paceline.predict.scored.row_prediction import in_metric, predict_case
-from paceline.predict.scored.scores import ErrorScores, Ranking, ScalingScore, errors_of, ranking_of, scaling_of
+from paceline.predict.scored.published import in_metric, predict_case, read_case
 
 MEMORY = "mem_gib"
 _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "precision")
 _ALTERNATIVES = (*_SHAPE, "global_batch", "n_gpus")
 _SCALED = (*_SHAPE, "micro_batch", "tp", "pp", "cp", "zero_stage_or_fsdp", "activation_recompute", "compile")
+
+
+LEAST_ALTERNATIVES = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorScores:
+    """Relative errors of some rows."""
+
+    rows: int
+    mean: float
+    median: float
+    p90: float
+    bias: float
+
+
+def errors_of(pairs: Sequence[tuple[float, float]]) -> ErrorScores | None:
+    """Scores pairs of (measured, predicted); None where there are none."""
+    if not pairs:
+        return None
+    signed = [predicted / measured - 1 for measured, predicted in pairs]
+    sizes = sorted(abs(each) for each in signed)
+    return ErrorScores(
+        rows=len(pairs),
+        mean=statistics.fmean(sizes),
+        median=statistics.median(sizes),
+        p90=sizes[math.ceil(0.9 * len(sizes)) - 1],
+        bias=statistics.fmean(signed),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """How well groups of alternatives are ordered."""
+
+    groups: int
+    alternatives: int
+    spearman: float
+    mean_regret: float
+    worst_regret: float
+    top_three: float
+
+
+def ranking_of(groups: Sequence[Sequence[tuple[float, float]]]) -> Ranking | None:
+    """Scores groups of (measured, predicted) times, less being better; None where none is large enough."""
+    kept = [group for group in groups if len(group) >= LEAST_ALTERNATIVES]
+    if not kept:
+        return None
+    best = [min(measured for measured, _ in group) for group in kept]
+    by_prediction = [[measured for measured, _ in sorted(group, key=lambda pair: pair[1])] for group in kept]
+    regrets = [order[0] / least - 1 for order, least in zip(by_prediction, best, strict=True)]
+    return Ranking(
+        groups=len(kept),
+        alternatives=sum(map(len, kept)),
+        spearman=statistics.fmean(spearman(group) for group in kept),
+        mean_regret=statistics.fmean(regrets),
+        worst_regret=max(regrets),
+        top_three=statistics.fmean(least in order[:3] for order, least in zip(by_prediction, best, strict=True)),
+    )
+
+
+def spearman(group: Sequence[tuple[float, float]]) -> float:
+    """Returns the rank correlation; equal values share their mean rank. 0 where one side does not vary."""
+    left, right = (
+        [order.index(value) + (order.count(value) - 1) / 2 for value in values]
+        for values, order in ((side, sorted(side)) for side in zip(*group, strict=True))
+    )
+    return 0.0 if len(set(left)) == 1 or len(set(right)) == 1 else statistics.correlation(left, right)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalingScore:
+    """Efficiency on more devices: its mean absolute error in points, and errors of throughput given the first row."""
+
+    groups: int
+    rows: int
+    points: float
+    given_first: ErrorScores
+
+
+def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> ScalingScore | None:
+    """Scores groups of (devices, measured, predicted) throughput per device; None where no group has two counts."""
+    points, pairs, used = [], [], 0
+    for group in groups:
+        first = min(devices for devices, _, _ in group)
+        bases = [(measured, predicted) for devices, measured, predicted in group if devices == first]
+        measured_base = statistics.fmean(base[0] for base in bases)
+        predicted_base = statistics.fmean(base[1] for base in bases)
+        more = [each for each in group if each[0] > first]
+        used += bool(more)
+        for _, measured, predicted in more:
+            points.append(100 * abs(predicted / predicted_base - measured / measured_base))
+            pairs.append((measured, predicted / predicted_base * measured_base))
+    found = errors_of(pairs)
+    if found is None:
+        return None
+    return ScalingScore(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +151,13 @@ class Scored:
         return self.measured, self.predicted
 
     @property
+    def times(self) -> tuple[float, float]:
+        """The same as times, less being better, of a row that has both."""
+        assert self.pair is not None
+        measured, predicted = self.pair
+        return self.pair if self.row.metric == "step_time_s" else (1 / measured, 1 / predicted)
+
+    @property
     def is_memory(self) -> bool:
         return self.row.metric == MEMORY
 
@@ -64,8 +172,7 @@ class _Scores:
     scaling: ScalingScore | None
 
     def scores_json(self) -> dict[str, Any]:
-        scores = {"time": self.time, "memory": self.memory, "ranking": self.ranking, "scaling": self.scaling}
-        return {name: _plain(each) for name, each in scores.items()}
+        return {name: _plain(getattr(self, name)) for name in ("time", "memory", "ranking", "scaling")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,10 +244,11 @@ def validate(table: Table, split: str | None = None, sets: ConstantSets | None =
 
 
 def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, Any]:
+    alternatives = _grouped(_timed(rows), lambda each: _key(each, _ALTERNATIVES))
     return {
         "time": errors_of(_pairs(rows, memory=False)),
         "memory": errors_of(_pairs(rows, memory=True)),
-        "ranking": ranking_of(_alternatives(rows)),
+        "ranking": ranking_of([[each.times for each in group] for _, group in alternatives]),
         "scaling": scaling_of(_scaled(rows, references)),
     }
 
@@ -181,28 +289,22 @@ def _predict(row: Row, shown: Shown, sets: ConstantSets | None) -> Scored:
         return Scored(row=row, skipped=f"line {row.line}, {error}")
     case = replace(case, workload=replace(case.workload, run=replace(case.workload.run, shown=shown)))
     prediction = predict_case(case, sets)
+    workload = prediction.workload
+    # Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time.
+    ranks = workload.layout.ranks
+    units: dict[str, tuple[float, float]] = {
+        "step_time_s": (workload.global_batch, ranks),
+        "tokens_per_s_per_gpu": (1, 1 if workload.model.is_sampled else workload.run.seq_len),
+        **dict.fromkeys(("img_per_s", "seq_per_s"), (1, ranks)),
+    }
+    many, devices = units.get(case.metric, (0, 1))
     return Scored(
         row=row,
         predicted=in_metric(case, prediction),
         fits=prediction.fits,
         outside=prediction.outside,
-        flops=_flops_per_unit(case, prediction),
+        flops=model_flops(workload) * many / devices or 1.0,
     )
-
-
-def _flops_per_unit(case: PublishedRun, prediction: Prediction) -> float:
-    """Model FLOPs on one device behind one unit of throughput, or behind a step where the metric is its time."""
-    workload = prediction.workload
-    each = model_flops(workload)
-    match case.metric:
-        case "step_time_s":
-            return each * workload.global_batch / workload.layout.ranks
-        case "tokens_per_s_per_gpu":
-            return each / (workload.run.seq_len if isinstance(workload.model, ModelShape) else 1)
-        case "img_per_s" | "seq_per_s":
-            return each / workload.layout.ranks
-        case _:
-            return 1.0
 
 
 def _with_result(scored: Scored, text: str) -> Scored:
@@ -246,17 +348,6 @@ def _baseline(rows: Sequence[Scored]) -> float | None:
         rate = statistics.median(rates)
         errors += [abs((own / rate if slower else rate / own) - 1) for own in rates]
     return statistics.fmean(errors) if errors else None
-
-
-def _as_time(each: Scored) -> tuple[float, float]:
-    assert each.pair is not None
-    measured, predicted = each.pair
-    return (measured, predicted) if each.row.metric == "step_time_s" else (1 / measured, 1 / predicted)
-
-
-def _alternatives(rows: Iterable[Scored]) -> list[list[tuple[float, float]]]:
-    groups = _grouped(_timed(rows), lambda each: _key(each, _ALTERNATIVES))
-    return [[_as_time(each) for each in group] for _, group in groups]
 
 
 def _scaled(rows: Iterable[Scored], references: Iterable[Scored]) -> list[list[tuple[int, float, float]]]:

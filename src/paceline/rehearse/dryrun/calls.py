@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.comm.dry.communicator import META
 from paceline.rehearse.dryrun.operators import Operators, tensors_of
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait
 
 _COPIES = ("copy_", "_foreach_copy_")

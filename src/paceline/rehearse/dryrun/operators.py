@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from paceline.cluster.operations import Family, Operation
+from paceline.cluster.kernels import Family, Operation
 
 Number = Callable[[torch.Tensor], int]
 

@@ -12,11 +12,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from paceline.cluster.measured import read_table
-from paceline.comm.algorithms.topology import from_names
+from paceline.comm.algorithms.rounds import from_names
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
-from paceline.comm.dry.algorithms import DryAlgorithmCommunicator
-from paceline.comm.dry.communicator import META, DryCommunicator
+from paceline.comm.dry.communicator import META, DryAlgorithmCommunicator, DryCommunicator
 from paceline.config import Config
 from paceline.config.data_sections import may_ignore
 from paceline.data.loader import StepBatch
@@ -30,11 +29,10 @@ from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
 from paceline.train.assemble import build_compressor, build_policy, normalises_inside
-from paceline.train.ema import WeightAverage
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import build_optimizer
-from paceline.train.scaler import LossScaler, make_scaler
-from paceline.train.step import StepPolicy
+from paceline.train.run_state import WeightAverage
+from paceline.train.step import LossScaler, StepPolicy, make_scaler
 
 _FEW = 16  # samples of data whose values nobody looks at
 

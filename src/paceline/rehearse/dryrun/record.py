@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from paceline.cluster.devices import Cluster
+from paceline.comm.base import check_peer
 from paceline.comm.dry.communicator import DryWorld
-from paceline.comm.group import check_peer
 from paceline.config import Config, layout_of
 from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup
@@ -33,8 +33,7 @@ from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
 from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
-from paceline.predict.replay.program import Program
-from paceline.predict.replay.repeat import counted, is_playable, repeat
+from paceline.predict.replay.program import Program, counted, is_playable, repeat
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.calls import KnownCalls
 from paceline.rehearse.dryrun.functions import MetaFunctions
@@ -48,7 +47,7 @@ from paceline.schedule.lowering import RankProgram
 from paceline.search.choice import MARGIN
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
-from paceline.train.model_errors import first_line, is_users, made_at, misfit, needs_values, raised_at
+from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
 from paceline.train.step import StepCallbacks, train_step
 
 # What memory of a dry run is for: what the engine, its optimizer and all else of a step hold.

@@ -20,14 +20,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
 from paceline.models.known_values import KnownValues
 from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
-from paceline.train.model_errors import first_line
+from paceline.train.resolve import first_line
 
 _ROOMS = tuple(f"{Path(__file__).parents[2] / room}" for room in ("engines", "train", "comm"))
 _OURS = str(Path(__file__).parent)

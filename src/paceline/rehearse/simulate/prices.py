@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline.cluster.devices import Device
-from paceline.cluster.operations import Operation
+from paceline.cluster.kernels import Operation
 from paceline.models.measured import operator_flops
 from paceline.predict.formulas.constants import constants_for, fitted_constants
 from paceline.predict.replay.events import Run

@@ -25,8 +25,7 @@ from paceline.config import Config, check_ranks
 from paceline.errors import ConfigError, PacelineError, RankFailedError, UsageError
 from paceline.notebook import Shown, curve
 from paceline.plan.plan import MemoryEstimate, Plan
-from paceline.predict.memory.memory import is_known
-from paceline.predict.memory.planned import EngineMemory
+from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Fanout, Sink
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
@@ -261,7 +260,7 @@ class _SimulatedRank:
         trace = trainer.parts.engine.world.trace
         assert trace is not None
         memory = self._memory(trainer.parts.plan)
-        meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else memory.device_bytes)
+        meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
         trainer.parts = replace(trainer.parts, meter=meter)
         return meter
 

@@ -9,13 +9,18 @@ The scale s follows the shape of W (rows x columns): 0.2 sqrt(max(rows, columns)
 so that one learning rate serves both; sqrt(max(1, rows / columns)) is that of the first Muon. With the same settings an
 update is that of torch.optim.Muon, which computes O in bf16 everywhere. Here it is bf16 on a GPU, and on a CPU the
 dtype of the parameters, which is faster there and lets a run on many ranks be proved equal to one process.
+
+Not of a hidden layer are embeddings and the output layer, which are known by their names. In a model that has no such
+names the first and the last matrix are the input and the output layer.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -28,7 +33,6 @@ from paceline.engines.engine import Engine
 from paceline.engines.flat.flat import FlatGroup, piece_places
 from paceline.engines.flat.shard_layout import full_shape
 from paceline.errors import UsageError
-from paceline.train.muon.hidden import hidden_matrices
 from paceline.train.muon.rounds import Matrix, UpdateRound, make_rounds
 
 
@@ -57,7 +61,12 @@ class Muon(torch.optim.Optimizer):
         self._engine = engine
         self._alone = functools.cache(SoloCommunicator)
         self._rounds: list[UpdateRound] | None = None  # made in the first step, when the device is known
-        _check_engine(engine)
+        if engine is not None and engine.splits_matrices:
+            raise UsageError(
+                "Muon cannot update a model whose matrices are cut over tensor ranks\n"
+                "  a matrix is orthogonalised whole, and a tensor rank computes with a part of it that it never "
+                "gathers\n  set parallel.tensor = 1 and shard with zero or fsdp, or optim.kind = adamw"
+            )
         groups, others = _make_groups(dict(named), engine, lr, weight_decay, settings)
         self._adamw: torch.optim.AdamW | None = None
         if others:
@@ -96,7 +105,6 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _members(self) -> list[tuple[nn.Parameter, dict[str, Any]]]:
-        """Returns the matrices in their order, each with its group."""
         return [(p, group) for group in self.param_groups if group["is_hidden"] for p in group["params"]]
 
     def _iterations(self) -> int:
@@ -130,31 +138,17 @@ class Muon(torch.optim.Optimizer):
         places = {} if self._engine is None else piece_places(self._engine.flat_groups)
         kinds: dict[tuple[int, torch.dtype], tuple[Communicator, dict[int, Matrix]]] = {}
         for number, (parameter, _) in enumerate(self._members()):
-            comm, matrix = self._describe(parameter, places)
+            if id(parameter) in places:
+                comm, matrix = _describe_piece(*places[id(parameter)])
+            else:
+                comm = self._alone(parameter.device) if self._engine is None else self._engine.gradient_comm
+                matrix = Matrix(shape=(parameter.shape[0], parameter.shape[1]))
             kinds.setdefault((id(comm), parameter.dtype), (comm, {}))[1][number] = matrix
         rounds: list[UpdateRound] = []
         for (_, dtype), (comm, matrices) in kinds.items():
             lower = torch.bfloat16 if comm.device_kind == "cuda" and dtype == torch.float32 else dtype
             rounds += make_rounds(matrices, comm, self.dtype or lower, self._iterations())
         return rounds
-
-    def _describe(
-        self, parameter: nn.Parameter, places: Mapping[int, tuple[FlatGroup, int]]
-    ) -> tuple[Communicator, Matrix]:
-        if id(parameter) in places:
-            return _describe_piece(*places[id(parameter)])
-        rows, columns = parameter.shape
-        comm = self._alone(parameter.device) if self._engine is None else self._engine.gradient_comm
-        return comm, Matrix(shape=(rows, columns))
-
-
-def _check_engine(engine: Engine | None) -> None:
-    if engine is not None and engine.splits_matrices:
-        raise UsageError(
-            "Muon cannot update a model whose matrices are cut over tensor ranks\n"
-            "  a matrix is orthogonalised whole, and a tensor rank computes with a part of it that it never gathers\n"
-            "  set parallel.tensor = 1 and shard with zero or fsdp, or optim.kind = adamw"
-        )
 
 
 def _make_groups(
@@ -205,8 +199,10 @@ def _apply(current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str,
         parameter, group = members[number]
         if parameter.grad is None or not parameter.numel():
             continue
-        lr = float(group["lr"])
-        factors = 1 - lr * group["weight_decay"], -lr * _shape_scale(full_shape(parameter), group["lr_shape"])
+        lr, (rows, columns) = float(group["lr"]), full_shape(parameter)
+        matches = group["lr_shape"] == "match_rms_adamw"
+        scale = 0.2 * math.sqrt(max(rows, columns)) if matches else math.sqrt(max(1.0, rows / columns))
+        factors = 1 - lr * group["weight_decay"], -lr * scale
         parameters, updates = alike.setdefault(factors, ([], []))
         parameters.append(parameter)
         updates.append(update.to(parameter.device).view(parameter.shape))
@@ -215,6 +211,34 @@ def _apply(current: UpdateRound, members: Sequence[tuple[nn.Parameter, dict[str,
         torch._foreach_add_(parameters, updates, alpha=step)
 
 
-def _shape_scale(shape: tuple[int, ...], rule: str) -> float:
-    rows, columns = shape
-    return 0.2 * math.sqrt(max(rows, columns)) if rule == "match_rms_adamw" else math.sqrt(max(1.0, rows / columns))
+_END = re.compile(r"(^|\.)([^.]*emb[^.]*|wte|wpe|[^.]*heads?|score|classifier|shared)(\.|$)")
+
+
+def hidden_matrices(
+    shapes: Mapping[str, tuple[int, ...]], patterns: Sequence[str] | None = None, others: Collection[str] = ()
+) -> set[str]:
+    """Returns the names of the matrices of hidden layers among parameters, given in the model's order.
+
+    ``patterns`` (as of file names) are the names that AdamW updates, in place of the rule. ``others`` are names of the
+    same model's parameters on other ranks. Raises UsageError if there are none, or if the rule cannot tell.
+    """
+    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    if patterns is not None:
+        found = {name for name in matrices if not any(fnmatchcase(name, pattern) for pattern in patterns)}
+    elif any(_END.search(name) for name in (*shapes, *others)):
+        found = {name for name in matrices if not _END.search(name)}
+    elif set(others) - set(shapes):
+        raise UsageError(
+            "optim.kind = muon cannot tell the input and the output layer of a model whose layers lie on other ranks\n"
+            "  AdamW updates them, and none has the name of an embedding or a head\n"
+            "  name them in optim.muon.adamw_for, as patterns such as ['layers.0.*', 'layers.7.*']"
+        )
+    else:
+        found = set(matrices[1:-1])
+    if not found and not others:
+        raise UsageError(
+            f"optim.kind = muon has nothing to do: none of {len(shapes)} parameters is a matrix of a hidden layer\n"
+            "  Muon updates 2-d weights other than embeddings and the layers at both ends of a model\n"
+            "  set optim.kind = adamw, or say with optim.muon.adamw_for which names AdamW updates"
+        )
+    return found

@@ -7,20 +7,30 @@ What a rank sends in a step, for B bytes of matrices on N ranks:
     sharded       its slices to their owners, and its results back as slices      2 B / N (N-1)/N
     replicated    every rank has all gradients: results alone, to all ranks       B / N (N-1)
 
-Matrices of one shape in one round are one batched product.
+Matrices of one shape in one round are one batched product. The Newton-Schulz iteration takes the singular values of a
+matrix near 1, with matrix products alone:
+
+    X <- G / |G|,   then five times   X <- a X + (b A + c A^2) X   with A = X X^T
+
+The coefficients rise as fast as possible at 0 and leave singular values between about 0.7 and 1.2, as in Keller
+Jordan's post and in torch.optim.Muon. FLOPs for an m x n matrix with m <= n, and i iterations:
+
+    on the matrix itself       i (4 m^2 n + 2 m^3)          what bf16 is computed with
+    on its Gram matrix X X^T   4 m^2 n + (8 i - 6) m^3      fewer where n > 1.5 m; small eigenvalues need fp32 or more
+
+Both give the same numbers but for rounding: the iteration multiplies X by polynomials in X X^T.
 """
 
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
 from paceline.comm.base import DONE, Communicator, Work
-from paceline.train.muon.orthogonal import orthogonal_flops, orthogonalise
 from paceline.units import MIB
 
 _ROUND_BYTES = {"cpu": 4 * MIB}  # of an owner's matrices
@@ -36,7 +46,6 @@ class Matrix:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
         return math.prod(self.shape)
 
 
@@ -79,8 +88,13 @@ def make_rounds(
     ]
 
 
-class UpdateRound(ABC):
-    """Some matrices of a step: ``start`` with updates, ``compute``, ``finish`` with what they became."""
+class _Round:
+    """Some matrices of a step, of which this rank gives those ``needed``.
+
+    ``start`` sends this rank's elements on their way; those of a matrix without an update are zeros. ``compute``
+    orthogonalises what this rank owns, and sends it on its way. ``finish`` returns this rank's elements of all matrices
+    of the round.
+    """
 
     def __init__(
         self, matrices: Mapping[int, Matrix], shares: Sequence[Sequence[int]], comm: Communicator, dtype: torch.dtype
@@ -89,45 +103,24 @@ class UpdateRound(ABC):
         self.matrices, self.shares, self.comm, self.dtype = matrices, shares, comm, dtype
         self.owned = shares[comm.rank]
         self.numbers = [number for share in shares for number in share]
+        self.needed = self.numbers if isinstance(self, _Sharded) else self.owned
         self._work: Work = DONE
-
-    @property
-    @abstractmethod
-    def needed(self) -> Sequence[int]:
-        """The matrices of which this rank gives its elements to ``start``."""
-
-    @abstractmethod
-    def start(self, updates: Mapping[int, torch.Tensor]) -> None:
-        """Sends this rank's elements on their way; those of a matrix without an update are zeros."""
-
-    @abstractmethod
-    def compute(self, iterations: int) -> None:
-        """Orthogonalises what this rank owns, and sends it on its way."""
-
-    @abstractmethod
-    def finish(self) -> dict[int, torch.Tensor]:
-        """Returns this rank's elements of all matrices of the round."""
 
     def _empty(self, numel: int) -> torch.Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.comm.device)
 
     def _stacks(self) -> dict[tuple[int, int], list[int]]:
-        """Returns the owned matrices by their shapes."""
         stacks: dict[tuple[int, int], list[int]] = {}
         for number in self.owned:
             stacks.setdefault(self.matrices[number].shape, []).append(number)
         return stacks
 
 
-class _Replicated(UpdateRound):
+class _Replicated(_Round):
     """Every rank holds all elements: an owner takes them where they are, and all ranks gather the results."""
 
     _updates: Mapping[int, torch.Tensor]
     _results: dict[int, torch.Tensor]
-
-    @property
-    def needed(self) -> Sequence[int]:
-        return self.owned
 
     def start(self, updates: Mapping[int, torch.Tensor]) -> None:
         self._updates = updates
@@ -150,10 +143,13 @@ class _Replicated(UpdateRound):
         """Sends what this rank owns to all ranks; returns the views in which all matrices arrive."""
         length = max(sum(self.matrices[number].numel for number in share) for share in self.shares)
         gathered = self._empty(self.comm.size * length)
-        views = {
-            number: gathered[begin : begin + self.matrices[number].numel].view(self.matrices[number].shape)
-            for number, begin in self._places(length).items()
-        }
+        views = {}
+        for rank, share in enumerate(self.shares):
+            begin = rank * length
+            for number in share:
+                matrix = self.matrices[number]
+                views[number] = gathered[begin : begin + matrix.numel].view(matrix.shape)
+                begin += matrix.numel
         if rows:
             torch._foreach_copy_([views[number] for number in rows], list(rows.values()))
         mine = gathered[self.comm.rank * length : (self.comm.rank + 1) * length]
@@ -166,26 +162,12 @@ class _Replicated(UpdateRound):
         del self._results
         return results
 
-    def _places(self, length: int) -> dict[int, int]:
-        """Returns where each matrix begins in the gathered results, of which every rank has ``length``."""
-        places = {}
-        for rank, share in enumerate(self.shares):
-            begin = rank * length
-            for number in share:
-                places[number] = begin
-                begin += self.matrices[number].numel
-        return places
 
-
-class _Sharded(UpdateRound):
+class _Sharded(_Round):
     """Every rank holds slices: they go to the owner, and come back."""
 
     _held: torch.Tensor  # this rank's slices, by owner
     _whole: torch.Tensor  # all slices of what this rank owns, by the rank that holds them
-
-    @property
-    def needed(self) -> Sequence[int]:
-        return self.numbers
 
     def start(self, updates: Mapping[int, torch.Tensor]) -> None:
         self._held = self._empty(sum(self._held_splits()))
@@ -205,7 +187,11 @@ class _Sharded(UpdateRound):
 
     def compute(self, iterations: int) -> None:
         self._work.wait()
-        places = self._places()
+        places, begin = {}, 0  # where the slice of each rank and owned matrix begins
+        for rank in range(self.comm.size):
+            for number in self.owned:
+                places[rank, number] = begin
+                begin += self._length(number, rank)
         for shape, numbers in self._stacks().items():
             stack = torch.empty(len(numbers), *shape, dtype=self.dtype, device=self.comm.device)
             self._copy(places, numbers, stack, is_back=False)
@@ -242,11 +228,53 @@ class _Sharded(UpdateRound):
     def _whole_splits(self) -> list[int]:
         return [sum(self._length(number, rank) for number in self.owned) for rank in range(self.comm.size)]
 
-    def _places(self) -> dict[tuple[int, int], int]:
-        """Returns where the slice of each rank and owned matrix begins."""
-        places, begin = {}, 0
-        for rank in range(self.comm.size):
-            for number in self.owned:
-                places[rank, number] = begin
-                begin += self._length(number, rank)
-        return places
+
+UpdateRound: TypeAlias = _Replicated | _Sharded
+
+
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+_WIDE = 1.5
+
+
+def orthogonalise(stack: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Returns a stack of matrices (b, rows, columns) with its singular values taken near 1, in the stack's dtype."""
+    is_tall = stack.shape[-2] > stack.shape[-1]
+    x = stack.mT if is_tall else stack
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    if _uses_gram(x.shape[-2], x.shape[-1], x.dtype):
+        x = _polynomial(_gram(x), iterations) @ x
+    else:
+        for _ in range(iterations):
+            gram = _gram(x)
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C), x, beta=_A)
+    return x.mT if is_tall else x
+
+
+def orthogonal_flops(shape: tuple[int, int], iterations: int, dtype: torch.dtype) -> int:
+    m, n = min(shape), max(shape)
+    if _uses_gram(m, n, dtype):
+        return 4 * m * m * n + max(8 * iterations - 6, 0) * m**3
+    return iterations * (4 * m * m * n + 2 * m**3)
+
+
+def _gram(x: torch.Tensor) -> torch.Tensor:
+    """Returns X X^T. A CPU multiplies by a transposed copy up to three times as fast as by a transposed view."""
+    return x @ (x.mT.contiguous() if x.device.type == "cpu" else x.mT)
+
+
+def _uses_gram(short: int, long: int, dtype: torch.dtype) -> bool:
+    return long > _WIDE * short and dtype in (torch.float32, torch.float64)
+
+
+def _polynomial(gram: torch.Tensor, iterations: int) -> torch.Tensor:
+    """Returns what the iterations multiply a matrix by, from its Gram matrix. All factors commute."""
+    product: torch.Tensor | None = None
+    for number in range(iterations):
+        factor = torch.baddbmm(gram, gram, gram, beta=_B, alpha=_C)
+        factor.diagonal(dim1=-2, dim2=-1).add_(_A)
+        product = factor if product is None else product @ factor
+        if number < iterations - 1:
+            gram = factor @ gram @ factor
+    assert product is not None
+    return product

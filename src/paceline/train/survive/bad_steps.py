@@ -1,11 +1,15 @@
 """Steps whose gradients are not finite: counted alike on all ranks, until there are too many in a row.
 
-A bad step was left out (see update.py); here the host learns of it. Every rank reads the same norm of the same step at
+A bad step was left out (see step.py); here the host learns of it. Every rank reads the same norm of the same step at
 the same point of its program, so all of them can stop together, and replay the step together.
 
 On CUDA the norm of a step is read when the next one has been issued: the device always has work, and the host runs one
 step ahead of it at most. Once a step was bad, the norm is read at once, for the parameters of a bad step are only there
 until the next good one.
+
+Where their numbers stop being finite is found by a replay: the parameters are still those of the step. In this order:
+samples that are not finite, then parameters, then the first module whose output is not, then the loss, then the first
+gradient in the order of backward. Costly (every output is looked at) and collective.
 """
 
 from __future__ import annotations
@@ -14,11 +18,17 @@ import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from paceline.train.step import StepOutcome
+from paceline.comm.objects import gather_objects
+from paceline.engines.agree import tensors_in
+from paceline.engines.precision import Precision
+from paceline.train.step import Passes, RunPasses, StepOutcome, accumulate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,3 +105,117 @@ class BadSteps:
                 outcome=unread.outcome,
                 batch=unread.batch,
             )
+
+
+_DATA, _PARAMETER, _FORWARD, _LOSS, _GRADIENT = range(5)
+_MANY = 2**40  # more calls than a step has
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Overflow:
+    """Something that is not finite; the smallest finding is the cause of the others."""
+
+    stage: int
+    place: int
+    rank: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, on rank {self.rank}"
+
+
+def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | None:
+    """Repeats the passes of a step and returns where its numbers stop being finite, the same on every rank.
+
+    None where the repetition is finite, because it drew other random numbers, say. ``run`` takes the place of
+    ``accumulate``, as in a step. Leaves no gradients.
+    """
+    engine, rank = passes.engine, passes.engine.world.rank
+    first = engine.random_stream // engine.gradient_comm.size * _MANY  # stages of a pipeline are called in their order
+    findings: list[Overflow] = []
+    calls: dict[str, int] = {}  # by module: the number of its last call
+    next_call = count(1).__next__
+
+    def look(stage: int, place: int, tensor: Any, before: str, after: str = "") -> None:
+        problem = _describe(tensor) if isinstance(tensor, torch.Tensor) else ""
+        if problem:
+            findings.append(Overflow(stage, place, rank, f"{before}: {problem}{after}"))
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            calls[name] = next_call()
+            for tensor in tensors_in(output):
+                if not findings:
+                    title = f"{name or 'the model'} ({type(module).__name__}) in forward"
+                    look(_FORWARD, first + calls[name], tensor, title, " of its output")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in engine.module.named_modules()]
+    try:
+        values = (run or accumulate)(passes)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for number, microbatch in enumerate(passes.microbatches):
+        for leaf in tree_leaves(microbatch):
+            shape = f" of shape {list(getattr(leaf, 'shape', ()))}"
+            look(_DATA, len(findings), leaf, f"the data of microbatch {number}", shape)
+    for name, parameter in engine.named_parameters():
+        look(_PARAMETER, len(findings), parameter, f"the parameter {name} itself")
+    findings += [Overflow(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()]
+    engine.gradients()  # all of them at what the engine updates
+    for name, parameter in engine.named_parameters():  # gradients of the modules called last arise first
+        place = -calls.get(name.rpartition(".")[0], 0)
+        look(_GRADIENT, place, parameter.grad, f"the gradient of {name} in backward")
+    for parameter in engine.parameters():
+        parameter.grad = None
+    everyone = gather_objects(engine.world, min(findings, default=None))
+    return min((finding for finding in everyone if finding is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """What a user calls the things that an explanation names."""
+
+    step: str = "step"
+    rate: str = "optim.lr"
+    clip: str = "optim.clip_norm"
+    precision: str = "train.precision = bf16"
+
+
+def explain_bad_steps(
+    bad: BadStep, finding: Overflow | None, precision: Precision, wording: Wording | None = None
+) -> str:
+    """Writes why a run stops: how many steps in a row were left out, where the first number overflowed, what to do."""
+    wording = wording or Wording()
+    step = wording.step
+    scale = "" if bad.outcome.loss_scale is None else f", loss scale {float(bad.outcome.loss_scale):g}"
+    where = finding or "none in a repetition: the step drew other random numbers, or parameters have changed since"
+    if finding is not None and finding.stage == _DATA:
+        advice = "repair or leave out these samples"
+    elif finding is not None and finding.stage == _PARAMETER:
+        advice = "start from an earlier checkpoint"
+    elif torch.float16 in (precision.autocast_dtype, precision.param_dtype):
+        advice = f"use {wording.precision}, which has the range of fp32, or lower {wording.rate}"
+    else:
+        advice = f"lower {wording.rate}, set {wording.clip}, or look at the data of that {step}"
+    return (
+        f"{bad.num_in_a_row} {step}s in a row had gradients that are not finite, up to {step} {bad.step} "
+        f"(gradient norm {bad.grad_norm}{scale})\n"
+        f"  the first numbers that are not finite: {where}\n"
+        f"  those {step}s were left out, and the parameters are as they were before; {advice}"
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    """Counts what is not finite in a tensor; empty if nothing is."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return ""
+    value = tensor.detach()
+    if value.isfinite().all():
+        return ""
+    num_nan = int(value.isnan().sum())
+    num_inf = int(value.isinf().sum())
+    parts = [f"{count} {kind}" for count, kind in ((num_nan, "nan"), (num_inf, "inf")) if count]
+    return f"{' and '.join(parts)} in {value.numel()} numbers"

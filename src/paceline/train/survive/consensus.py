@@ -18,7 +18,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Final
@@ -36,6 +36,7 @@ _ASK_EVERY_S: Final = 0.1
 _FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too
 _MOST_STEPS: Final = 1000
 _WISHES, _SECONDS, _LOSS, _COUNT = range(4)
+_stream = cache(torch.cuda.Stream)  # to read on, one a device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,32 +113,24 @@ class ConsensusHook:
     def _act(self, trainer: Trainer, common: Common) -> None:
         try:
             if self._needs_losses:
-                self._look_at_loss(trainer, common)
+                # After the run went back, steps come again.
+                self._losses = [known for known in self._losses if known[0] < common.step][-self.policy.spike_window :]
+                spike = find_spike(self.policy, [loss for _, loss in self._losses], common.loss)
+                if spike is not None:
+                    self._react(trainer, common, spike)
+                self._losses.append((common.step, common.loss))
             # Not after the last step: the run is done, and was saved as one that is.
             if common.num_wishes and trainer.step < trainer.parts.plan.total_steps:
-                self._save_and_stop(trainer, common.num_wishes)
+                self.save(trainer)
+                number = self.request.signal
+                name = signal.Signals(number).name if number else "a signal to another rank"
+                trainer.note("preempted", {"signal": name, "ranks_asked": common.num_wishes})
+                raise PreemptedError(f"stopped by {name} after step {trainer.step}; the state is saved")
         except TrainingError:  # the run ends or goes back: the sum on its way is of no use
             if self._pending is not None:
                 self._pending.work.wait()
                 self._pending = None
             raise
-
-    def _save_and_stop(self, trainer: Trainer, num_wishes: int) -> None:
-        """Raises PreemptedError, on all ranks after the same step, once the state is saved."""
-        self.save(trainer)
-        number = self.request.signal
-        name = signal.Signals(number).name if number else "a signal to another rank"
-        trainer.note("preempted", {"signal": name, "ranks_asked": num_wishes})
-        raise PreemptedError(f"stopped by {name} after step {trainer.step}; the state is saved")
-
-    def _look_at_loss(self, trainer: Trainer, common: Common) -> None:
-        """Notes the loss of a step over all ranks. Raises GoBackError or TrainingError where a spike asks for it."""
-        # After the run went back, steps come again.
-        self._losses = [known for known in self._losses if known[0] < common.step][-self.policy.spike_window :]
-        spike = find_spike(self.policy, [loss for _, loss in self._losses], common.loss)
-        if spike is not None:
-            self._react(trainer, common, spike)
-        self._losses.append((common.step, common.loss))
 
     def _react(self, trainer: Trainer, common: Common, spike: Spike) -> None:
         count, has_checkpoint = trainer.num_roll_backs, trainer.has_checkpoint()
@@ -155,7 +148,15 @@ class ConsensusHook:
 
 
 def _read(pending: _PendingSum, ranks: int) -> Common:
-    with _apart(pending.ready, pending.values.device):
+    """Reads on a stream of its own: on the step's stream, to read is to wait for all that is issued.
+
+    That would be the step after the one that is read, and the device would have nothing to do until the host has
+    issued another.
+    """
+    on_cpu = pending.ready is None
+    with contextlib.nullcontext() if on_cpu else torch.cuda.stream(_stream(pending.values.device)):
+        if pending.ready is not None:
+            pending.ready.wait()
         pending.work.wait()
         values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
     return Common(
@@ -165,27 +166,6 @@ def _read(pending: _PendingSum, ranks: int) -> Common:
         loss=values[_LOSS] / values[_COUNT] if values[_COUNT] else math.nan,
         step_s=values[_SECONDS] / ranks,
     )
-
-
-@contextlib.contextmanager
-def _apart(ready: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
-    """Reads on a stream of its own, after ``ready``: on the step's stream, to read is to wait for all that is issued.
-
-    That would be the step after the one that is read, and the device would have nothing to do until the host has
-    issued another.
-    """
-    if ready is None:
-        yield
-        return
-    stream = _reading_stream(device)
-    stream.wait_event(ready)
-    with torch.cuda.stream(stream):
-        yield
-
-
-@cache
-def _reading_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def next_ask(step_s: float, step: int) -> int:

@@ -47,11 +47,14 @@ class Retry:
 
     def __call__(self, passes: Passes) -> Sequence[LossSum]:
         """Runs forward and backward over the microbatches. Raises TrainingError where memory runs out for good."""
+        loaded = passes.microbatches
+        if self._pieces > 1:
+            passes = replace(passes, microbatches=cut_finer(loaded, self._pieces))
         if not self._num_unproven:
-            return self._run_or_explain(self._finer(passes))
+            return self._run_or_explain(passes)
         engine, state = passes.engine, PassState(passes.engine)
         while True:
-            values = self._try(self._finer(passes))
+            values = self._try(passes)
             if not reduce_number(engine.gradient_comm, values is None, "max"):  # sync point
                 self._num_unproven -= 1
                 return values or []
@@ -60,11 +63,12 @@ class Retry:
             if self.microbatch == 1:
                 raise MemoryExhaustedError(self._explain(engine))
             state.restore()
-            self._cut()
-
-    def _finer(self, passes: Passes) -> Passes:
-        finer = self._pieces > 1
-        return replace(passes, microbatches=cut_finer(passes.microbatches, self._pieces)) if finer else passes
+            self._pieces = min(2 * self._pieces, self._loaded)
+            self.microbatch = -(-self._loaded // self._pieces)
+            self._num_unproven = PROVING_STEPS
+            if self.on_cut is not None:
+                self.on_cut(self.microbatch)
+            passes = replace(passes, microbatches=cut_finer(loaded, self._pieces))
 
     def _run_or_explain(self, passes: Passes) -> Sequence[LossSum]:
         try:
@@ -97,13 +101,6 @@ class Retry:
             with contextlib.nullcontext() if number == num_passes - 1 else engine.no_sync():
                 engine.join_pass()
         return None
-
-    def _cut(self) -> None:
-        self._pieces = min(2 * self._pieces, self._loaded)
-        self.microbatch = -(-self._loaded // self._pieces)
-        self._num_unproven = PROVING_STEPS
-        if self.on_cut is not None:
-            self.on_cut(self.microbatch)
 
     def _explain(self, engine: Engine) -> str:
         half = max(1, self.microbatch // 2)

@@ -67,24 +67,21 @@ class Saver:
         Raises CheckpointError, on all ranks, where that fails and the run cannot go on without.
         """
         try:
-            self._save_if_due(trainer, result)
+            if self.last_saved is not None and result.step < self.last_saved:
+                self.last_saved = None  # the run went back
+            if self._writer is None and self._saves_on_the_way and not result.is_last:
+                self._prepare(trainer)
+            reason = self._reason(trainer, result)
+            if reason:
+                self.save(trainer, reason)
+            if result.is_last:
+                self.finish()
+            self._tell(trainer)
         except CheckpointError as error:
             if self._on_full_disk == "stop" or result.is_last:
                 raise
             trainer.note("not_saved", {"reason": str(error).splitlines()[0]}, step=result.step)
             trainer.parts.meter.start()
-
-    def _save_if_due(self, trainer: Trainer, result: StepResult) -> None:
-        if self.last_saved is not None and result.step < self.last_saved:
-            self.last_saved = None  # the run went back
-        if self._writer is None and self._saves_on_the_way and not result.is_last:
-            self._prepare(trainer)
-        reason = self._reason(trainer, result)
-        if reason:
-            self.save(trainer, reason)
-        if result.is_last:
-            self.finish()
-        self._tell(trainer)
 
     def save(self, trainer: Trainer, reason: str) -> None:
         """Saves the state after the last step, once a step; at once where the process may end after it.
@@ -99,7 +96,9 @@ class Saver:
             return
         trainer.parts.meter.enter("checkpoint")
         writer, state = self._writer or self._prepare(trainer), trainer.state()
-        self._note_best(trainer)
+        if self._is_best(trainer):
+            metric = self._retention.metric
+            trainer.best = {"metric": metric, "value": trainer.metrics[metric], "step": trainer.step}
         values = {**state.values, "best": trainer.best}
         state = dataclasses.replace(state, values=values, about={**self._about, "reason": reason})
         writer.save(state, in_background=self._is_in_background and reason not in _AT_ONCE)
@@ -135,7 +134,10 @@ class Saver:
     def _prepare(self, trainer: Trainer) -> CheckpointWriter:
         """Makes the writer, and room to save in the background. All ranks call it when the optimizer has its state."""
         self._writer = CheckpointWriter(self.folder, trainer.parts.engine.world, self._retention, self._storage)
-        self._take_line(trainer)
+        if trainer.parts.engine.world.rank == 0:
+            # Goes on with the trainer's line, or a new one where later steps lie that it did not come along.
+            here = None if trainer.line is None else Spot(line=trainer.line, step=trainer.step)
+            trainer.line = line_from(here, list(spots_in(self.folder, self._storage).values()))
         if self._saves_on_the_way:
             worth = _WORTH_BYTES if self._config.asynchronous == "auto" else 0
             self._is_in_background = self._writer.reserve(trainer.collect_state(), worth)
@@ -156,18 +158,6 @@ class Saver:
             reason = "minutes"
         return "end" if config.at_end and result.is_last else reason
 
-    def _take_line(self, trainer: Trainer) -> None:
-        """Goes on with the trainer's line, or a new one where later steps lie that it did not come along."""
-        if trainer.parts.engine.world.rank == 0:
-            here = None if trainer.line is None else Spot(line=trainer.line, step=trainer.step)
-            trainer.line = line_from(here, list(spots_in(self.folder, self._storage).values()))
-
-    def _note_best(self, trainer: Trainer) -> None:
-        """Keeps the best value of the metric so far, and its step."""
-        if self._is_best(trainer):
-            metric = self._retention.metric
-            trainer.best = {"metric": metric, "value": trainer.metrics[metric], "step": trainer.step}
-
     def _is_best(self, trainer: Trainer) -> bool:
         """Says whether this step was evaluated, and is better than all that were saved before."""
         policy, known = self._retention, trainer.best
@@ -179,7 +169,6 @@ class Saver:
         return bool(value < known["value"] if policy.mode == "min" else value > known["value"])
 
     def _tell(self, trainer: Trainer) -> None:
-        """Writes the records of saves that have come to their end."""
         for report in [] if self._writer is None else self._writer.reports():
             detail = {
                 "folder": str(self.folder),
