@@ -13,9 +13,8 @@ from paceline.comm.control.server import private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import read_secret
 from paceline.comm.side_channel import SideChannel
-from paceline.health.lateness import Lateness, LatenessPolicy, PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
-from paceline.health.straggler import Straggler
+from paceline.health.straggler import Lateness, LatenessPolicy, PhaseTimes, RankLook, Straggler
 from paceline.run.late_hosts import LateHosts, clock_ahead
 
 HOSTS = {"a": (0, 1), "b": (2,), "c": (3,)}

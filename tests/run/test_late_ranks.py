@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import dump_yaml, load_config
-from paceline.health.lateness import LatenessPolicy
+from paceline.health.straggler import LatenessPolicy
 from paceline.health.verdict import HangLimits
 from paceline.records.records import EventRecord, read_records
 from paceline.records.report import summarize

@@ -1,7 +1,7 @@
 """Which rank is late where ranks are on several hosts: every host leaves its times at the store, and one compares.
 
     every period      each host leaves the last operations before a common moment, and what its steps took
-    half a period on  the host of rank 0 reads what all left, and compares (``health/lateness.py``)
+    half a period on  the host of rank 0 reads what all left, and compares (``health/straggler.py``)
 
 The moments are common because clocks are compared at the start, by texts to and fro through the store: of some rounds
 the fastest counts, as half of it is what may be wrong. From then on the hosts' time services keep them. A text has some
@@ -18,9 +18,8 @@ from dataclasses import dataclass, replace
 
 from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError
-from paceline.health.lateness import Lateness, RankLook
 from paceline.health.ledger_text import looks_from_text, looks_to_text
-from paceline.health.straggler import Straggler
+from paceline.health.straggler import Lateness, RankLook, Straggler
 
 _ROUNDS = 5
 _LAST = 16  # operations of a rank that are compared

@@ -208,20 +208,19 @@ class Launcher:
                     self._end_records("stopped", "preempted")
                     # The agents of other hosts may have asked, as they do before ranks are started again.
                     raise (HostsChangedError if self.has_others and self.met.is_told() else RunPreemptedError) from None
-                number = _unsaved(codes, self.signals)
-                if number is not None:
-                    _stop(number)
+                # Signals that ended ranks before they had saved: they ran out of time, or do not handle them.
+                unsaved = [each for each in self.signals[:1] if -each in codes]
+                unsaved += [each for each in PREEMPTING if BY_SIGNAL + each in codes]
+                if unsaved:
+                    _stop(unsaved[0])
                 note_mismatch(self.folder, range(self.met.size * self.asked.ranks) if self.has_others else self.ranks)
-                problem = self._explain(locate_deaths(self.folder, self._failures(error, scratch)))
+                failures = locate_deaths(self.folder, self._failures(error, scratch))
+                if failures:
+                    self._end_records("failed", str(first_cause(failures)).splitlines()[0])
+                problem = explain_failures(failures, self.folder)
                 if isinstance(problem, UsageError):
                     forget(self.folder, FAILURES)  # refused: the folder of a resumed run stays as it was
             raise problem from None
-
-    def _explain(self, failures: list[Failure]) -> PacelineError:
-        """Ends the records of ranks that failed, and returns what the user is told."""
-        if failures:
-            self._end_records("failed", str(first_cause(failures)).splitlines()[0])
-        return explain_failures(failures, self.folder)
 
     def _failures(self, error: ChildFailedError, scratch: Path) -> list[Failure]:
         """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
@@ -235,20 +234,16 @@ class Launcher:
         for rank, code in exit_codes.items():
             if any(failure.rank == rank for failure in found):
                 continue
-            output = _early_output(rank - self.ranks.start, scratch)
+            # What it printed before it opened its log, where it is known by its number on this host.
+            names = [f"{rank - self.ranks.start}/{name}" for name in ("stdout.log", "stderr.log")]
+            early = sorted(path for name in names for path in scratch.rglob(name))
+            output = "".join(path.read_text(encoding="utf-8", errors="replace") for path in early)
             log = self.folder / "logs" / f"rank-{rank}.log"
             if output:
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
             found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
         return found
-
-
-def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | None:
-    """Returns the signal that ended ranks before they had saved: they ran out of time, or do not handle it."""
-    if asked and -asked[0] in codes:
-        return asked[0]
-    return next((number for number in PREEMPTING if BY_SIGNAL + number in codes), None)
 
 
 def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchConfig:
@@ -286,12 +281,6 @@ def _settings(asked: LocalRanks) -> dict[str, str]:
         **allocator_variables(),
         **asked.variables,
     }
-
-
-def _early_output(rank: int, scratch: Path) -> str:
-    """Returns what a rank, numbered on its host, printed before it opened its log."""
-    paths = sorted(path for name in ("stdout.log", "stderr.log") for path in scratch.rglob(f"{rank}/{name}"))
-    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
 
 
 def _end_of(log: Path) -> str:

@@ -52,6 +52,7 @@ from paceline.run.process_state import look_at_process
 from paceline.run.stacks import dump_stacks_into, stack_path
 from paceline.run.watch import Watch, WatchPolicy, start_watch
 from paceline.run.whereami import recognise
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -89,7 +90,8 @@ def connect(
         return comm
     limit_s = _SOONER * timeout_s
     limits = HangLimits(step_s=limit_s, setup_s=limit_s, stopped_s=min(limit_s, _STOPPED_S), needs_waiting=True)
-    folder = _scratch(broadcast_object(comm, f"{time.time_ns()}-{os.getpid()}"))
+    number = broadcast_object(comm, f"{time.time_ns()}-{os.getpid()}")
+    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / number
     problem = ""
     try:
         _make_private(folder)
@@ -99,9 +101,12 @@ def connect(
     problems = [each for each in gather_objects(comm, problem) if each]
     if problems:
         if comm.rank == 0:
-            _say(f"the ranks are not watched: {problems[0]}")
+            echo(f"paceline: the ranks are not watched: {problems[0]}", err=True)
         return comm
-    return _follow(kept, folder, _verdict_folder(), WatchPolicy(limits=limits), is_temporary=True)
+    script = Path(sys.argv[0] or "loop").absolute()
+    name = script.parent.name if script.stem == "__main__" else script.stem
+    told = Path.cwd() / "runs" / (name or "loop")
+    return _follow(kept, folder, told, WatchPolicy(limits=limits), is_temporary=True)
 
 
 def setup_distributed(
@@ -262,7 +267,8 @@ class OwnLoop:
         if self._first == id(optimizer):
             self._ledger.count_step()
         self._ledger.enter(DATA)
-        if self._is_of_engine(optimizer):
+        trained = self._ledger.trained  # by all ranks together, as far as that is known
+        if not trained.has_any() or trained.are_updated_by(optimizer):
             self._raise(self._pairing.note(sys._getframe(1)))
 
     def _raise(self, verdict: HangVerdict | None) -> None:
@@ -270,11 +276,6 @@ class OwnLoop:
         if verdict is not None:
             self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
             raise CollectiveMismatchError(verdict.sentence)
-
-    def _is_of_engine(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Says whether an optimizer updates what ranks train together, as far as that is known."""
-        trained = self._ledger.trained
-        return not trained.has_any() or trained.are_updated_by(optimizer)
 
     def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Tells why ranks could not talk, before the error itself is shown."""
@@ -396,13 +397,6 @@ class StepPairing:
         return None
 
 
-# Where ledgers and verdicts lie.
-
-
-def _scratch(name: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / name
-
-
 def _make_private(folder: Path) -> None:
     """Makes a folder that nobody else can enter; raises OSError where somebody else has made the one above it."""
     above = folder.parent
@@ -415,14 +409,3 @@ def _make_private(folder: Path) -> None:
         if readers and all(each is not None and look_at_process(each.pid) is None for each in readers):
             shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-
-
-def _verdict_folder() -> Path:
-    script = Path(sys.argv[0] or "loop").absolute()
-    name = script.parent.name if script.stem == "__main__" else script.stem
-    return Path.cwd() / "runs" / (name or "loop")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")
-    sys.stderr.flush()

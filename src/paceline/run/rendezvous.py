@@ -67,7 +67,8 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
             made.variables = {SECRET_FILE: str(secret_file)}
             yield made
             return
-        address, own, secret = Address(nodes.host, nodes.port), _own_name(), lambda: secret_of(os.environ)
+        own = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+        address, secret = Address(nodes.host, nodes.port), lambda: secret_of(os.environ)
         hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
         try:
             listener = listen(address)
@@ -263,7 +264,3 @@ def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:
         return ask(*details, **options)
     except (CommunicationError, TimeoutError) as error:
         raise RendezvousConnectionError(str(error) or "the other hosts did not come") from error
-
-
-def _own_name() -> str:
-    return f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"

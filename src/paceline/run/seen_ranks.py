@@ -16,8 +16,8 @@ from pathlib import Path
 import psutil
 
 from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
-from paceline.health.lateness import RankLook
 from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
+from paceline.health.straggler import RankLook
 from paceline.run.notes import noted_processes
 from paceline.run.process_state import look_at_process
 from paceline.run.stacks import ask_for_stacks, line_of_thread, stack_path

@@ -24,7 +24,7 @@ from paceline.errors import PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
-from paceline.run.attempt import RankRunner
+from paceline.run.attempt import RankRunner, StartTimes
 from paceline.run.console import say
 from paceline.run.decide import Decision, Participants, decide_run, show_decisions
 from paceline.run.folder import RunFolder
@@ -44,7 +44,6 @@ from paceline.run.rank_process import (
 from paceline.run.records import end_records
 from paceline.run.result import RunOptions, RunResult, read_result
 from paceline.run.signals import hear_requests
-from paceline.run.start_times import StartTimes
 from paceline.run.variables import set_variables
 from paceline.run.watch import watch_itself, watch_policy
 

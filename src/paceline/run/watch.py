@@ -35,10 +35,9 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import TIMEOUT_S, SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
-from paceline.health.lateness import Lateness, LatenessPolicy
 from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.ledger_view import LedgerView
-from paceline.health.straggler import Straggler
+from paceline.health.straggler import Lateness, LatenessPolicy, Straggler
 from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
 from paceline.run.late_hosts import LateHosts
 from paceline.run.left_ranks import LeftRanks, left_key
@@ -360,7 +359,11 @@ class Watch(SeenRanks):
             self._published_s = now
             channel.publish(f"host/{self.host}", views_to_text(self._last_views, now))
         self._ask_others(channel, now)
-        views = {host: self._views_of(channel, host, now) for host in self.hosts}
+        views: dict[str, list[LedgerView]] = {}  # of hosts whose ranks stand still or have left
+        for host in self.hosts:
+            text = channel.read(f"host/{host}")
+            has_left = not text and self.left is not None and host != self.host
+            views[host] = self.left.of_host(host, now) if has_left and self.left else views_from_text(text or "[]", now)
         silent = [host for host, found_there in views.items() if not found_there]
         verdict = None
         if not silent:
@@ -370,18 +373,14 @@ class Watch(SeenRanks):
             patience_s = max(_ANSWER_S, min(_LONGEST_ANSWER_S, limit_s / 4))
             is_late = self.still_s(now) > _BEAT_S + _TAKES_OVER_S  # else another rank there may answer soon
             mute = [host for host in silent if is_late and now - self._heard[host][1] > patience_s]
-            if mute or (self._published_s is not None and now - self._published_s > limit_s + 2 * _BEAT_S):
-                verdict = self._mute_hosts(mute or silent, do_answer=not mute)
+            if mute:
+                why = f"{_UNHEARD}, or no rank there lets its Python run"
+                verdict = self._without(mute, f"nothing is heard of {self._name(mute)}: {why}")
+            elif self._published_s is not None and now - self._published_s > limit_s + 2 * _BEAT_S:
+                verdict = self._without(silent, f"the ranks of {self._name(silent)} move, and do not come")
         if verdict is not None:
             channel.publish("verdict", json.dumps(verdict.to_json()))
         return verdict
-
-    def _views_of(self, channel: SideChannel, host: str, now: float) -> list[LedgerView]:
-        """Returns the ranks of a host that stand still or have left; none while one of them may move."""
-        text = channel.read(f"host/{host}")
-        if text or self.left is None or host == self.host:
-            return views_from_text(text, now) if text else []
-        return self.left.of_host(host, now)
 
     def _wait_for_others(self, channel: SideChannel) -> None:
         """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
@@ -403,12 +402,6 @@ class Watch(SeenRanks):
             text = channel.read(f"lives/{host}") if host != self.host else ""
             before, since_s = self._heard.get(host, (text, now))
             self._heard[host] = (text, now if text != before else since_s)
-
-    def _mute_hosts(self, hosts: list[str], *, do_answer: bool) -> HangVerdict:
-        if do_answer:
-            return self._without(hosts, f"the ranks of {self._name(hosts)} move, and do not come")
-        why = f"nothing is heard of {self._name(hosts)}: {_UNHEARD}, or no rank there lets its Python run"
-        return self._without(hosts, why)
 
     def _cut_off(self) -> HangVerdict:
         """Says that the store, which is on the first host, does not answer this one."""

@@ -22,7 +22,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.errors import RankFailedError
 from paceline.plan.plan import Plan
-from paceline.run.attempt import RankRunner
+from paceline.run.attempt import RankRunner, StartTimes
 from paceline.run.folder import config_of, read_plan
 from paceline.run.logs import rank_logs
 from paceline.run.notes import note_process
@@ -35,7 +35,6 @@ from paceline.run.rank_process import (
     redirect_output,
 )
 from paceline.run.signals import hear_requests
-from paceline.run.start_times import StartTimes
 from paceline.run.warm_server import PARENT
 from paceline.search.make_plan import RunMachine, decided_config, make_plan
 
