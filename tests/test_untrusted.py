@@ -166,7 +166,8 @@ OWN_READERS = {
     "data/documents.py": "lines of bounded length, of which those that cannot be read are skipped and counted",
     "comm/ledger/file.py": "the ledger of a rank on this host",
     "health/ledger_text.py": "control data",
-    "run/self_watch.py": "control data",
+    "run/late_hosts.py": "control data",
+    "run/watch.py": "control data",
     "run/worker.py": "its own command line",
 }
 

@@ -29,7 +29,7 @@ from paceline.config import Config, config_from_dict
 from paceline.records.log_sink import LogSink
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
 from paceline.rehearse.dryrun.operators import Operators
-from paceline.run.sampling import sampling
+from paceline.run.observe import sampling
 from paceline.train.assemble import build_trainer
 from paceline.train.step import train_step
 from paceline.train.trainer import Every, Trainer

@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from paceline.health.lateness import PhaseTimes
 from paceline.health.ledger_view import (
     BACKWARD,
     DATA,
@@ -35,6 +34,7 @@ from paceline.health.ledger_view import (
     State,
 )
 from paceline.health.pairing import Update
+from paceline.health.straggler import PhaseTimes
 
 MAGIC: Final = 0x314C_4544_4745_5231
 NUM_CELLS: Final = 64
