@@ -169,6 +169,7 @@ OWN_READERS = {
     "run/late_hosts.py": "control data",
     "run/watch.py": "control data",
     "run/worker.py": "its own command line",
+    "bench/gpu/loops.py": "its own command line",
 }
 
 
