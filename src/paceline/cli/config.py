@@ -28,10 +28,7 @@ _LADDER = "derived.strategy_ladder"
 
 @app.command()
 def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the whole config as YAML, with every default.
-
-    Example:  paceline config show configs/digits.yaml optim.lr=1e-3 > mine.yaml
-    """
+    """Print the whole config as YAML, with every default."""
     from paceline.config import dump_yaml
 
     loaded = load_and_tell(config, overrides)
@@ -43,12 +40,7 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
 
 @app.command()
 def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
-    """Print every key with its value and where that comes from.
-
-    That is the file and line, an override, a default, or a formula.
-
-    Example:  paceline config explain configs/digits.yaml train.microbatch=8 --ranks 4
-    """
+    """Print every key with its value and where that comes from."""
     from paceline.config import explain as explain_config
 
     loaded = load_and_tell(config, overrides)
@@ -65,11 +57,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a config, for editors.
-
-    Example:  paceline config schema > paceline.schema.json, and as the first line of a config
-    # yaml-language-server: $schema=paceline.schema.json
-    """
+    """Print the JSON Schema of a config, for editors."""
     from paceline.config import json_schema
 
     print_json(json_schema())
@@ -77,13 +65,7 @@ def schema() -> None:
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
-    """Check a config and report every problem at once. Exits with 0 when there is none.
-
-    Looks whether its files and folders are there, its import paths can be imported, and the patterns of optim.groups
-    fit parameters. Reads no data.
-
-    Example:  paceline config check configs/gpt_pydoc.yaml parallel.ranks=3
-    """
+    """Check a config and report every problem at once. Exits with 0 when there is none."""
     from paceline.config import check_ranks
     from paceline.train.reach import find_unreachable
 
@@ -107,12 +89,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 
 @app.command("import")
 def import_config(config: ConfigPath) -> None:
-    """Translate a config of another framework or script into one of ours.
-
-    Prints the config, and on the error stream what was decided, added or left out.
-
-    Example:  paceline config import their.yaml > mine.yaml
-    """
+    """Translate a config of another framework or script into one of ours."""
     from paceline.config.load import config_from_dict, read_values
     from paceline.config.translate import translate_config
     from paceline.config.yaml_text import dump_values

@@ -14,30 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
+from paceline.config import data_checks, train_checks
 from paceline.config.batch import check_batch
-from paceline.config.data_checks import (
-    check_context,
-    check_documents,
-    check_mixture,
-    check_model_dimensions,
-    check_model_reads_data,
-    check_text_file,
-    no_file,
-)
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, ParallelConfig
 from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems
 from paceline.config.settings import check_backend_settings
-from paceline.config.train_checks import (
-    check_metric_names,
-    check_optimizer_keys,
-    check_precision,
-    check_recovery_keys,
-    check_roll_back,
-    check_trackers,
-    check_warmup,
-)
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect, text_of
 
@@ -198,7 +181,7 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
             )
     if not Path(file).is_file():
         kind = "a CSV file as paceline schedule --csv writes"
-        yield no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
+        yield data_checks.no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
@@ -220,17 +203,17 @@ def _degrees(parallel: ParallelConfig) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    check_metric_names,
+    train_checks.check_metric_names,
     check_name,
-    check_trackers,
-    check_mixture,
-    check_documents,
-    check_model_reads_data,
-    check_model_dimensions,
+    train_checks.check_trackers,
+    data_checks.check_mixture,
+    data_checks.check_documents,
+    data_checks.check_model_reads_data,
+    data_checks.check_model_dimensions,
     check_gpt_size,
     check_gpt_heads,
-    check_context,
-    check_text_file,
+    data_checks.check_context,
+    data_checks.check_text_file,
     _refuse(
         when=lambda c: (c.comm.backend, c.parallel.device) == ("nccl", "cpu"),
         what="comm.backend = nccl with parallel.device = cpu",
@@ -262,8 +245,8 @@ CHECKS: tuple[Check, ...] = (
         fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
     ),
     check_backend_settings,
-    check_warmup,
-    check_optimizer_keys,
+    train_checks.check_warmup,
+    train_checks.check_optimizer_keys,
     _refuse(
         when=lambda c: c.optim.kind == "sgd" and c.optim.nesterov and c.optim.momentum == 0,
         what="optim.nesterov = true with optim.momentum = 0",
@@ -288,7 +271,7 @@ CHECKS: tuple[Check, ...] = (
         rule="it says for which batch optim.lr is meant, for a rate that grows with the batch",
         fix="set optim.lr_scaling = linear or sqrt, or remove optim.lr_batch",
     ),
-    check_precision,
+    train_checks.check_precision,
     _refuse(
         when=lambda c: c.parallel.strategy == "auto" and c.comm.compression.policy != "none",
         what="comm.compression.policy = {c.comm.compression.policy} with parallel.strategy = auto",
@@ -324,8 +307,8 @@ CHECKS: tuple[Check, ...] = (
         rule="the average of the parameters is evaluated where one is kept",
         fix="set train.ema_decay = 0.999, or leave train.ema_eval out",
     ),
-    check_recovery_keys,
-    check_roll_back,
+    train_checks.check_recovery_keys,
+    train_checks.check_roll_back,
     _refuse(
         when=lambda c: c.train.steps is not None and c.train.epochs is not None,
         what="train.steps = {c.train.steps} and train.epochs = {c.train.epochs:g} are both given",

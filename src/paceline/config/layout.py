@@ -91,15 +91,6 @@ def config_batch(config: Config, ranks: int) -> BatchPlan:
     return batch_plan(config.train, layout.data, layout.pipeline)
 
 
-def _model_shape(config: Config) -> ModelShape:
-    """Returns what a config says of its model, whose context is that of the data."""
-    model, context = config.model, known_shape(config.data).context or 0
-    if model.kind == "gpt" and (shape := gpt_shape(model)) is not None:
-        return replace(shape, context=context or shape.context)
-    layers = _LINEAR_LAYERS if model.kind == "mlp" else _RESNET_BLOCKS[model.depth] if model.kind == "resnet" else 0
-    return ModelShape(kind=model.kind, layers=layers, context=context)
-
-
 def layout_problems(
     config: Config,
     ranks: int | None = None,
@@ -125,11 +116,16 @@ def layout_problems(
         layout = layout_of(config)
     except UsageError as error:  # of a schedule's file
         return [Problem(what=str(error))] if not only_of and (sections is None or "parallel" in sections) else []
+    model, context = config.model, known_shape(config.data).context or 0
+    layers = _LINEAR_LAYERS if model.kind == "mlp" else _RESNET_BLOCKS[model.depth] if model.kind == "resnet" else 0
+    shape = ModelShape(kind=model.kind, layers=layers, context=context)
+    if model.kind == "gpt" and (known := gpt_shape(model)) is not None:
+        shape = replace(known, context=context or known.context)
     return rules(
         layout,
         ranks=ranks,
         node_ranks=node_ranks,
-        model=_model_shape(config),
+        model=shape,
         keys=CONFIG_KEYS,
         strategy=parallel.strategy,
         only=is_wanted,

@@ -43,9 +43,8 @@ from paceline.mesh import divisors
 from paceline.plan.describe import layout_label
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.plan import MARGIN, MemoryEstimate, RunMachine
-from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.facts import ModelFacts, stage_bounds
 from paceline.predict.memory.memory import StateFacts, estimate_memory
-from paceline.predict.memory.parts import stage_bounds
 from paceline.units import format_bytes
 
 _OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, gradients=True, parameters=True))

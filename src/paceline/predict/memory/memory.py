@@ -41,8 +41,7 @@ from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import WITH_MASTERS, Layout, Offload, loss_rows
 from paceline.plan.plan import MemoryEstimate, Plan
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.parts import RankPart, parts_of
+from paceline.predict.memory.facts import BlockFacts, ModelFacts, RankPart, parts_of
 from paceline.units import MIB
 
 # What records of an H200 have beside the tensors (131 to 165 MiB, bench/results/gpu-h200*.json): cuBLAS and cuBLASLt

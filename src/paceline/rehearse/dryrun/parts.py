@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from paceline.checkpoint.write import own_shares
-from paceline.cluster.measured import read_table
+from paceline.cluster.costs import read_table
 from paceline.comm.algorithms.rounds import from_names
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor

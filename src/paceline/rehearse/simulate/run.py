@@ -32,9 +32,8 @@ from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
 from paceline.rehearse.simulate.recording import ClockMeter, KeptRecords, StepBounds, run_record
 from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.randomness import compute_threads
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
 COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
