@@ -79,11 +79,11 @@ class Injector:
         self._trainer, meter = trainer, trainer.parts.meter
         if self._rank == 0:
             note(self._folder, Started(step=trainer.step, position=trainer.position, time=time.time()))
-        meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign, assignment]
-        meter.enter = partial(self._enter, meter.enter)  # type: ignore[method-assign, assignment]
+        meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign]
+        meter.enter = partial(self._enter, meter.enter)  # type: ignore[method-assign]
         trace = trainer.parts.engine.world.trace
         if trace is not None and any(each.kind == "slow-link" for each in self._faults):
-            trace.end_wait = partial(self._end_wait, trace.end_wait)  # type: ignore[method-assign, assignment]
+            trace.end_wait = partial(self._end_wait, trace.end_wait)  # type: ignore[method-assign]
         if any(each.kind in ON_LOSS for each in self._faults):
             trainer.parts = replace(trainer.parts, loss=FaultyLoss(trainer.parts.loss, lambda: self._loss_factor))
 

@@ -62,7 +62,7 @@ class StepProfiler:
         self._clock = clock_offset(world, time.perf_counter)
         world.barrier()
         meter, trace = trainer.parts.meter, world.trace
-        meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign, assignment]
+        meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign]
         if trace is not None:
             trace.operations.clear()
             trace.keep = True
