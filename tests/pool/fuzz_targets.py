@@ -34,7 +34,7 @@ from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.tools.outgoing import ExportOptions, export
 from paceline.cluster.entries import parse_catalog
 from paceline.comm.control.wire import from_text
-from paceline.comm.plain import from_bytes, to_bytes
+from paceline.comm.objects import from_bytes, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.hf_folder import parse_class_names, parse_image_settings

@@ -56,7 +56,7 @@ def read_header(storage: FileStore, path: Path) -> Header:
     except ValueError as error:
         raise CheckpointError(
             f"{path} is not a safetensors file: {error}\n  it begins with a header, and that with its size\n"
-            "  use another checkpoint; or check the path and --format, copy or download it again"
+            "  use an older checkpoint; or check the path and --format, copy or download it again"
         ) from error
 
 

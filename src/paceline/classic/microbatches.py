@@ -60,7 +60,7 @@ from paceline.records.meter import StepMeter, peak_memory_bytes
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
-from paceline.train.survive.bad_steps import BadSteps, Wording, explain_bad_steps, find_overflow
+from paceline.train.survive.recovery import BadSteps, Wording, explain_bad_steps, find_overflow
 
 _WORDING = Wording(
     step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"

@@ -27,6 +27,7 @@ from torch import nn
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
+from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import ReplicaBucket
@@ -134,6 +135,12 @@ class DataParallel(ModuleEngine):
 
     def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {} if self._masters is None else self._masters.fuse_cast()
+
+    def join_pass(self) -> None:
+        """Takes part in a pass of the other ranks, also in one of which this rank's forward has failed halfway."""
+        with standing_in(self.module):
+            if torch.is_grad_enabled():
+                self.join_backward()  # which shares buffers, where the forward has not come to it
 
     def join_forward(self) -> None:
         if self.gradient_comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
@@ -321,22 +328,18 @@ class DataParallel(ModuleEngine):
             self._build()  # once more, with other buckets
             return
         is_first = arrivals.expected is None
-        if is_first:
-            self._learn_order()
+        if is_first:  # for the order in which gradients arrived on rank 0; the counts are each rank's own
+            place = {index: position for position, index in enumerate(self._trainable)}
+            order = arrival_order([place[index] for index in arrivals.seen], len(self._trainable))
+            agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.gradient_comm))
+            self.gradient_comm.broadcast(agreed).wait()
+            self._order = [self._trainable[i] for i in agreed.tolist()]
+            self._build()
         arrivals.learn()
         if not is_first and tuner is not None and tuner.end_overlapped():
             self._tuner = None
             self.bucket_choice = tuner.choose(self._sizes(), self._order)  # the size that the ranks find best
             self._build()
-
-    def _learn_order(self) -> None:
-        """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
-        place = {index: position for position, index in enumerate(self._trainable)}
-        order = arrival_order([place[index] for index in self._arrivals.seen], len(self._trainable))
-        agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.gradient_comm))
-        self.gradient_comm.broadcast(agreed).wait()
-        self._order = [self._trainable[i] for i in agreed.tolist()]
-        self._build()
 
     # Buckets.
 

@@ -27,7 +27,7 @@ from paceline.cluster.devices import Catalog, Cluster, load_cluster
 from paceline.cluster.wires import WireCost, wire_cost
 from paceline.errors import UsageError
 from paceline.health.straggler import Straggler, find_straggler
-from paceline.plan.sharing import SHARING
+from paceline.plan.layout import SHARING
 from paceline.records.records import CommRecord, RunRecord
 from paceline.records.summary import RankAttempt, RunRecords, StepTable, final_steps
 from paceline.untrusted import parse_json, read_regular
