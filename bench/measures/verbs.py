@@ -15,13 +15,13 @@ from paceline.cli.bench_options import (
     Models,
     Output,
     Rounds,
+    Rows,
     check_device,
     chosen_of,
     numbers_of,
     tell,
     words_of,
 )
-from paceline.cli.bench_tables import Rows
 from paceline.cli.options import ConfigPath, Overrides
 from paceline.errors import UsageError
 

@@ -18,6 +18,7 @@ from paceline.cli.bench_options import (
     Models,
     Output,
     Rounds,
+    Rows,
     check_device,
     chosen_of,
     numbers_of,
@@ -25,7 +26,6 @@ from paceline.cli.bench_options import (
     tell,
     words_of,
 )
-from paceline.cli.bench_tables import Rows
 from paceline.cli.destination import check_picture
 from paceline.cli.options import ConfigPath, Overrides, load_and_tell
 from paceline.errors import UsageError
