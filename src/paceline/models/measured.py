@@ -53,7 +53,7 @@ class ActivationBytes:
 def measure_activations(
     model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batch: Any, blocks: Sequence[nn.Module] = ()
 ) -> ActivationBytes:
-    """Runs a forward pass of ``loss(model, batch)`` and counts what autograd keeps: a tensor once, where first saved."""
+    """Runs a forward pass of ``loss(model, batch)`` and counts what autograd keeps: a tensor once."""
     counter = _Counter(model)
     with contextlib.ExitStack() as stack:
         for block in blocks:
