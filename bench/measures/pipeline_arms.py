@@ -32,7 +32,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.stages.costs import estimate_layers
 from paceline.engines.stages.stages import split_model
 from paceline.models.layers import model_layers
-from paceline.predict.memory.parts import choose_bounds
+from paceline.predict.memory.facts import choose_bounds
 from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import CrossEntropy
 

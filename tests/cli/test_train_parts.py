@@ -22,9 +22,9 @@ from paceline.errors import CheckpointError, LaunchError
 from paceline.health.failure import Failure
 from paceline.records.records import EventRecord, to_line
 from paceline.run import under_launcher
-from paceline.run.console import live_progress
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
 from paceline.run.location import RunLocation, claim_run, find_start, locate_run
+from paceline.run.observe import live_progress
 from paceline.run.result import read_result
 
 RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)

@@ -17,7 +17,7 @@ from paceline.models.layers import model_layers
 from paceline.models.mlp import MLPClassifier
 from paceline.models.registry import model_blocks
 from paceline.plan.model_shape import ModelShape
-from paceline.predict.memory.parts import LayerCost, choose_bounds, stage_totals
+from paceline.predict.memory.facts import LayerCost, choose_bounds, stage_totals
 
 
 def costs(*times: float, state: int = 0, kept: int = 0) -> list[LayerCost]:

@@ -17,7 +17,7 @@ from paceline.models.layers import PipelineLayer
 from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
 from paceline.plan.model_shape import ModelShape
-from paceline.predict.memory.parts import choose_bounds
+from paceline.predict.memory.facts import choose_bounds
 
 
 def gpt(**changes: Any) -> GPT:

@@ -20,7 +20,6 @@ from paceline.health.diagnosis import (
     after_failure,
     diagnose,
     first_cause,
-    num_stalled,
 )
 from paceline.health.exit_codes import FAILED, HUNG, NO_PROGRESS, REFUSED
 from paceline.health.failure import Failure, FailureKind
@@ -89,9 +88,9 @@ def test_the_exit_code_says_what_happened() -> None:
 def test_an_attempt_is_known_by_what_ended_it_and_how_far_it_came() -> None:
     progress = {0: TrainedSteps(first_step=10, last_step=14), 1: TrainedSteps(first_step=10, last_step=13)}
     failure = Failure(rank=1, cause="stuck", message="rank 1 stands (step 3, for 2.1 s)", time=1.0, kind="hang")
-    found = FailedAttempt.from_failure(failure, progress)
+    found = FailedAttempt.of(diagnose([failure], Path("run")), progress)
     assert (found.first_step, found.last_step, str(found)) == (10, 13, "rank 1 stands (step 3) after step 13")
-    unknown = FailedAttempt.from_failure(CAUSES[1], {})
+    unknown = FailedAttempt.of(diagnose([CAUSES[1]], Path("run")), {})
     assert str(unknown) == "rank 2 failed: ValueError before its first step"
 
 
@@ -173,12 +172,13 @@ def test_restarts_end_whatever_comes(steps: list[int], limit: int, stalled: int)
     decision = decide(*attempts, max_restarts=limit, max_stalled_restarts=stalled)
     if isinstance(decision, Restart):
         assert decision.number == len(attempts) <= limit
-        assert num_stalled(attempts) <= stalled
+        steps = [attempt.last_step for attempt in attempts]
+        assert len(steps) - 1 - steps.index(max(steps)) <= stalled  # since the one that came furthest
     assert decision == decide(*attempts, max_restarts=limit, max_stalled_restarts=stalled)
 
 
 def test_a_rank_that_is_stopped_twice_at_the_same_place_is_the_same_incident() -> None:
     told = [f"rank 1 is stopped (SIGSTOP) in phase data (step 3), for {5 + n}.3 s (process {n})" for n in (1, 2)]
     failures = [Failure(rank=1, cause="stuck", message=message, time=0.0, kind="hang") for message in told]
-    first, second = (FailedAttempt.from_failure(failure, {}) for failure in failures)
+    first, second = (FailedAttempt.of(diagnose([failure], Path("run")), {}) for failure in failures)
     assert first == second

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.health.lateness import Lateness, LatenessPolicy, PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
-from paceline.health.straggler import Straggler
+from paceline.health.straggler import Lateness, LatenessPolicy, PhaseTimes, RankLook, Straggler
 
 RANKS = 3
 EVEN = {"data": 0.01, "forward": 0.03, "backward": 0.05, "optimizer": 0.01}

@@ -25,8 +25,7 @@ from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.torch_dist import connect, disconnect
 from paceline.health.verdict import HangLimits
 from paceline.run.notes import note_process
-from paceline.run.self_watch import watch_itself
-from paceline.run.watch import WatchPolicy, keep_ledger
+from paceline.run.watch import WatchPolicy, keep_ledger, watch_itself
 
 ROUNDS = 6
 BAD_ROUND = 3

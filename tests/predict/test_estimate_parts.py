@@ -20,9 +20,8 @@ from paceline.models.registry import build_model
 from paceline.plan.layout import Layout
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.facts import ModelFacts
-from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
-from paceline.predict.memory.parts import (
+from paceline.predict.memory.facts import (
+    ModelFacts,
     bounds_of,
     choose_bounds,
     num_in_flight,
@@ -31,6 +30,7 @@ from paceline.predict.memory.parts import (
     stage_bounds,
     stages_of,
 )
+from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 from paceline.train.loss import CrossEntropy

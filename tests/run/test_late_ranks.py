@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paceline.config import dump_yaml, load_config
-from paceline.health.lateness import LatenessPolicy
+from paceline.health.straggler import LatenessPolicy
 from paceline.health.verdict import HangLimits
 from paceline.records.records import EventRecord, read_records
 from paceline.records.report import summarize
@@ -54,7 +54,7 @@ def train(folder: Path, phase: str, *, ranks: int, late: int, steps: int, backen
             watch=watch,
         )
         with launching(folder, asked) as launcher:
-            launcher.start(rank_command(folder, None))
+            launcher.start(rank_command(launcher, None))
     gc.collect()
     events = [record for record in read_records(folder / "records" / "rank-0.jsonl") if isinstance(record, EventRecord)]
     return [event for event in events if event.name == "straggler"]

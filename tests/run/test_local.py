@@ -16,7 +16,7 @@ import pytest
 from gone_processes import wait_until_gone
 
 from paceline.errors import LaunchError, UsageError
-from paceline.health.diagnosis import EndedAttempt, FailedAttempt, diagnose
+from paceline.health.diagnosis import FailedAttempt, diagnose
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run import local
 from paceline.run.failure import RunPreemptedError, RunStoppedError
@@ -205,8 +205,7 @@ def test_a_rank_that_nccl_aborts_is_not_to_blame_and_its_launcher_is_not_sure(tm
         error: Any = SimpleNamespace(failures={rank: SimpleNamespace(exitcode=-number)})
         diagnosis = diagnose(launcher._failures(error, tmp_path), tmp_path)
         assert diagnosis.cause.rank == rank
-        attempt = FailedAttempt.from_failure(diagnosis.cause, {})
-        assert EndedAttempt(attempt=attempt, diagnosis=diagnosis).is_sure is is_sure
+        assert FailedAttempt.of(diagnosis, {}).is_sure is is_sure
 
 
 def test_children_of_a_killed_rank_go_with_it(launch: Launch) -> None:
@@ -254,7 +253,7 @@ def test_a_request_for_room_that_finds_nothing_to_save_is_a_preemption(
     assert not list(folder.glob("logs/*.error.json"))
 
 
-@pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "watching"])
+@pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "forget_attempt"])
 def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     real = getattr(local, moment)
 

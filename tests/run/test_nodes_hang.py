@@ -14,7 +14,7 @@ from free_ports import free_port
 from gone_processes import wait_until_gone
 
 from paceline.config.sections import RecoveryConfig
-from paceline.health.diagnosis import EndedAttempt, FailedAttempt, Stop, TrainedSteps, after_failure, diagnose
+from paceline.health.diagnosis import FailedAttempt, Stop, TrainedSteps, after_failure, diagnose
 from paceline.health.exit_codes import FAILED, HUNG, NO_PROGRESS
 from paceline.health.failure import failure_of_verdict
 from paceline.health.verdict import HangVerdict
@@ -180,10 +180,10 @@ VERDICT = HangVerdict(kind="missing", ranks=(1,), sentence="rank 1 is missing (s
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_hang_is_the_same_failure_whichever_host_tells_it(tmp_path: Path, rank: int) -> None:
     failure = failure_of_verdict(VERDICT, rank, tmp_path / "verdict.txt")
-    attempt = FailedAttempt.from_failure(failure, {1: TrainedSteps(first_step=10, last_step=13)})
+    attempt = FailedAttempt.of(diagnose([failure], tmp_path), {1: TrainedSteps(first_step=10, last_step=13)})
     assert (attempt.first_step, attempt.last_step, attempt.rank) == (10, 13, 1)
     assert attempt.message == "rank 1 is missing (step 3); rank 0 waits for it"
     assert isinstance(after_failure(RecoveryConfig(on_hang="stop"), [attempt]), Stop)
-    told = EndedAttempt(attempt=attempt, diagnosis=diagnose([failure], tmp_path))
-    assert told.is_sure
-    assert EndedAttempt.from_text(told.to_text()) == told
+    assert attempt.is_sure
+    again = FailedAttempt.from_text(attempt.to_text())
+    assert (again, again.diagnosis) == (attempt, attempt.diagnosis)

@@ -88,7 +88,7 @@ def test_a_frozen_cgroup_is_named(process: subprocess.Popen[bytes], kind: str) -
 
 def look_twice(folder: Path, ranks: int = 2) -> HangVerdict | None:
     """Looks as a watch does that allows no standstill at all, until two looks agree."""
-    watch = Watch(folder, range(ranks), WatchPolicy(limits=HangLimits(step_s=0.0, setup_s=100.0)))
+    watch = Watch(folder, {"a": range(ranks)}, WatchPolicy(limits=HangLimits(step_s=0.0, setup_s=100.0)), host="a")
     deadline = time.monotonic() + 30.0
     found = None
     while found is None and time.monotonic() < deadline:
@@ -101,7 +101,7 @@ def test_a_stopped_rank_is_told_whatever_it_was_doing(
     tmp_path: Path, process: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a checkpoint, which may take long, and with the other rank in no operation of theirs."""
-    monkeypatch.setattr("paceline.run.watch.ask_for_stacks", lambda _: {})
+    monkeypatch.setattr("paceline.run.seen_ranks.ask_for_stacks", lambda _: {})
     monkeypatch.setattr("time.time", count(1e9, -86_400).__next__)  # the clock on the wall jumps: no limit goes by it
     ledgers = [Ledger(rank=rank, world=2, path=ledger_path(tmp_path, rank)) for rank in range(2)]
     ledgers[1].cells[PID] = process.pid

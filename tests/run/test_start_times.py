@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from paceline.run.start_times import StartTimes, process_age
+from paceline.run.attempt import StartTimes, process_age
 
 
 class Notes:

@@ -13,14 +13,13 @@ from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.ledger.updates import UpdateNotes
 from paceline.health.verdict import HangLimits, HangVerdict
 from paceline.run.own_loop import StepPairing
-from paceline.run.self_watch import SelfWatch
-from paceline.run.watch import WatchPolicy
+from paceline.run.watch import Watch, WatchPolicy
 
 STEPS, A_STEP = 150, 5  # collectives of a step
 SOON = 2 * 16
 
 
-class TwoLedgers(SelfWatch):
+class TwoLedgers(Watch):
     """A watch of ledgers in memory."""
 
     others: list[LedgerReader]
@@ -35,7 +34,7 @@ class Rank:
     def __init__(self, folder: Path, rank: int, others: list[LedgerReader]) -> None:
         self._ledger = Ledger(rank=rank, world=2, is_own_loop=True)
         self._ledger.add_group((0, 1))
-        watch = TwoLedgers(folder, self._ledger, {"a": [0, 1]}, WatchPolicy(limits=HangLimits()), None, "a")
+        watch = TwoLedgers(folder, {"a": [0, 1]}, WatchPolicy(limits=HangLimits()), host="a", ledger=self._ledger)
         watch.others = others
         self._pairing = StepPairing(self._ledger, watch)
 

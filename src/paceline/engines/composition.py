@@ -25,12 +25,12 @@ from paceline.engines.stages.stages import bounds_from_layers, bounds_from_names
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
-from paceline.free_memory import measure_room
+from paceline.free_memory import measure_machine
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
 from paceline.models.unfilled import allocate_unfilled
 from paceline.plan.layout import Layout
-from paceline.predict.memory.parts import LayerCost, choose_bounds
+from paceline.predict.memory.facts import LayerCost, choose_bounds
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import make_schedule
@@ -91,7 +91,7 @@ def _bounds(
     if comm.rank == 0:
         is_measured = asked.stages == "measured"
         costs = _measure(model, layers, comm) if is_measured else estimate_layers(model, layers)
-        free_bytes = measure_room(comm.device.type, comm.size, comm.size).device_bytes
+        free_bytes = measure_machine(comm.device.type, comm.size, comm.size).device_bytes
     costs, free_bytes = broadcast_object(comm, (costs, free_bytes))
     share_of_states = asked.sharing.share_of_states(groups.gradients.size) / asked.tensor
     held = [replace(cost, state_bytes=int(cost.state_bytes * share_of_states)) for cost in costs]

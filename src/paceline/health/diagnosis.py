@@ -1,7 +1,7 @@
 """One diagnosis of a run whose ranks died or hung: which rank caused it, what to tell, and whether to start again.
 
     failures of ranks        diagnose(failures, ...)              -> Diagnosis: cause, message, exit code
-    diagnosis and progress   FailedAttempt.from_failure(...)      -> FailedAttempt
+    diagnosis and progress   FailedAttempt.of(...)                -> FailedAttempt
     all failed attempts      after_failure(policy, attempts)      -> Restart | Stop
 
 When one rank fails the others lose their connection and fail too, or are ended. So the ranks are blamed in this order:
@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, get_args
 
@@ -60,17 +60,10 @@ def diagnose(failures: Iterable[Failure], folder: Path, *, is_disk_full: bool = 
     if cause.cause == "died" and is_disk_full:
         detail += f"\n  the disk of {folder} is full, so that it could not say why: free some space"
         cause = replace(cause, kind="full_disk")  # starting again would not help
-    return Diagnosis(
-        cause=cause,
-        message=f"{cause}{detail}\n  its log is {folder / 'logs' / f'rank-{_named_rank(cause)}.log'}",
-        code=HUNG if cause.kind == "hang" else FAILED,
-    )
-
-
-def _named_rank(cause: Failure) -> int:
-    """Returns the rank that the first line names, which may be another than the one that told it."""
-    named = _RANK.search(str(cause).partition("\n")[0])
-    return cause.rank if named is None else int(named[1])
+    named = _RANK.search(str(cause).partition("\n")[0])  # the rank may be another than the one that told it
+    log = folder / "logs" / f"rank-{cause.rank if named is None else int(named[1])}.log"
+    code = HUNG if cause.kind == "hang" else FAILED
+    return Diagnosis(cause=cause, message=f"{cause}{detail}\n  its log is {log}", code=code)
 
 
 def first_cause(failures: Iterable[Failure]) -> Failure:
@@ -91,7 +84,8 @@ class TrainedSteps:
 class FailedAttempt:
     """One start of the ranks: its first step, and what ended it: the rank, its last step, a line that tells of it.
 
-    ``can_halve``: the microbatch can be halved.
+    ``can_halve``: the microbatch can be halved. With its ``diagnosis`` it is what a launcher tells those of other hosts
+    of it, so that all decide alike.
     """
 
     first_step: int
@@ -100,14 +94,16 @@ class FailedAttempt:
     step: int
     message: str
     can_halve: bool = True
+    diagnosis: Diagnosis | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         where = f"after step {self.step}" if self.step else "before its first step"
         return f"{self.message.rstrip('.')} {where}"
 
     @classmethod
-    def from_failure(cls, failure: Failure, progress: Mapping[int, TrainedSteps], *, can_halve: bool = True) -> Self:
-        """Returns the attempt that a failure ended; ``progress`` says how far each rank had come."""
+    def of(cls, diagnosis: Diagnosis, progress: Mapping[int, TrainedSteps], *, can_halve: bool = True) -> Self:
+        """Returns the attempt that ended so; ``progress`` says how far each rank had come."""
+        failure = diagnosis.cause
         rank = failure.rank if failure.blamed is None else failure.blamed
         steps = [each.last_step for number, each in progress.items() if number == rank or rank not in progress]
         return cls(
@@ -117,6 +113,7 @@ class FailedAttempt:
             step=max(steps, default=0),
             message=_headline(failure),
             can_halve=can_halve,
+            diagnosis=diagnosis,
         )
 
     @property
@@ -124,19 +121,11 @@ class FailedAttempt:
         """The last step that was trained."""
         return max(self.first_step, self.step)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EndedAttempt:
-    """What a launcher tells of an attempt that failed, to itself and to those of other hosts: they decide alike."""
-
-    attempt: FailedAttempt
-    diagnosis: Diagnosis
-
     @property
     def is_sure(self) -> bool:
         """Whether the cause was seen here: ranks that only lost others leave it to the host that knows more."""
-        cause = self.diagnosis.cause
-        return cause.kind == "hang" or cause.cause in ("killed", "raised", "died")
+        cause = None if self.diagnosis is None else self.diagnosis.cause
+        return cause is not None and (cause.kind == "hang" or cause.cause in ("killed", "raised", "died"))
 
     def to_text(self) -> str:
         return json.dumps(asdict(self))
@@ -145,10 +134,7 @@ class EndedAttempt:
     def from_text(cls, text: str) -> Self:
         told = parse_json_object(text)
         diagnosis = told["diagnosis"]
-        return cls(
-            attempt=FailedAttempt(**told["attempt"]),
-            diagnosis=Diagnosis(**{**diagnosis, "cause": Failure(**diagnosis["cause"])}),
-        )
+        return cls(**{**told, "diagnosis": Diagnosis(**{**diagnosis, "cause": Failure(**diagnosis["cause"])})})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,11 +168,7 @@ def after_failure(
     if last.kind == "preempted":
         number = len(attempts) - len(failed)
         return Restart(number=number) if number <= max_requeues else Stop(reason=f"{_ENOUGH} {max_requeues}")
-    return _after_failure(policy, failed)
-
-
-def _after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) -> Restart | Stop:
-    last, number = attempts[-1], len(attempts)
+    number = len(failed)
     if last.kind == "refused" or policy.max_restarts == 0:
         return Stop()
     if last.kind == "mistake":
@@ -198,29 +180,23 @@ def _after_failure(policy: RecoveryConfig, attempts: Sequence[FailedAttempt]) ->
     if last.kind == "hang" and policy.on_hang == "stop":
         return Stop(reason="not started again: recovery.on_hang = stop")
     halves = last.kind == "out_of_memory" and policy.on_oom == "halve"
-    if number > 1 and replace(attempts[-2], first_step=last.first_step) == last and not halves:
+    if number > 1 and replace(failed[-2], first_step=last.first_step) == last and not halves:
         return Stop(reason=f"not started again: the same came twice, after step {last.step}", gives_up=True)
     if last.kind == "error" and last.step == last.first_step == 0 and number == 1:
         return Stop(reason="not started again: it came before the first step, and would again")
     if number > policy.max_restarts:
         reason = f"not started again: recovery.max_restarts = {policy.max_restarts} is reached"
         return Stop(reason=reason, gives_up=True)
-    stalled = num_stalled(attempts)
+    best = max(attempt.last_step for attempt in failed)
+    stalled = (
+        number - 1 - [attempt.last_step for attempt in failed].index(best)
+    )  # attempts since the one that came so far
     if stalled > policy.max_stalled_restarts:
         times = "the last restart" if stalled == 1 else f"each of the last {stalled} restarts"
-        return Stop(reason=f"not started again: {times} came no further than step {_best(attempts)}", gives_up=True)
+        return Stop(reason=f"not started again: {times} came no further than step {best}", gives_up=True)
     if halves and not last.can_halve:
         return Stop(reason="not started again: the microbatch cannot be halved")
     return Restart(number=number, halves_microbatch=halves)
-
-
-def num_stalled(attempts: Sequence[FailedAttempt]) -> int:
-    """Counts the attempts since the one that came furthest; an earlier one counts where two came as far."""
-    return len(attempts) - 1 - [attempt.last_step for attempt in attempts].index(_best(attempts))
-
-
-def _best(attempts: Sequence[FailedAttempt]) -> int:
-    return max(attempt.last_step for attempt in attempts)
 
 
 def _headline(failure: Failure) -> str:

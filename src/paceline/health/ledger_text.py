@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from paceline.health.lateness import PhaseTimes, RankLook
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry, LedgerView
 from paceline.health.pairing import Update
+from paceline.health.straggler import PhaseTimes, RankLook
 
 _LAST = 8
 _COLLECTIVE = LedgerCall(kind="a collective")
@@ -22,8 +22,12 @@ def views_to_text(views: Sequence[LedgerView], now: float) -> str:
 
 def views_from_text(text: str, now: float) -> list[LedgerView]:
     """Reads what ``views_to_text`` wrote; ``now`` is on the reader's clock."""
-    found = [_from_json(values) for values in json.loads(text)]
-    return [_shifted(view, now) for view in found]
+    found = []
+    for values in json.loads(text):
+        issued = {GroupName(tuple(ranks), number): count for ranks, number, count in values.pop("issued")}
+        entries = tuple(map(_entry, values.pop("entries")))
+        found.append(_shifted(LedgerView(**values, entries=entries, issued=issued), now))
+    return found
 
 
 def _shifted(view: LedgerView, now: float) -> LedgerView:
@@ -105,12 +109,6 @@ def _to_json(view: LedgerView) -> dict[str, Any]:
     values = asdict(replace(view, entries=(), issued={}))
     issued = [[list(group.ranks), group.number, count] for group, count in view.issued.items()]
     return values | {"entries": [asdict(kept[number]) for number in sorted(kept)], "issued": issued}
-
-
-def _from_json(values: dict[str, Any]) -> LedgerView:
-    issued = {GroupName(tuple(ranks), number): count for ranks, number, count in values.pop("issued")}
-    entries = tuple(map(_entry, values.pop("entries")))
-    return LedgerView(**values, entries=entries, issued=issued)
 
 
 def _entry(values: dict[str, Any]) -> LedgerEntry:

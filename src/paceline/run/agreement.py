@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import secrets
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import UsageError
-from paceline.run.nodes import HOST
+from paceline.run.nodes import host_name
 from paceline.untrusted import parse_json_object, read_regular
 
 if TYPE_CHECKING:
@@ -67,11 +65,6 @@ class HostFacts:
         )
 
 
-def host_name() -> str:
-    """Returns what this host is called in messages."""
-    return os.environ.get(HOST) or socket.gethostname()
-
-
 def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
     """Compares this host with the first one. Raises UsageError where they differ, also for others to read."""
     text = json.dumps(asdict(facts))
@@ -85,7 +78,12 @@ def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
     problems = list(differences(first, facts))
     if not problems:
         store.wait([_MARKED])
-        problems = [_unshared(folder, str(first["host"]), facts.host) for folder in _unseen(facts, str(first["mark"]))]
+        problems = [
+            f"host {facts.host} does not see {folder} of host {first['host']}\n  all hosts write to one folder: each "
+            "would save a part of every checkpoint\n  mount the same file system there, or set monitor.folder and "
+            "checkpoint.folder to one that all hosts have"
+            for folder in _unseen(facts, str(first["mark"]))
+        ]
     if problems:
         refusal = "\n".join(problems)
         if not may_go_without:
@@ -132,35 +130,20 @@ def _different(prefix: str, first: Any, own: Any) -> Iterator[str]:
     if isinstance(first, dict) and isinstance(own, dict):
         for name in sorted(first.keys() | own.keys()):
             yield from _different(f"{prefix}.{name}" if prefix else name, first.get(name), own.get(name))
-    elif first != own and not {"auto", None} & {_plain(first), _plain(own)}:  # each host decides these as it likes
+    elif first != own and not any(each in ("auto", None) for each in (first, own)):  # each host decides these
         yield f"{prefix} = {own}, not {first}"
-
-
-def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | None) else ""
 
 
 def _unseen(facts: HostFacts, mark: str) -> list[str]:
     """Returns the folders in which this host does not find what the first one wrote."""
+
+    def has_mark(folder: str) -> bool:
+        with contextlib.suppress(OSError):
+            return read_regular(Path(folder) / _MARK, 128).decode("ascii", "replace") == mark
+        return False
+
     deadline = time.monotonic() + _SEEN_S
     left = list(facts.folders)
-    while left:
-        left = [folder for folder in left if _mark_in(folder) != mark]
-        if not left or time.monotonic() > deadline:
-            break
+    while (left := [folder for folder in left if not has_mark(folder)]) and time.monotonic() <= deadline:
         time.sleep(0.2)
     return left
-
-
-def _mark_in(folder: str) -> str:
-    with contextlib.suppress(OSError):
-        return read_regular(Path(folder) / _MARK, 128).decode("ascii", "replace")
-    return ""
-
-
-def _unshared(folder: str, first: str, own: str) -> str:
-    return (
-        f"host {own} does not see {folder} of host {first}\n  all hosts write to one folder: each would save a part of "
-        "every checkpoint\n  mount the same file system there, or set monitor.folder and checkpoint.folder to one that "
-        "all hosts have"
-    )

@@ -12,11 +12,11 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from paceline.chaos.notes import VARIABLE
+from paceline.chaos.faults import VARIABLE
 from paceline.checkpoint import open_checkpoint
 from paceline.checkpoint.storage import FileStore
 from paceline.comm.base import Communicator
@@ -42,20 +42,63 @@ from paceline.run.records import (
     write_settings,
     write_trace,
 )
-from paceline.run.start_times import StartTimes
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
-from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.survive.consensus import ConsensusHook
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import Hook, Trainer, find_together
+from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector
+    from paceline.train.step import StepResult
 
 _LOGGER = logging.getLogger("paceline")
+
+
+@dataclass(slots=True)
+class StartTimes:
+    """How long a run took to come to its first step, and what for: an event ``first_step`` in the records of a rank.
+
+    processes    from the launcher's start to the rank's first line: Python, torch, the decisions
+    joining      the ranks find one another
+    data, model  made by the rank; with the engine around the model, the optimizer and the loaders
+    checkpoint   read, where the run goes on from one
+    step         the first step, in which torch compiles
+
+    It is one of the trainer's hooks.
+    """
+
+    began: float  # by time.monotonic()
+    parts: dict[str, float] = field(default_factory=dict)
+    is_told: bool = False
+
+    @classmethod
+    def since_start_of(cls, process: int) -> Self:
+        """Begins when a process did; where nobody can tell, now."""
+        return cls(time.monotonic() - process_age(process))
+
+    def lap(self, part: str) -> None:
+        """Ends a part of the start."""
+        self.parts[part] = time.monotonic() - self.began - sum(self.parts.values())
+
+    def __call__(self, trainer: Trainer, result: StepResult) -> None:
+        if not self.is_told:
+            self.is_told = True
+            self.lap("step")
+            parts = {part: round(seconds, 3) for part, seconds in self.parts.items()}
+            trainer.note("first_step", {"seconds": round(sum(self.parts.values()), 3), **parts}, step=result.step)
+
+
+def process_age(process: int) -> float:
+    """Returns for how many seconds a process has been there, on Linux; 0 where nobody can tell."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, IndexError):
+        # Of psutil's figure the start of the machine is a part, in whole seconds.
+        after_name = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        started = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
+        return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started)
+    return 0.0
 
 
 @dataclass(slots=True)
@@ -99,7 +142,7 @@ class RankRunner:
                 config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config), on_part=on_part
             )
             trainer.losses, trainer.own_hooks = config.recovery, own
-            trainer.find_checkpoint = lambda: find_start(config, self.folder, "auto", _log, trainer.line)
+            trainer.find_checkpoint = lambda: find_start(config, self.folder, "auto", _LOGGER.warning, trainer.line)
             checkpoint = None if resume is None else Path(resume)
             if str(resume) == "auto":
                 checkpoint = find_together(comm, trainer.find_checkpoint)
@@ -190,10 +233,17 @@ class RankRunner:
 
 def make_hooks(config: Config, folder: Path, request: StopRequest, storage: FileStore | None = None) -> list[Hook]:
     """Returns what runs after each step: evaluation, saving, and the ranks' agreement about stopping and losses."""
+    parallel = config.parallel
+    about = {  # what a checkpoint tells of the run that it belongs to
+        "name": config.name,
+        "strategy": name_strategy(config, parallel.ranks if isinstance(parallel.ranks, int) else 0),
+        "mesh": {name: getattr(parallel, name) for name in ("pipeline", "tensor")},
+        "config": config.model_dump(mode="json"),
+    }
     saver = Saver(
         _checkpoint_folder(config, folder),
         config.checkpoint,
-        _about(config),
+        about,
         storage,
         config.recovery.on_full_disk,
         ask_every=config.monitor.log_every,
@@ -213,19 +263,5 @@ def find_faults(config: Config, folder: Path, rank: int) -> Injector | None:
     return Injector(Path(where), rank, _checkpoint_folder(config, folder))
 
 
-def _log(text: str) -> None:
-    """Writes into the log of this rank."""
-    _LOGGER.warning("%s", text)
-
-
 def _checkpoint_folder(config: Config, folder: Path) -> Path:
     return folder / "checkpoints" if config.checkpoint.folder is None else Path(config.checkpoint.folder)
-
-
-def _about(config: Config) -> dict[str, Any]:
-    """Returns what a checkpoint tells of the run that it belongs to."""
-    parallel = config.parallel
-    ranks = parallel.ranks if isinstance(parallel.ranks, int) else 0
-    mesh = {name: getattr(parallel, name) for name in ("pipeline", "tensor")}
-    strategy = name_strategy(config, ranks)
-    return {"name": config.name, "strategy": strategy, "mesh": mesh, "config": config.model_dump(mode="json")}

@@ -1,7 +1,7 @@
 """``paceline train --nnodes``: one host's part in a run on several, which may come and go.
 
 The launcher of each host starts its own ranks and supervises them as the only launcher of a run does
-(``supervise.py``). What differs: launchers meet before each attempt, the folder is shared, and ranks watch themselves.
+(``supervise.py``). What differs: launchers meet before each attempt, and the folder is shared.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, ask
     from paceline.run.local import LocalRanks, launching
     from paceline.run.rank_process import uses_nccl
     from paceline.run.supervise import supervise
+    from paceline.run.watch import watch_policy
 
     ranks = _ranks_here(config, nodes)
     local = LocalRanks(
@@ -87,6 +88,7 @@ def _run(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None, ask
             **({} if _given_secret() else {SECRET_FILE: str(folder.absolute() / _SECRET)}),
         },
         warm=warm,
+        watch=watch_policy(config),
         nodes=nodes,
         facts=HostFacts.here(asked, folder, ranks),
         run_id=config.name,

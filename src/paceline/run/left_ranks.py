@@ -89,12 +89,9 @@ class LeftRanks:
             deadline = time.monotonic() + _STAYS_S
             waits_for = [host for host in self.hosts if host != self.host] if self.has_store and view.rank == 0 else []
             while waits_for and time.monotonic() < deadline:
-                waits_for = [host for host in waits_for if not self._knows(host, now)]
+                # Whoever has left too, or has read this, needs this rank's store no more.
+                waits_for = [h for h in waits_for if not (self.channel.read(f"seen/{h}") or self.of_host(h, now))]
                 time.sleep(_ASK_S if waits_for else 0.0)
-
-    def _knows(self, host: str, now: float) -> bool:
-        """Says whether a host needs this rank's store no more."""
-        return bool(self.channel.read(f"seen/{host}")) or bool(self.of_host(host, now))
 
     def _read(self, rank: int, now: float) -> None:
         text = self.channel.read(left_key(rank))

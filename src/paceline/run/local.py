@@ -26,13 +26,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from paceline.cluster.detect import usable_cores
 from paceline.errors import LaunchError, PacelineError, UsageError
-from paceline.health.diagnosis import EndedAttempt, first_cause
+from paceline.health.diagnosis import FailedAttempt, first_cause
 from paceline.health.exit_codes import PREEMPTED
 from paceline.health.failure import Failure, silent_failure
 from paceline.records.records import EndStatus
 from paceline.run.agreement import HostFacts
 from paceline.run.failure import RunPreemptedError, RunStoppedError, explain_failures
-from paceline.run.nodes import Nodes, interface_of
+from paceline.run.nodes import Nodes, host_name, interface_of
 from paceline.run.notes import (
     FAILURES,
     forget,
@@ -49,7 +49,8 @@ from paceline.run.records import end_records, open_attempts
 from paceline.run.rendezvous import BACKEND, CHANGED, HostsChangedError, Rendezvous, rendezvous
 from paceline.run.scratch import scratch_folder
 from paceline.run.signals import BY_SIGNAL, ENDING, PREEMPTING, launcher_signals, signals_ignored
-from paceline.run.watch import WatchPolicy, locate_deaths, note_mismatch, watching
+from paceline.run.told_verdicts import locate_deaths, note_mismatch
+from paceline.run.watch import Watch, WatchPolicy
 
 if TYPE_CHECKING:
     from paceline.run.warm import WarmRanks
@@ -64,8 +65,7 @@ class LocalRanks:
 
     ``num_records`` is how many ranks write records, where processes have several each; None: one each. With ``warm``
     the processes are forked from one that has torch loaded. ``watch`` says when ranks that stand still are ended; None:
-    never. With ``nodes`` these are the ranks of one host of several, which watch themselves; ``facts`` are what hosts
-    must agree on.
+    never. With ``nodes`` these are the ranks of one host of several; ``facts`` are what hosts must agree on.
     """
 
     ranks: int
@@ -125,6 +125,7 @@ class Launcher:
     signals: list[signal.Signals] = field(default_factory=list)  # that asked for room
     ranks: range = range(0)
     _started: float = field(default_factory=time.time)  # of the attempt
+    _watched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
     def has_others(self) -> bool:
@@ -145,13 +146,10 @@ class Launcher:
         arguments = ["-u", "-m", *command] if asked.warm is None else asked.warm.arguments(command)
         self._started = time.time()
         self.met.on_join = self._begin
-        if not self.has_others:
-            self._begin(0, 1)
-        watched = contextlib.nullcontext() if self.has_others else watching(self.folder, self.ranks, asked.watch)
-        with scratch_folder() as scratch, watched:
+        with scratch_folder() as scratch:
             self._run(arguments, _agent_config(asked, scratch, self.met), scratch)
 
-    def settle(self, ended: EndedAttempt | None) -> tuple[list[EndedAttempt], bool, bool]:
+    def settle(self, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
         """Agrees with other hosts on how the attempt ended; None: hosts came or went.
 
         Returns all attempts that have failed, whether this one has, and whether the account is this launcher's.
@@ -161,7 +159,7 @@ class Launcher:
         own = CHANGED if ended is None else ended.to_text()
         is_sure = not self.has_others or (ended is not None and ended.is_sure)
         told = self.met.settle(own, is_sure=is_sure or ended is None)
-        failed = [EndedAttempt.from_text(text) for text in told if text != CHANGED]
+        failed = [FailedAttempt.from_text(text) for text in told if text != CHANGED]
         return failed, told[-1] != CHANGED, told[-1] == own
 
     def end_by(self, number: signal.Signals) -> LaunchError:
@@ -178,10 +176,17 @@ class Launcher:
         return RunStoppedError(number)
 
     def _begin(self, place: int, size: int) -> None:
-        """Learns which ranks are this host's, the one at ``place`` of ``size``, and forgets what is left of others."""
+        """Begins to watch this host's ranks, which is at ``place`` of ``size``, once what others left is gone."""
         first, num = place * self.asked.ranks, self.asked.num_records or self.asked.ranks
         self.ranks = range(first, first + (self.asked.ranks if self.has_others else num))
         forget_attempt(self.folder, first, None if place == size - 1 else self.ranks.stop)
+        if self.asked.watch is not None:
+            num = len(self.ranks)
+            hosts = {str(each): range(each * num, (each + 1) * num) for each in range(size)}
+            channel = self.met.side_channel() if size > 1 else None
+            watch = Watch(self.folder, hosts, self.asked.watch, host=str(place), channel=channel, named=host_name())
+            self._watched.callback(watch.stop)
+            watch.start()
 
     def _end_records(self, status: EndStatus, message: str) -> None:
         end_records(self.folder, self.ranks, status, message, since=self._started)
@@ -189,7 +194,7 @@ class Launcher:
     def _run(self, arguments: Sequence[str], agent: LaunchConfig, scratch: Path) -> None:
         """Runs the agent until all ranks have left; raises why they did, if they were not done."""
         try:
-            with _quiet_agent():
+            with _quiet_agent(), contextlib.ExitStack() as self._watched:  # no watch adds to records that have an end
                 elastic_launch(agent, sys.executable)(*arguments)
         except RendezvousError:
             if was_preempted(self.folder, since=self._started):  # and the launcher where hosts meet has left first
@@ -203,20 +208,19 @@ class Launcher:
                     self._end_records("stopped", "preempted")
                     # The agents of other hosts may have asked, as they do before ranks are started again.
                     raise (HostsChangedError if self.has_others and self.met.is_told() else RunPreemptedError) from None
-                number = _unsaved(codes, self.signals)
-                if number is not None:
-                    _stop(number)
+                # Signals that ended ranks before they had saved: they ran out of time, or do not handle them.
+                unsaved = [each for each in self.signals[:1] if -each in codes]
+                unsaved += [each for each in PREEMPTING if BY_SIGNAL + each in codes]
+                if unsaved:
+                    _stop(unsaved[0])
                 note_mismatch(self.folder, range(self.met.size * self.asked.ranks) if self.has_others else self.ranks)
-                problem = self._explain(locate_deaths(self.folder, self._failures(error, scratch)))
+                failures = locate_deaths(self.folder, self._failures(error, scratch))
+                if failures:
+                    self._end_records("failed", str(first_cause(failures)).splitlines()[0])
+                problem = explain_failures(failures, self.folder)
                 if isinstance(problem, UsageError):
                     forget(self.folder, FAILURES)  # refused: the folder of a resumed run stays as it was
             raise problem from None
-
-    def _explain(self, failures: list[Failure]) -> PacelineError:
-        """Ends the records of ranks that failed, and returns what the user is told."""
-        if failures:
-            self._end_records("failed", str(first_cause(failures)).splitlines()[0])
-        return explain_failures(failures, self.folder)
 
     def _failures(self, error: ChildFailedError, scratch: Path) -> list[Failure]:
         """Collects how the ranks failed: what they left, and for those that left nothing, how they ended."""
@@ -230,20 +234,16 @@ class Launcher:
         for rank, code in exit_codes.items():
             if any(failure.rank == rank for failure in found):
                 continue
-            output = _early_output(rank - self.ranks.start, scratch)
+            # What it printed before it opened its log, where it is known by its number on this host.
+            names = [f"{rank - self.ranks.start}/{name}" for name in ("stdout.log", "stderr.log")]
+            early = sorted(path for name in names for path in scratch.rglob(name))
+            output = "".join(path.read_text(encoding="utf-8", errors="replace") for path in early)
             log = self.folder / "logs" / f"rank-{rank}.log"
             if output:
                 with contextlib.suppress(OSError), log.open("a") as file:
                     file.write(output)
             found.append(silent_failure(rank, code, output if code > 0 else "", _end_of(log)))
         return found
-
-
-def _unsaved(codes: set[int], asked: list[signal.Signals]) -> signal.Signals | None:
-    """Returns the signal that ended ranks before they had saved: they ran out of time, or do not handle it."""
-    if asked and -asked[0] in codes:
-        return asked[0]
-    return next((number for number in PREEMPTING if BY_SIGNAL + number in codes), None)
 
 
 def _agent_config(asked: LocalRanks, scratch: Path, met: Rendezvous) -> LaunchConfig:
@@ -281,12 +281,6 @@ def _settings(asked: LocalRanks) -> dict[str, str]:
         **allocator_variables(),
         **asked.variables,
     }
-
-
-def _early_output(rank: int, scratch: Path) -> str:
-    """Returns what a rank, numbered on its host, printed before it opened its log."""
-    paths = sorted(path for name in ("stdout.log", "stderr.log") for path in scratch.rglob(f"{rank}/{name}"))
-    return "".join(path.read_text(encoding="utf-8", errors="replace") for path in paths)
 
 
 def _end_of(log: Path) -> str:

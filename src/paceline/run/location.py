@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.chaos.notes import VARIABLE
+from paceline.chaos.faults import VARIABLE
 from paceline.errors import CheckpointError, RunFolderError, UsageError
 from paceline.run.console import say
 from paceline.run.folder import RunFolder, check_folder, claim_folder, find_write_error, is_taken, name_of
@@ -85,7 +85,7 @@ def locate_run(
     if resume is None:
         return _new_run(config, force=force, may_number=may_number)
     try:
-        location = _own_start(config, resume) or _start_of_another(config, resume, force=force)
+        location = _resumed(config, resume, force=force)
     except CheckpointError:
         folder = next(iter(runs_of(config)), run_folder(config))
         # What starts the same command again also starts a run that had nothing to save yet.
@@ -190,8 +190,8 @@ def _free_folder(config: Config) -> Path:
     return next(path for path in numbered if not is_taken(path))
 
 
-def _own_start(config: Config, resume: str) -> RunLocation | None:
-    """Returns the run of this name that ``resume`` continues; None where it names another's checkpoint.
+def _resumed(config: Config, resume: str, *, force: bool) -> RunLocation:
+    """Returns the run of this name that ``resume`` continues, or a new one that starts from another's checkpoint.
 
     Raises CheckpointError where no run of this name has one.
     """
@@ -203,10 +203,11 @@ def _own_start(config: Config, resume: str) -> RunLocation | None:
         checkpoint = absolute_path(find_start(config, first, resume, say))
         # A numbered run's folder of checkpoints may lie in that of the first.
         for folder in sorted({*runs, first}, key=lambda path: (path == first, path.name)):
-            where = absolute_path(_checkpoint_root(config, folder))
+            asked = RunLocation(folder=folder).settle(config).checkpoint.folder
+            where = absolute_path(folder if asked is None else Path(asked))  # its checkpoints, and nobody else's
             if checkpoint.is_relative_to(where) or checkpoint.is_relative_to(folder.resolve()):
                 return RunLocation(folder=folder, checkpoint=checkpoint, is_continued=folder.is_dir())
-        return None
+        return _new_run(config, force=force, checkpoint=checkpoint)
     problem: CheckpointError | None = None
     for folder in runs:
         try:
@@ -220,20 +221,6 @@ def _own_start(config: Config, resume: str) -> RunLocation | None:
         return RunLocation(folder=folder, checkpoint=absolute_path(found), is_continued=folder.is_dir())
     assert problem is not None
     raise problem
-
-
-def _checkpoint_root(config: Config, folder: Path) -> Path:
-    """Returns the folder that has a run's checkpoints, and nobody else's."""
-    asked = RunLocation(folder=folder).settle(config).checkpoint.folder
-    return folder if asked is None else Path(asked)
-
-
-def _start_of_another(config: Config, resume: str, *, force: bool) -> RunLocation:
-    """Returns a new run that starts from a checkpoint of another one."""
-    from paceline.checkpoint.storage import absolute_path
-
-    checkpoint = absolute_path(find_start(config, run_folder(config), resume, say))
-    return _new_run(config, force=force, checkpoint=checkpoint)
 
 
 def _check_checkpoint_folder(where: str | None) -> None:

@@ -16,9 +16,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
 
-from paceline.run.polling import polling
+from paceline.run.signals import polling
 from paceline.terminal import echo
 
 _LOGGER = logging.getLogger("paceline")
@@ -115,7 +114,8 @@ def rank_logs(folder: Path, rank: int, level: str, *, owns_output: bool) -> Iter
         root.addHandler(handler)
     root.setLevel(level.upper())
     logging.captureWarnings(True)
-    sys.excepthook, threading.excepthook = _uncaught, _uncaught_in_thread
+    sys.excepthook = lambda *error: _LOGGER.critical("uncaught exception", exc_info=error)
+    threading.excepthook = _uncaught_in_thread
     try:
         yield
     finally:
@@ -136,14 +136,9 @@ def _open(path: Path, who: str) -> logging.Handler:
     return handler
 
 
-def _uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    _LOGGER.critical("uncaught exception", exc_info=(kind, error, traceback))
-
-
 def _uncaught_in_thread(arguments: threading.ExceptHookArgs) -> None:
     name = "a thread" if arguments.thread is None else f"thread {arguments.thread.name}"
-    error = arguments.exc_value
-    _LOGGER.error("uncaught exception in %s", name, exc_info=error)
+    _LOGGER.error("uncaught exception in %s", name, exc_info=arguments.exc_value)
 
 
 @contextlib.contextmanager

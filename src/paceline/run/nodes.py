@@ -13,6 +13,7 @@ The run's folder is shared. The first launcher has it; the others are guests.
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 from dataclasses import dataclass
@@ -84,6 +85,11 @@ def address_towards(host: str, port: int, named_by: str = "--rdzv") -> str:
             f"{named_by}{' ' if named_by.startswith('-') else ' = '}{host}: {error.strerror or error} (port {port})\n"
             "  all launchers must reach that host\n  check its name"
         ) from error
+
+
+def host_name() -> str:
+    """Returns what this host is called in messages."""
+    return os.environ.get(HOST) or socket.gethostname()
 
 
 def interface_of(address: str) -> str | None:

@@ -49,10 +49,10 @@ from paceline.health.verdict import HangLimits, HangVerdict, judge
 from paceline.run.left_ranks import LeftRanks
 from paceline.run.pair_hosts import PairedHosts
 from paceline.run.process_state import look_at_process
-from paceline.run.self_watch import SelfWatch, start_watch
 from paceline.run.stacks import dump_stacks_into, stack_path
-from paceline.run.watch import WatchPolicy
+from paceline.run.watch import Watch, WatchPolicy, start_watch
 from paceline.run.whereami import recognise
+from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from types import FrameType, TracebackType
@@ -90,7 +90,8 @@ def connect(
         return comm
     limit_s = _SOONER * timeout_s
     limits = HangLimits(step_s=limit_s, setup_s=limit_s, stopped_s=min(limit_s, _STOPPED_S), needs_waiting=True)
-    folder = _scratch(broadcast_object(comm, f"{time.time_ns()}-{os.getpid()}"))
+    number = broadcast_object(comm, f"{time.time_ns()}-{os.getpid()}")
+    folder = Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / number
     problem = ""
     try:
         _make_private(folder)
@@ -100,9 +101,12 @@ def connect(
     problems = [each for each in gather_objects(comm, problem) if each]
     if problems:
         if comm.rank == 0:
-            _say(f"the ranks are not watched: {problems[0]}")
+            echo(f"paceline: the ranks are not watched: {problems[0]}", err=True)
         return comm
-    return _follow(kept, folder, _verdict_folder(), WatchPolicy(limits=limits), is_temporary=True)
+    script = Path(sys.argv[0] or "loop").absolute()
+    name = script.parent.name if script.stem == "__main__" else script.stem
+    told = Path.cwd() / "runs" / (name or "loop")
+    return _follow(kept, folder, told, WatchPolicy(limits=limits), is_temporary=True)
 
 
 def setup_distributed(
@@ -200,7 +204,7 @@ def _follow(
 class OwnLoop:
     """Tells the ledger of a rank's phases and updates, and gives its last words when it fails."""
 
-    def __init__(self, ledger: Ledger, watch: SelfWatch, *, is_temporary: bool) -> None:
+    def __init__(self, ledger: Ledger, watch: Watch, *, is_temporary: bool) -> None:
         self._ledger, self._watch, self._pid = ledger, watch, os.getpid()
         self._is_temporary = is_temporary
         self._first: int | None = None  # the optimizer whose updates are counted as steps
@@ -263,7 +267,8 @@ class OwnLoop:
         if self._first == id(optimizer):
             self._ledger.count_step()
         self._ledger.enter(DATA)
-        if self._is_of_engine(optimizer):
+        trained = self._ledger.trained  # by all ranks together, as far as that is known
+        if not trained.has_any() or trained.are_updated_by(optimizer):
             self._raise(self._pairing.note(sys._getframe(1)))
 
     def _raise(self, verdict: HangVerdict | None) -> None:
@@ -271,11 +276,6 @@ class OwnLoop:
         if verdict is not None:
             self._watch.tell(replace(verdict, states=tuple(self._watch.states())))
             raise CollectiveMismatchError(verdict.sentence)
-
-    def _is_of_engine(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Says whether an optimizer updates what ranks train together, as far as that is known."""
-        trained = self._ledger.trained
-        return not trained.has_any() or trained.are_updated_by(optimizer)
 
     def _explain(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Tells why ranks could not talk, before the error itself is shown."""
@@ -298,6 +298,7 @@ class OwnLoop:
         deadline = time.monotonic() + (_DIES_S if isinstance(error, LostRankError) else 0.0)
         while True:
             now = time.monotonic()
+            self._watch.observe(now)
             views = [replace(each, state="running") if each.rank == own else each for each in self._watch.views(now)]
             verdict = judge(views, now, _MISMATCHES)
             if verdict is not None:
@@ -313,7 +314,8 @@ class OwnLoop:
             return None
         if self._watch.left is not None:
             return self._watch.left.explain(views, now)
-        return judge(self._watch.with_lines(views), now, _NO_LIMIT)
+        others = {view.rank: view for view in self._watch.with_lines([each for each in views if each.rank != own])}
+        return judge([others.get(view.rank, view) for view in views], now, _NO_LIMIT)
 
     def _clear(self) -> None:
         """Removes what this rank has in a temporary folder, and the folder with the last one."""
@@ -335,7 +337,7 @@ class StepPairing:
     hosts, see ``pair_hosts.py``.
     """
 
-    def __init__(self, ledger: Ledger, watch: SelfWatch) -> None:
+    def __init__(self, ledger: Ledger, watch: Watch) -> None:
         self._ledger, self._watch, self._mine = ledger, watch, ledger.reader()
         self._notes = UpdateNotes(seldom_s=_SELDOM_S)
         self._issued = 0  # operations before the last update
@@ -395,13 +397,6 @@ class StepPairing:
         return None
 
 
-# Where ledgers and verdicts lie.
-
-
-def _scratch(name: str) -> Path:
-    return Path(tempfile.gettempdir()) / f"paceline-{os.getuid()}" / name
-
-
 def _make_private(folder: Path) -> None:
     """Makes a folder that nobody else can enter; raises OSError where somebody else has made the one above it."""
     above = folder.parent
@@ -414,14 +409,3 @@ def _make_private(folder: Path) -> None:
         if readers and all(each is not None and look_at_process(each.pid) is None for each in readers):
             shutil.rmtree(other, ignore_errors=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-
-
-def _verdict_folder() -> Path:
-    script = Path(sys.argv[0] or "loop").absolute()
-    name = script.parent.name if script.stem == "__main__" else script.stem
-    return Path.cwd() / "runs" / (name or "loop")
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")
-    sys.stderr.flush()

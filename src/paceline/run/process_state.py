@@ -47,8 +47,9 @@ def look_at_process(pid: int) -> ProcessState | None:
     if state in "ZX":
         return None
     halted = ""
-    if state == "T":
-        halted = f"stopped ({_signal_name(int(fields[-1]))})"
+    if state == "T":  # the system hides the signal that stopped it from other users, who see 0
+        number = int(fields[-1])
+        halted = f"stopped ({signal.Signals(number).name if number in set(signal.Signals) else 'SIGSTOP'})"
     elif state == "t":
         halted = f"held by a debugger{_tracer(pid)}"
     elif state in "SD":
@@ -69,11 +70,6 @@ def _ask_psutil(pid: int) -> ProcessState | None:
     return ProcessState(halted="stopped (SIGSTOP)" if status == psutil.STATUS_STOPPED else "")
 
 
-def _signal_name(number: int) -> str:
-    """Names the signal that stopped a process; the system hides it from other users, who see 0."""
-    return signal.Signals(number).name if number in set(signal.Signals) else "SIGSTOP"
-
-
 def _tracer(pid: int) -> str:
     with contextlib.suppress(OSError, StopIteration, ValueError):
         status = (_PROC / str(pid) / "status").read_text().splitlines()
@@ -87,18 +83,16 @@ def _frozen(pid: int) -> str:
     with contextlib.suppress(OSError, ValueError):
         for line in (_PROC / str(pid) / "cgroup").read_text().splitlines():
             number, controllers, name = line.split(":", 2)
+            inner = name.lstrip("/")
             if number == "0":
-                where = next((each for each in (_CGROUPS, _CGROUPS / "unified") if _file(each, name).exists()), None)
-                is_frozen = where is not None and "frozen 1" in _file(where, name).read_text()
+                roots = (_CGROUPS, _CGROUPS / "unified")
+                events = next((path for root in roots if (path := root / inner / "cgroup.events").exists()), None)
+                is_frozen = events is not None and "frozen 1" in events.read_text()
             elif controllers == "freezer":
-                state = _CGROUPS / "freezer" / name.lstrip("/") / "freezer.state"
+                state = _CGROUPS / "freezer" / inner / "freezer.state"
                 is_frozen = state.exists() and state.read_text().strip() != "THAWED"
             else:
                 continue
             if is_frozen:
                 return f"frozen (cgroup {name})"
     return ""
-
-
-def _file(root: Path, name: str) -> Path:
-    return root / name.lstrip("/") / "cgroup.events"

@@ -155,15 +155,11 @@ def _rank_main(
     try:
         function, args = pickle.loads(task)  # nosec B301  # from the parent
         result = function(connect("gloo", device="cpu"), *args)
-        _send(sender, (True, result))
+        # Plain pickle: multiprocessing's own would pass tensors as shared memory, which dies with this process.
+        sender.send_bytes(pickle.dumps((True, result)))
         disconnect()
     except BaseException as error:
-        _send(sender, (False, (_portable(error), traceback.format_exc())))
-
-
-def _send(sender: Connection, value: Any) -> None:
-    # Plain pickle: multiprocessing's own would pass tensors as shared memory, which dies with this process.
-    sender.send_bytes(pickle.dumps(value))
+        sender.send_bytes(pickle.dumps((False, (_portable(error), traceback.format_exc()))))
 
 
 def _portable(error: BaseException) -> BaseException:

@@ -21,7 +21,6 @@ import torch
 from paceline import __version__
 from paceline.cluster.devices import Peaks, find_peaks
 from paceline.config import why_not_sharded
-from paceline.health.straggler import Straggler
 from paceline.records.records import (
     EndRecord,
     EndStatus,
@@ -71,20 +70,15 @@ def end_record(status: EndStatus, step: int, seconds: float, message: str = "") 
     return EndRecord(status=status, step=step, seconds=seconds, message=message, time=time.time())
 
 
-def note_straggler(folder: Path, rank: int, found: Straggler) -> None:
-    """Adds that a rank is late to the records of a rank that is still writing them; nothing where it has none yet."""
-    _append_event(folder, rank, "straggler", found.to_json())
-
-
 def note_clock(folder: Path, ranks: Sequence[int], ahead_s: float) -> bool:
     """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it could.
 
     Steps of several hosts can be laid beside one another by it.
     """
-    return _append_event(folder, ranks[0], "clock", {"ahead_s": round(ahead_s, 6), "ranks": list(ranks)})
+    return append_event(folder, ranks[0], "clock", {"ahead_s": round(ahead_s, 6), "ranks": list(ranks)})
 
 
-def _append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> bool:
+def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> bool:
     """Adds an event to the records of a rank that is still writing them; says whether there were any.
 
     One write at the end of the file, which is where the rank writes too: lines stay whole. A full disk is left alone.

@@ -34,6 +34,7 @@ from torch.distributed.elastic.rendezvous import (
 from paceline.comm.control.server import ControlServer, Hosts, private_server
 from paceline.comm.control.store import ControlClient, ControlStore
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
+from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.agreement import HostFacts, agree, refusal_of, refuse
 from paceline.run.console import say
@@ -66,7 +67,8 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
             made.variables = {SECRET_FILE: str(secret_file)}
             yield made
             return
-        address, own, secret = Address(nodes.host, nodes.port), _own_name(), lambda: secret_of(os.environ)
+        own = f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"
+        address, secret = Address(nodes.host, nodes.port), lambda: secret_of(os.environ)
         hosts = Hosts(least=nodes.least, most=nodes.most, last_call_s=LAST_CALL_S)
         try:
             listener = listen(address)
@@ -174,6 +176,10 @@ class Rendezvous(RendezvousHandler):
         keys = [f"ended/{number}" for number in range(1, self._round + 1)]
         return [self._store.get(each).decode() for each in keys if self._store.check([each])]
 
+    def side_channel(self) -> SideChannel:
+        """Returns a way for texts between the hosts of this round."""
+        return SideChannel(ControlStore(self._client, prefix=f"watch/{self._round}/"), "")
+
     def is_told(self) -> bool:
         """Says whether a host has told how this round ended."""
         return self._store.check([f"ended/{self._round}"])
@@ -258,7 +264,3 @@ def _explained(ask: Callable[..., Any], *details: Any, **options: Any) -> Any:
         return ask(*details, **options)
     except (CommunicationError, TimeoutError) as error:
         raise RendezvousConnectionError(str(error) or "the other hosts did not come") from error
-
-
-def _own_name() -> str:
-    return f"{socket.gethostname()}/{os.getpid()}/{secrets.token_hex(4)}"

@@ -20,10 +20,11 @@ from paceline.run.folder import RunFolder
 from paceline.run.location import how_to_continue
 from paceline.run.notes import noted_processes
 from paceline.run.rank_process import end_groups
+from paceline.run.signals import polling
 
 if TYPE_CHECKING:
     from paceline.run.nodes import Nodes
-    from paceline.search.choice import Choice
+    from paceline.search.automatic import Choice
 
 _LOOK_S = 1.0  # at whether the folder is still there
 
@@ -125,8 +126,6 @@ def clearing_saves(folder: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _ending_without(claimed: RunFolder) -> Iterator[None]:
     """Ends the ranks of this process when their folder is removed: what they would still compute has no place."""
-    from paceline.run.polling import polling
-
     ranks: dict[int, int] = {}
 
     def look(_: object) -> bool:

@@ -134,6 +134,31 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 @contextlib.contextmanager
+def polling(
+    look: Callable[[threading.Event], bool], *, every_s: float, name: str, patience_s: float | None = None
+) -> Iterator[None]:
+    """Calls ``look`` in a thread every ``every_s`` seconds, until it returns True or the block is left.
+
+    The event that ``look`` gets is set when the block is left. A call that is under way then is waited for, at most
+    ``patience_s`` seconds; None: until it is done.
+    """
+    is_left = threading.Event()
+
+    def follow() -> None:
+        while not is_left.wait(every_s):
+            if look(is_left):
+                return
+
+    thread = threading.Thread(target=follow, name=name, daemon=True)
+    try:
+        start_thread(thread)
+        yield
+    finally:
+        is_left.set()
+        thread.join(timeout=patience_s)
+
+
+@contextlib.contextmanager
 def interrupts_withheld() -> Iterator[None]:
     """Keeps Ctrl-C in a terminal from processes that are started in the block: whoever starts them ends them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))

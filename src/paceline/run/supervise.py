@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from paceline.config import Config, check_ranks, dump_yaml, load_config
 from paceline.errors import CheckpointError, CommunicationError, ConfigError, LaunchError
-from paceline.health.diagnosis import Diagnosis, EndedAttempt, FailedAttempt, Stop, after_failure
+from paceline.health.diagnosis import FailedAttempt, Stop, after_failure
 from paceline.run.console import say
 from paceline.run.failure import RunFailedError
 from paceline.run.folder import change_config, config_of, read_plan
@@ -31,54 +31,48 @@ from paceline.run.rendezvous import HostsChangedError
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
-    from paceline.config.sections import RecoveryConfig
 
 
 def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None:
     """Runs attempts until one is done. Raises the last one's error, with the reason why there is no other."""
     policy, folder = config.recovery, location.folder
     own = _line(location.checkpoint)
-    command = _command(launcher, location.checkpoint)
+    command = rank_command(launcher, location.checkpoint)
     while True:
-        ended: EndedAttempt | None = None
+        ended: FailedAttempt | None = None
         try:
             launcher.start(command)
             return
         except HostsChangedError:
             pass
         except RunFailedError as error:
-            ended = _ended(error.diagnosis, folder, policy)
+            is_asked = error.diagnosis.cause.kind == "out_of_memory" and policy.on_oom == "halve"
+            can_halve = not is_asked or _halved(folder) is not None
+            ended = FailedAttempt.of(error.diagnosis, read_progress(folder), can_halve=can_halve)
         failed, has_failed, is_ours = _settled(launcher, ended)
-        decision = after_failure(policy, [each.attempt for each in failed]) if has_failed else None
+        decision = after_failure(policy, failed) if has_failed else None
         if not folder.is_dir():
             decision = Stop(reason="not started again: its folder is gone")
         if isinstance(decision, Stop):
-            raise RunFailedError(failed[-1].diagnosis, decision)
+            raise _stopped(failed[-1], decision)
         if decision is not None and decision.halves_microbatch and is_ours:
             halve_microbatch(folder)
         checkpoint, where = location.checkpoint, "from the newest checkpoint"
         if not launcher.has_others:
             checkpoint, where = _starting_point(config, folder, location.checkpoint, own)
-        command = _command(launcher, checkpoint)
+        command = rank_command(launcher, checkpoint)
         if decision is None:
             say(f"hosts have come or gone; restarting {where}")
             continue
-        what, of = str(failed[-1].attempt), policy.max_restarts
+        what, of = str(failed[-1]), policy.max_restarts
         command += ["--restart", json.dumps({"number": decision.number, "of": of, "reason": what})]
-        ranks = "" if launcher.has_others else f"{_ranks(config)} "
+        count, kind = config.parallel.ranks, "virtual " if config.comm.backend == "virtual" else ""
+        ranks = "" if launcher.has_others else f"{count} {kind}rank{'s' if count != 1 else ''} "
         smaller = " with half the microbatch" if decision.halves_microbatch else ""
         say(f"{what}; restarting {ranks}{where}{smaller} (restart {decision.number} of {of})")
 
 
-def _ended(diagnosis: Diagnosis, folder: Path, policy: RecoveryConfig) -> EndedAttempt:
-    """Returns what this launcher knows of an attempt that failed."""
-    is_asked = diagnosis.cause.kind == "out_of_memory" and policy.on_oom == "halve"
-    can_halve = not is_asked or _halved(folder) is not None
-    attempt = FailedAttempt.from_failure(diagnosis.cause, read_progress(folder), can_halve=can_halve)
-    return EndedAttempt(attempt=attempt, diagnosis=diagnosis)
-
-
-def _settled(launcher: Launcher, ended: EndedAttempt | None) -> tuple[list[EndedAttempt], bool, bool]:
+def _settled(launcher: Launcher, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
     """Agrees with other hosts on how an attempt ended; see ``Launcher.settle``."""
     try:
         return launcher.settle(ended)
@@ -86,25 +80,19 @@ def _settled(launcher: Launcher, ended: EndedAttempt | None) -> tuple[list[Ended
         if ended is None:
             raise LaunchError(f"the run cannot go on: {error}") from error
         reason = "not started again: the launcher where hosts meet is gone"
-        raise RunFailedError(ended.diagnosis, Stop(reason=reason)) from error
+        raise _stopped(ended, Stop(reason=reason)) from error
 
 
-def _ranks(config: Config) -> str:
-    count = config.parallel.ranks
-    return f"{count} {'virtual ' if config.comm.backend == 'virtual' else ''}rank{'s' if count != 1 else ''}"
+def _stopped(attempt: FailedAttempt, end: Stop) -> RunFailedError:
+    assert attempt.diagnosis is not None  # every launcher tells it
+    return RunFailedError(attempt.diagnosis, end)
 
 
-def _command(launcher: Launcher, checkpoint: Path | None) -> list[str]:
-    """Returns what each rank runs; ranks of several hosts start from the newest checkpoint, and watch themselves."""
-    if not launcher.has_others:
-        return rank_command(launcher.folder, checkpoint)
-    return [*rank_command(launcher.folder, "auto"), "--self-watch"]
-
-
-def rank_command(folder: Path, checkpoint: Path | str | None) -> list[str]:
-    """Returns what each rank runs: a module and its arguments. ``auto`` stands for the run's newest checkpoint."""
-    command = ["paceline.run.worker", str(folder), "--launcher", str(os.getpid())]
-    return command if checkpoint is None else [*command, "--resume", str(checkpoint)]
+def rank_command(launcher: Launcher, checkpoint: Path | str | None) -> list[str]:
+    """Returns what each rank runs: a module and its arguments. Ranks of several hosts find the newest checkpoint."""
+    command = ["paceline.run.worker", str(launcher.folder), "--launcher", str(os.getpid())]
+    start = "auto" if launcher.has_others else checkpoint
+    return command if start is None else [*command, "--resume", str(start)]
 
 
 def halve_microbatch(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from paceline.errors import PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
-from paceline.run.attempt import RankRunner
+from paceline.run.attempt import RankRunner, StartTimes
 from paceline.run.console import say
 from paceline.run.decide import Decision, Participants, decide_run, show_decisions
 from paceline.run.folder import RunFolder
@@ -43,11 +43,9 @@ from paceline.run.rank_process import (
 )
 from paceline.run.records import end_records
 from paceline.run.result import RunOptions, RunResult, read_result
-from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
-from paceline.run.start_times import StartTimes
 from paceline.run.variables import set_variables
-from paceline.run.watch import watch_policy
+from paceline.run.watch import watch_itself, watch_policy
 
 _PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load torch first, is for runs of some length
 
@@ -124,7 +122,7 @@ def _run_rank(
 @contextlib.contextmanager
 def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
     """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
-    from paceline.run.sampling import sampling
+    from paceline.run.observe import sampling
     from paceline.run.tracking import tracking
 
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), node_ranks(config) or comm.size

@@ -39,7 +39,6 @@ _RANK_MODULES = (
     "paceline.train.survive.saving",
     "paceline.comm.torch_dist",
     "paceline.run.watch",
-    "paceline.run.self_watch",
     "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
 )
 _PATIENCE_S = 0.5
@@ -73,7 +72,25 @@ class WarmRanks:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.bind(str(self.address))
             listener.listen(1024)  # from here on clients may come: they wait until the server has loaded its modules
-            return _start(listener.fileno(), self.address, self._modules, self._threads)
+            number, threads = listener.fileno(), self._threads
+            told = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
+            return subprocess.Popen(
+                [
+                    sys.executable,
+                    "-u",
+                    "-m",
+                    "paceline.run.warm_server",
+                    str(self.address),
+                    str(number),
+                    *self._modules,
+                ],
+                # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
+                env={**os.environ, **allocator_variables(), **told, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[number],
+                start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone
+            )
 
     def _is_gone(self, consequence: str) -> bool:
         """Says whether the server has ended by itself, and tells the user."""
@@ -95,8 +112,8 @@ class WarmRanks:
 
 def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextManager[WarmRanks | None]:
     """Starts a server for the ranks of a config, if it asks for one; ``ranks``: those of this host, where given."""
-    threads = rank_threads(config, ranks)
-    return warm_ranks(_rank_modules(config), is_wanted=config.recovery.warm, threads=threads)
+    modules = [*_RANK_MODULES, *(["sklearn.datasets"] if config.data.kind == "digits" else [])]
+    return warm_ranks(modules, is_wanted=config.recovery.warm, threads=rank_threads(config, ranks))
 
 
 @contextlib.contextmanager
@@ -116,14 +133,6 @@ def warm_ranks(
         yield stack.enter_context(contextlib.closing(WarmRanks(address, modules, threads)))
 
 
-def _rank_modules(config: Config) -> list[str]:
-    """Returns what a rank of a config loads before its first step, besides the user's own code."""
-    modules = list(_RANK_MODULES)
-    if config.data.kind == "digits":
-        modules.append("sklearn.datasets")
-    return modules
-
-
 def rank_threads(config: Config, ranks: int | None = None) -> int | None:
     """Returns how many threads a rank of this host will compute with, before torch is there to tell of GPUs.
 
@@ -134,16 +143,3 @@ def rank_threads(config: Config, ranks: int | None = None) -> int | None:
         return parallel.threads
     count = ranks or (CPU_RANKS if parallel.ranks == "auto" else parallel.ranks)
     return max(1, len(detect.usable_cores()) // (1 if config.comm.backend == "virtual" else count))
-
-
-def _start(listener: int, address: Path, modules: Sequence[str], threads: int | None) -> subprocess.Popen[bytes]:
-    told = {} if threads is None else {"OMP_NUM_THREADS": str(threads)}
-    return subprocess.Popen(
-        [sys.executable, "-u", "-m", "paceline.run.warm_server", str(address), str(listener), *modules],
-        # Else torch may ask the driver for GPUs when it is loaded, after which no forked process can use one.
-        env={**os.environ, **allocator_variables(), **told, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        pass_fds=[listener],
-        start_new_session=True,  # Ctrl-C in a terminal goes to the launcher alone
-    )

@@ -1,57 +1,69 @@
-"""Watches ranks from outside: when they stop making progress, says why, and ends them.
+"""The watch: when ranks stop making progress, it says why, and ends them.
 
-A thread looks at the ledgers of the ranks some times a second. What it finds is judged by ``health/verdict.py``; the
-ranks are asked where they stand; the verdict goes to ``verdict.json`` and ``verdict.txt`` of the run's folder, to the
-log of every rank, and to the failures that the launcher tells; then the ranks are killed.
+A thread looks at the ledgers of a host's ranks some times a second. What it finds is judged by ``health/verdict.py``;
+the ranks are asked where they stand; the verdict is told (``told_verdicts.py``); then the ranks are killed. The
+operations themselves are read every two seconds, or when a rank stands still.
 
-A look costs microseconds a rank; the operations themselves are read every two seconds, or when a rank stands still.
+    in the launcher   of ranks that ``paceline train`` has started, on each host
+    in every rank     of another launcher (torchrun, Slurm), and of loops of one's own (``own_loop.py``)
+
+Of the threads in ranks of one host one leads: that of the lowest rank whose thread still runs, as a rank that never
+lets go of its interpreter has none. Hosts tell one another what their ranks do through a store, and only when all ranks
+of a host stand still; loops of one's own compare their steps there too (``pair_hosts.py``). The first verdict is
+everybody's, and each host ends its own ranks.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
-import logging
-import math
 import os
-import signal
-import socket
+import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from paceline.comm.ledger.communicator import LedgerCommunicator, ledger_clock
-from paceline.comm.ledger.file import NUM_RECORDS, LedgerReader, ledger_path
+from paceline.comm.ledger.file import HEARTBEAT, ledger_path
 from paceline.comm.ledger.ledger import Ledger
-from paceline.health.failure import Failure, failure_of_verdict, locate_death
-from paceline.health.lateness import Lateness, LatenessPolicy, RankLook
-from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, LedgerView, State
-from paceline.health.straggler import Straggler
-from paceline.health.verdict import HangLimits, HangVerdict, judge
-from paceline.run.logs import append_line
-from paceline.run.notes import noted_processes, read_failures, replace_file, write_failure
-from paceline.run.polling import polling
-from paceline.run.process_state import look_at_process
-from paceline.run.records import note_straggler
-from paceline.run.stacks import ask_for_stacks, dump_stacks_into, line_of_thread, stack_path
+from paceline.comm.meeting import join_store
+from paceline.comm.objects import broadcast_object, gather_objects
+from paceline.comm.side_channel import TIMEOUT_S, SideChannel
+from paceline.errors import CommunicationError
+from paceline.health.exit_codes import HUNG
+from paceline.health.ledger_text import views_from_text, views_to_text
+from paceline.health.ledger_view import LedgerView
+from paceline.health.straggler import Lateness, LatenessPolicy, Straggler
+from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
+from paceline.run.late_hosts import LateHosts
+from paceline.run.left_ranks import LeftRanks, left_key
+from paceline.run.nodes import host_name
+from paceline.run.pair_hosts import PairedHosts
+from paceline.run.rank_process import end_children, tell_agent
+from paceline.run.records import append_event, note_clock
+from paceline.run.seen_ranks import STILL_S, SeenRanks
+from paceline.run.signals import start_thread
+from paceline.run.stacks import dump_stacks_into, stack_path
+from paceline.run.told_verdicts import end_ranks, tell_verdict
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator
     from paceline.config import Config
 
-
-_STILL_S = 0.5  # a rank that has not moved for so long may be in a mismatch
 _LOOK_AT_ALL_S = 2.0
-_DEAD_S = 10.0  # the agent tells of dead ranks itself, and sooner, even on a host that is overrun
-_STEP_PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER)
 _PATIENT = 3.0  # times the longest standstill that ended by itself
-_MOSTLY = 0.5  # of the looks
-_MANY_PAGES = 50  # read from a disk in a second
+_BEAT_S = 2.5  # a thread that has not run for so long does not lead
+_ASK_S = 0.02
+_ANSWER_S, _LONGEST_ANSWER_S = 1.5, 10.0  # a host that lives answers within this
+_TAKES_OVER_S = 1.2  # until the next rank of a host leads, and has answered
+_UNHEARD = "its host is gone, stopped or cannot be reached"
+_STOPS_S = 10.0  # a look takes less, even where ranks are asked for their stacks
+_HOSTS_PERIODS = 5  # hosts compare times more seldom than ranks of one host
+_NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,100 +96,172 @@ def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
     return LedgerCommunicator(comm, ledger)
 
 
-class _ProcessSeen:
-    """What a rank's process does while the rank stands still."""
+def watch_itself(
+    comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
+) -> LedgerCommunicator:
+    """Lets ranks keep a ledger and watch themselves, in a thread of each; all ranks call it.
 
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.halted = ""
-        self.halted_s = 0.0
-        self._gone_s: float | None = None
-        self._still_s = 0.0  # since when it is looked at
-        self._num_looks = self._num_blocked = self._page_faults = 0
-        self._faults_a_s = 0.0
-
-    def moves(self) -> None:
-        """Notes that the rank has made progress."""
-        self.halted, self._gone_s, self._num_looks = "", None, 0
-
-    def look(self, now: float) -> None:
-        """Looks at the process, of which nothing else is heard."""
-        found = look_at_process(self.pid) if self._gone_s is None else None
-        if found is None:
-            self.halted, self._gone_s = "", now if self._gone_s is None else self._gone_s
-            return
-        if not self._num_looks:
-            self._still_s, self._num_blocked, self._page_faults = now, 0, found.page_faults
-        self._num_looks += 1
-        self._num_blocked += found.is_blocked
-        if found.halted != self.halted:
-            self.halted, self.halted_s = found.halted, now
-        self._faults_a_s = (found.page_faults - self._page_faults) / max(1.0, now - self._still_s)
-
-    def is_dead(self, now: float) -> bool:
-        return self._gone_s is not None and now - self._gone_s >= _DEAD_S
-
-    @property
-    def blocked(self) -> str:
-        """What the system does for it most of the time; empty where it does nothing special."""
-        if not self._num_looks or self._gone_s is not None:
-            return ""
-        if self._faults_a_s >= _MANY_PAGES:
-            return f"its memory is swapped out ({self._faults_a_s:.0f} pages a second come from the disk)"
-        if self._num_blocked >= _MOSTLY * self._num_looks:
-            return "in a wait that no signal ends (state D): a disk, a file server or a device does not answer"
-        return ""
+    Without a policy they only keep the ledger. ``host`` is this host's name.
+    """
+    comm = keep_ledger(comm, folder)
+    if policy is not None and comm.size > 1:
+        start_watch(comm, folder, policy, host=host)
+    return comm
 
 
-class _RankSeen:
-    def __init__(self, reader: LedgerReader, now: float) -> None:
-        self.reader = reader
-        self.pulse = reader.pulse()
-        self.process = _ProcessSeen(reader.pid)
-        self.changed_s = now
+def start_watch(
+    comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, host: str | None = None, told: Path | None = None
+) -> Watch:
+    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it.
 
-    def look(self, now: float) -> float:
-        """Notes whether anything changed; returns how long it had not, if so."""
-        pulse = self.reader.pulse()
-        if pulse == self.pulse:
-            if now - self.changed_s >= _STILL_S:
-                self.process.look(now)
-            return 0.0
-        still_s, self.pulse, self.changed_s = now - self.changed_s, pulse, now
-        self.process.moves()
-        return still_s
-
-    def view(self, now: float, host: str) -> LedgerView:
-        """Returns what it says and does; a rank that left its ledger open and its process is dead after a while."""
-        process = self.process
-        state: State = "dead" if not self.pulse.is_finished and process.is_dead(now) else "running"
-        view = self.reader.view(state=state, changed_s=self.changed_s, host=host)
-        return replace(view, halted=process.halted, halted_s=process.halted_s, blocked=process.blocked)
+    The verdict goes into the folder ``told``, if that is another one.
+    """
+    own = host or host_name()
+    hosts: dict[str, list[int]] = {}
+    for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):
+        hosts.setdefault(name, []).append(rank)
+    run = broadcast_object(comm, f"{time.time_ns()}")
+    channel = None
+    if len(hosts) > 1:
+        channel = SideChannel(join_store(TIMEOUT_S), run, farewell=left_key(0))
+    watch = Watch(folder, hosts, policy, host=own, channel=channel, ledger=comm.ledger, told=told)
+    watch.observe(time.monotonic())  # all ledgers are there by now, and steps may be fast
+    watch.start()
+    return watch
 
 
-class Watch:
-    """Looks at the ledgers of some ranks, and finds a verdict at most once."""
+class Watch(SeenRanks):
+    """Watches the ranks of this host, and exchanges verdicts with other hosts.
 
-    def __init__(self, folder: Path, ranks: Iterable[int], policy: WatchPolicy) -> None:
-        self._folder = folder
-        self._numbers = tuple(ranks)
-        self._policy = policy
-        self._ranks: dict[int, _RankSeen] = {}
-        self._early: dict[int, _ProcessSeen] = {}  # ranks that have no ledger yet
-        self._looked_at_all_s = self._compared_s = 0.0
-        self.lateness: Lateness | None = Lateness(policy.late)  # None: somebody else compares, by ``rank_looks``
-        self.straggler: Straggler | None = None  # found by the last look
-        self._longest_s = 0.0
+    ``hosts`` are the ranks of every host by its name; ``host`` is this one's. ``ledger`` is that of the rank which
+    watches; None: a launcher does. ``named``: what this host is called, where ``hosts`` have numbers in place of names.
+    A verdict goes into the folder ``told``; None: into ``folder``.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        hosts: Mapping[str, Sequence[int]],
+        policy: WatchPolicy,
+        *,
+        host: str,
+        channel: SideChannel | None = None,
+        ledger: Ledger | None = None,
+        named: str = "",
+        told: Path | None = None,
+    ) -> None:
+        super().__init__(folder, hosts[host], host)
+        self.hosts, self.channel, self.told = hosts, channel, told
+        self.paired: PairedHosts | None = None  # in a loop of the user's own, on the first rank of one of several hosts
+        self.left: LeftRanks | None = None  # in a loop of the user's own, on several hosts
+        self._policy, self._ledger = policy, ledger
+        self._own = None if ledger is None else ledger.reader()
+        self._names = {host: named} if named else {each: each for each in hosts}
         self._suspect: HangVerdict | None = None
-        self.last_views: list[LedgerView] = []  # with the lines where ranks stand, once there was a verdict
-        self._host = socket.gethostname()
+        self._last_views: list[LedgerView] = []  # with the lines where ranks stand, once there was a verdict
+        self._looked_at_all_s = self._compared_s = 0.0
+        self._lateness = Lateness(policy.late)
+        self._late_hosts: LateHosts | None = None
+        if channel is not None:
+            period_s = _HOSTS_PERIODS * policy.compare_s
+            self._late_hosts = LateHosts(channel, host, tuple(hosts), self.rank_looks, self._lateness, period_s)
+        self._beats: dict[int, tuple[int, float]] = {}
+        self._leads_now = ledger is None
+        self._published_s: float | None = None
+        self._heard: dict[str, tuple[str, float]] = {}  # what hosts answered last, and when
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
+
+    # Its life: a thread.
+
+    def start(self) -> None:
+        """Starts the thread that follows the ranks until this process ends, or ``stop`` is called."""
+        start_thread(self._thread)
+        atexit.register(self.stop)
+
+    def stop(self) -> None:
+        """Ends the threads of this watch, which must not be inside torch when the interpreter ends. Safe twice."""
+        if self.channel is not None:
+            self.channel.close()
+        self.end_thread()
+        atexit.unregister(self.stop)
+
+    def leave(self) -> None:
+        """Stops, and says to other hosts that this rank has left its loop as it should."""
+        self.end_thread()
+        if self.left is not None and self._own is not None:
+            now = time.monotonic()
+            self.left.leave(self._own.view(changed_s=now, host=self.host), now)
+        self.stop()
+
+    def end_thread(self) -> None:
+        """Stops to look at the ledgers."""
+        self._is_over.set()
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=_STOPS_S)
+
+    def _follow(self) -> None:
+        """Looks at the ledgers until there is a verdict, which ends the ranks."""
+        if self.channel is not None:
+            with contextlib.suppress(CommunicationError):
+                self.channel.publish(f"name/{self.host}", self._names[self.host])
+        ahead_s = None  # of the clock, until it is in the records
+        if self._late_hosts is not None and (self._own is None or self._own.rank == self.hosts[self.host][0]):
+            ahead_s = self._late_hosts.compare_clocks()
+        while not (self._own is not None and self._own.pulse().is_finished):
+            if self._is_over.wait(self._policy.every_s):
+                return
+            if self._ledger is not None:
+                self._ledger.cells[HEARTBEAT] += 1
+            # The store went with its owner: the launcher will tell. Files: the next look may open them.
+            with contextlib.suppress(CommunicationError, OSError):
+                if ahead_s is not None and self._has_noted_clock(ahead_s):
+                    ahead_s = None
+                verdict = self.look()
+                if verdict is not None and not self._is_over.is_set():
+                    self._end(verdict)
+                    return
+                late = None if self._late_hosts is None or not self._leads_now else self._late_hosts.look()
+                if late is not None:
+                    self._tell_late(late)
+
+    def _has_noted_clock(self, ahead_s: float) -> bool:
+        """Writes how far this host's clock is ahead behind the first step of this attempt; says when that is done."""
+        if self.told is not None:  # a loop of the user's own has no records
+            return True
+        has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
+        return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
+
+    # What it sees.
 
     def look(self) -> HangVerdict | None:
-        """Looks once. A verdict is found only where two looks agree: a record may have been half written."""
+        """Looks once at the ledgers; of several threads on a host only the leader does."""
         now = time.monotonic()
+        self._leads_now = self._own is None or self._leads(now, self._own.rank)
+        if not self._leads_now:
+            self.observe(now)  # it may lead soon, and then knows since when ranks stand still
+            return None
+        is_told = self._published_s is not None and self.stands_still(now)
+        found = None if is_told else self._look_here(now)
+        if self.channel is None:
+            return found
+        try:
+            if self.left is not None:
+                self.left.look(now)
+                if self.left.is_store_gone:
+                    self._late_hosts = None
+                    return None if found is None else self.left.explain(self._last_views, now)
+            if found is None and self.paired is not None:
+                found = self.paired.look(now)
+                found = None if found is None else replace(found, states=tuple(self.states()))
+            return self._with_others(self.channel, found, now)
+        except CommunicationError:
+            return self._cut_off() if found is not None or is_told else None
+
+    def _look_here(self, now: float) -> HangVerdict | None:
+        """Judges the ranks of this host. A verdict needs two looks that agree: a record may have been half written."""
         self.observe(now)
-        is_still = any(now - rank.changed_s >= _STILL_S for rank in self._ranks.values()) or bool(self._early)
-        self.straggler = None
+        is_still = any(now - rank.changed_s >= STILL_S for rank in self._ranks.values()) or bool(self._early)
         is_due = now - self._compared_s >= self._policy.compare_s
         if not is_still and not is_due and now - self._looked_at_all_s < _LOOK_AT_ALL_S:
             return None
@@ -185,70 +269,18 @@ class Watch:
         views = self.views(now)
         if is_due:
             self._compared_s = now
-            looks = self._looks(views)
-            if looks and self.lateness is not None:
-                self.straggler = self.lateness.look(looks)
+            looks = self._looks(views) if self._late_hosts is None else []
+            late = self._lateness.look(looks) if looks else None
+            if late is not None:
+                self._tell_late(late)
         limits = self._limits()
         found = judge(views, now, limits)
         suspect, self._suspect = self._suspect, found
         if found is None or suspect is None or suspect.kind != found.kind:
             return None
         # With the limits of before: a rank that gives up while it is asked would make them longer.
-        self.last_views = self.with_lines(self.views(now))
-        return judge(self.last_views, now, limits) or found
-
-    def observe(self, now: float) -> None:
-        """Notes which ranks have moved, and what the processes of the others do."""
-        self._find_ledgers(now)
-        for rank in self._ranks.values():
-            was_in_step = rank.pulse.phase in _STEP_PHASES and rank.pulse.step > 0
-            still_s = rank.look(now)
-            if was_in_step:
-                self._longest_s = max(self._longest_s, still_s)
-        for process in self._early.values():
-            process.look(now)
-
-    def views(self, now: float) -> list[LedgerView]:
-        """Returns what all ranks say and do; of those without a ledger, the ones that are stopped."""
-        early = [
-            LedgerView(
-                rank=number,
-                pid=process.pid,
-                host=self._host,
-                halted=process.halted,
-                halted_s=process.halted_s,
-                changed_s=process.halted_s,
-                has_joined=False,
-            )
-            for number, process in self._early.items()
-            if process.halted
-        ]
-        return [*(rank.view(now, self._host) for rank in self._ranks.values()), *early]
-
-    def rank_looks(self) -> list[RankLook]:
-        """Returns what is needed to compare ranks, with all operations that their ledgers keep; none before all run."""
-        return self._looks([rank.reader.view(last=NUM_RECORDS) for rank in self._ranks.values()])
-
-    def stands_still(self, now: float) -> bool:
-        """Says whether no rank has made progress since the last look."""
-        return all(rank.reader.pulse() == rank.pulse and rank.changed_s < now for rank in self._ranks.values())
-
-    def still_s(self, now: float) -> float:
-        """Returns for how long no rank has made progress."""
-        return min((now - rank.changed_s for rank in self._ranks.values()), default=0.0)
-
-    def heartbeats(self) -> dict[int, int]:
-        """Returns how often each rank's own watch has looked, where ranks have one."""
-        self._find_ledgers(time.monotonic())
-        return {number: rank.reader.heartbeat for number, rank in self._ranks.items()}
-
-    def readers(self) -> list[LedgerReader]:
-        return [rank.reader for rank in list(self._ranks.values())]
-
-    def processes(self) -> dict[int, int]:
-        """Returns the process of each rank that is known of."""
-        early = {number: process.pid for number, process in self._early.items()}
-        return early | {number: rank.reader.pid for number, rank in sorted(self._ranks.items())}
+        self._last_views = self.with_lines(self.views(now))
+        return judge(self._last_views, now, limits) or found
 
     def _limits(self) -> HangLimits:
         """Returns the limits, longer where steps have shown to be long."""
@@ -256,143 +288,135 @@ class Watch:
         step_s = max(asked.step_s, _PATIENT * self._longest_s)
         return replace(asked, step_s=step_s, stopped_s=asked.step_s if asked.stopped_s is None else asked.stopped_s)
 
-    def _looks(self, views: list[LedgerView]) -> list[RankLook]:
-        """Returns what is needed to compare ranks; none before all have been seen, or once one is done."""
-        if len(self._ranks) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
-            return []
-        return [RankLook(view=view, times=self._ranks[view.rank].reader.times()) for view in views]
+    def states(self) -> list[RankState]:
+        """Returns what the ranks of this host do, for the details of a verdict."""
+        now = time.monotonic()
+        self.observe(now)
+        return [state_of(view, now) for view in sorted(self.views(now), key=lambda view: view.rank)]
 
-    def _find_ledgers(self, now: float) -> None:
-        if len(self._ranks) == len(self._numbers):
+    def _leads(self, now: float, own: int) -> bool:
+        """Says whether the watches of all lower ranks on this host have stopped."""
+        for rank, beat in self.heartbeats().items():
+            before, since_s = self._beats.get(rank, (-1, now))
+            self._beats[rank] = (beat, now if beat != before else since_s)
+        lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < own)
+        return all(now - since_s >= _BEAT_S for since_s in lower)
+
+    # What it tells, and how it ends ranks.
+
+    def tell(self, verdict: HangVerdict) -> None:
+        """Writes a verdict where it is looked for, a rank also to standard error; in an own loop, the first counts."""
+        where = self.folder if self.told is None else self.told
+        if self.told is not None and (where / "verdict.txt").exists():
             return
-        noted = noted_processes(self._folder)
-        for number in self._numbers:
-            if number not in self._ranks:
-                reader = LedgerReader.open(ledger_path(self._folder, number))
-                if reader is not None:
-                    self._ranks[number] = _RankSeen(reader, now)
-                    self._early.pop(number, None)
-                elif number in noted and number not in self._early:
-                    self._early[number] = _ProcessSeen(noted[number])
+        where.mkdir(parents=True, exist_ok=True)
+        tell_verdict(where, verdict, () if self.told is not None else self.processes())
+        if self._ledger is not None:
+            sys.stderr.write(f"paceline: {verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}\n")
+            sys.stderr.flush()
 
-    def with_lines(self, views: Sequence[LedgerView]) -> list[LedgerView]:
-        """Asks ranks at which line they stand, and returns their views with it."""
-        # Virtual ranks share a process; one that is stopped cannot answer.
-        asked = {view.pid for view in views if view.rank in self._ranks and not view.halted}
-        texts = ask_for_stacks((pid, stack_path(self._folder, pid)) for pid in sorted(asked))
-        found = []
-        for view in views:
-            rank = self._ranks.get(view.rank)
-            line = "" if rank is None else line_of_thread(texts.get(view.pid, ""), rank.reader.thread)
-            if view.phase == DATA and view.waits_in is None:
-                line = self._line_of_worker(view) or line
-            found.append(replace(view, stands_at=line))
-        return found
+    def _tell_late(self, found: Straggler) -> None:
+        append_event(self.folder, self.hosts[self.host][0], "straggler", found.to_json())
+        if self._ledger is not None:
+            sys.stderr.write(f"paceline: {found}\n")
+            sys.stderr.flush()
 
-    def _line_of_worker(self, view: LedgerView) -> str:
-        """Returns where a loader worker of a rank stands in the user's code, if one was forked from it."""
-        path = stack_path(self._folder, view.pid)
-        with contextlib.suppress(psutil.Error):
-            for child in psutil.Process(view.pid).children():
-                state = look_at_process(child.pid)
-                if state is not None and state.halted:
-                    return f"a loader worker (process {child.pid}) that is {state.halted}"
-                texts = ask_for_stacks([(child.pid, path)], patience_s=0.3)
-                line = line_of_thread(texts.get(child.pid, ""), -1)
-                if line and not line.startswith("paceline/"):
-                    return line
-        return ""
+    def _end(self, verdict: HangVerdict) -> None:
+        """Ends the ranks of this host; one that watches leaves with the code that says why."""
+        with contextlib.suppress(OSError):  # of a disk that is full
+            self.tell(verdict)
+        if self.channel is not None:
+            self._wait_for_others(self.channel)
+        end_ranks(self.folder, verdict, self.processes())
+        if self._ledger is not None:
+            tell_agent(verdict.sentence, verdict.to_text(), time.time())
+            end_children()
+            os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock
 
+    # What it has to do with other hosts.
 
-@contextlib.contextmanager
-def watching(folder: Path, ranks: Iterable[int], policy: WatchPolicy | None) -> Iterator[None]:
-    """Watches ranks that this process started while the block runs; without a policy it does not.
-
-    Where they hang, they are killed, and have left a failure with the verdict for their launcher.
-    """
-    numbers = tuple(ranks)
-    if policy is None:
-        yield
-        return
-    watch = Watch(folder, numbers, policy)
-
-    def look(is_left: threading.Event) -> bool:
+    def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
+        """Tells other hosts that this one makes no progress, and judges when none does."""
+        for host in self.hosts.keys() - self._names.keys():
+            if name := channel.read(f"name/{host}"):
+                self._names[host] = name
+        told = channel.read("verdict")
+        if told:
+            return HangVerdict.from_json(json.loads(told))
+        if found is not None and found.kind in ("mismatch", "stopped"):
+            channel.publish("verdict", json.dumps(found.to_json()))
+            return found
+        if found is None:
+            if self._published_s is not None and not self.stands_still(now):
+                channel.publish(f"host/{self.host}", "")
+                self._published_s = None
+            if self._published_s is None:
+                if channel.read("asked"):
+                    channel.publish(f"lives/{self.host}", repr(now))
+                self._ask_others(channel, now)
+                return None
+        elif self._published_s is None:
+            self._published_s = now
+            channel.publish(f"host/{self.host}", views_to_text(self._last_views, now))
+        self._ask_others(channel, now)
+        views: dict[str, list[LedgerView]] = {}  # of hosts whose ranks stand still or have left
+        for host in self.hosts:
+            text = channel.read(f"host/{host}")
+            has_left = not text and self.left is not None and host != self.host
+            views[host] = self.left.of_host(host, now) if has_left and self.left else views_from_text(text or "[]", now)
+        silent = [host for host, found_there in views.items() if not found_there]
         verdict = None
-        with contextlib.suppress(OSError):  # no file can be opened now: the next look may
-            verdict = watch.look()
-        if watch.straggler is not None:
-            note_straggler(folder, min(numbers), watch.straggler)
-        if verdict is None or is_left.is_set():
-            return False
-        end_ranks(folder, verdict, watch.processes())
-        return True
+        if not silent:
+            verdict = judge([view for each in views.values() for view in each], now, _NO_LIMIT)
+        else:
+            limit_s = self._policy.limits.step_s
+            patience_s = max(_ANSWER_S, min(_LONGEST_ANSWER_S, limit_s / 4))
+            is_late = self.still_s(now) > _BEAT_S + _TAKES_OVER_S  # else another rank there may answer soon
+            mute = [host for host in silent if is_late and now - self._heard[host][1] > patience_s]
+            if mute:
+                why = f"{_UNHEARD}, or no rank there lets its Python run"
+                verdict = self._without(mute, f"nothing is heard of {self._name(mute)}: {why}")
+            elif self._published_s is not None and now - self._published_s > limit_s + 2 * _BEAT_S:
+                verdict = self._without(silent, f"the ranks of {self._name(silent)} move, and do not come")
+        if verdict is not None:
+            channel.publish("verdict", json.dumps(verdict.to_json()))
+        return verdict
 
-    with polling(look, every_s=policy.every_s, name="watch", patience_s=10.0):
-        yield
+    def _wait_for_others(self, channel: SideChannel) -> None:
+        """Waits until every host has the verdict: the store may be a rank's, and ends with it."""
+        deadline = time.monotonic() + _ANSWER_S
+        with contextlib.suppress(CommunicationError):
+            channel.publish(f"has/{self.host}", "it")
+            while time.monotonic() < deadline and not all(channel.read(f"has/{host}") for host in self.hosts):
+                time.sleep(_ASK_S)
 
+    def _ask_others(self, channel: SideChannel, now: float) -> None:
+        """Asks other hosts whether they live, once this one has stood still for half of the limit."""
+        if self.still_s(now) < self._policy.limits.step_s / 2:
+            if self._heard:
+                channel.publish("asked", "")
+            self._heard = {}
+            return
+        channel.publish("asked", "do you live?")
+        for host in self.hosts:
+            text = channel.read(f"lives/{host}") if host != self.host else ""
+            before, since_s = self._heard.get(host, (text, now))
+            self._heard[host] = (text, now if text != before else since_s)
 
-def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int], *, is_told: bool = False) -> None:
-    """Writes a verdict to the run's folder and logs, if it is not told yet, and to failures; kills the ranks.
+    def _cut_off(self) -> HangVerdict:
+        """Says that the store, which is on the first host, does not answer this one."""
+        first = next(iter(self.hosts))
+        hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
+        return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
 
-    They are stopped first: none is to fail in its own words because another one is gone.
-    """
-    own = {os.getpid(), os.getpgrp()}
-    groups = {pid for pid in processes.values() if pid not in own}
-    _signal(groups, signal.SIGSTOP)
-    if not is_told:
-        tell_verdict(folder, verdict, processes)
-    _fail(folder, verdict, processes)
-    _signal(groups, signal.SIGKILL)
+    def _name(self, hosts: list[str]) -> str:
+        ranks = {self._names.get(host, f"host {host}"): ", ".join(map(str, self.hosts[host])) for host in hosts}
+        return ", ".join(f"{host} (rank{'' if each.isdecimal() else 's'} {each})" for host, each in ranks.items())
 
-
-def tell_verdict(folder: Path, verdict: HangVerdict, ranks: Iterable[int]) -> None:
-    """Writes a verdict into the run's folder, its log, and the log of every rank; a disk that is full is left alone."""
-    told = {**verdict.to_json(), "time": time.time(), "host": socket.gethostname()}
-    with contextlib.suppress(OSError):
-        replace_file(folder / "verdict.txt", verdict.to_text())
-        replace_file(folder / "verdict.json", json.dumps(told, indent=2) + "\n")
-    for name in ("run", *(f"rank-{rank}" for rank in ranks)):
-        append_line(folder / "logs" / f"{name}.log", "watch", logging.ERROR, verdict.to_text().rstrip())
-
-
-def note_mismatch(folder: Path, ranks: Iterable[int]) -> HangVerdict | None:
-    """Compares the ledgers of ranks that failed: if they had called different operations, that is the cause."""
-    if any(failure.kind == "hang" for failure in read_failures(folder)):
-        return None  # it is told already
-    readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in ranks}
-    now = time.monotonic()
-    views = [reader.view(changed_s=now) for reader in readers.values() if reader is not None]
-    verdict = judge(views, now, HangLimits(step_s=math.inf, setup_s=math.inf))  # however long they stood
-    if verdict is not None:
-        ranks = [view.rank for view in views]
-        tell_verdict(folder, verdict, ranks)
-        _fail(folder, verdict, ranks)
-    return verdict
-
-
-def _fail(folder: Path, verdict: HangVerdict, ranks: Collection[int]) -> None:
-    """Makes a verdict the failure of each rank."""
-    for rank in ranks:
-        with contextlib.suppress(OSError):  # the ranks must be ended all the same
-            write_failure(folder, failure_of_verdict(verdict, rank, folder / "verdict.txt"))
-
-
-def locate_deaths(folder: Path, failures: Iterable[Failure]) -> list[Failure]:
-    """Adds to the failures of ranks that were killed or left without a word where they were, as their ledgers say."""
-    found = []
-    for failure in failures:
-        reader = LedgerReader.open(ledger_path(folder, failure.rank)) if failure.cause in ("killed", "died") else None
-        if reader is not None:
-            failure, verdict = locate_death(failure, reader.view(last=1))
-            tell_verdict(folder, verdict, ())
-        found.append(failure)
-    return found
-
-
-def _signal(leaders: Iterable[int], number: int) -> None:
-    for pid in leaders:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(pid) == pid:
-                os.killpg(pid, number)
-            else:
-                os.kill(pid, number)
+    def _without(self, hosts: list[str], why: str) -> HangVerdict:
+        """Blames the ranks of other hosts, with what those of this one wait in."""
+        states = tuple(self.states())
+        own = "; ".join(f"rank {state.rank} {state.does}" for state in states)
+        ranks = sorted(rank for host in hosts for rank in self.hosts[host])
+        sentence = f"the ranks of {self._names[self.host]} stand still, and {why}; {own}"
+        return HangVerdict(kind="missing", ranks=tuple(ranks), sentence=sentence, states=states)

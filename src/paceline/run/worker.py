@@ -1,11 +1,10 @@
 """One rank of a run: what the launcher starts on each process.
 
-    python -m paceline.run.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT|auto] [--restart JSON] [--self-watch]
+    python -m paceline.run.worker RUN_FOLDER --launcher PID [--resume CHECKPOINT|auto] [--restart JSON]
 
 It reads the resolved config from the run's folder, joins the others, trains, and writes records. An error goes to
 ``logs/rank-<r>.error.json`` for the launcher, and to this rank's log. SIGTERM, SIGUSR1 and SIGUSR2 ask it to save and
-leave, together with the others; ``auto`` stands for the run's newest checkpoint, and the beginning without one. With
-``--self-watch`` the ranks watch themselves, as those of several hosts have several launchers.
+leave, together with the others; ``auto`` stands for the run's newest checkpoint, and the beginning without one.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.errors import RankFailedError
-from paceline.plan.plan import Plan
-from paceline.run.attempt import RankRunner
+from paceline.plan.plan import Plan, RunMachine
+from paceline.run.attempt import RankRunner, StartTimes
 from paceline.run.folder import config_of, read_plan
 from paceline.run.logs import rank_logs
 from paceline.run.notes import note_process
@@ -35,12 +34,9 @@ from paceline.run.rank_process import (
     node_ranks,
     redirect_output,
 )
-from paceline.run.self_watch import watch_itself
 from paceline.run.signals import hear_requests
-from paceline.run.start_times import StartTimes
 from paceline.run.warm_server import PARENT
-from paceline.run.watch import watch_policy
-from paceline.search.make_plan import RunMachine, decided_config, make_plan
+from paceline.search.make_plan import decided_config, make_plan
 
 
 def main() -> None:
@@ -49,7 +45,6 @@ def main() -> None:
     parser.add_argument("--launcher", type=int, required=True)
     parser.add_argument("--resume")
     parser.add_argument("--restart", type=json.loads)
-    parser.add_argument("--self-watch", action="store_true")
     arguments = parser.parse_args()
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     note_process(folder, rank, arguments.launcher)  # at once: whoever watches looks at the process
@@ -78,8 +73,6 @@ def main() -> None:
             machine = RunMachine(device=config.parallel.device, ranks=comm.size, node_ranks=node_ranks(config))
             plan = make_plan(config, machine, source=f"config, on {comm.size} ranks")
             config = decided_config(config, plan)
-        if arguments.self_watch:
-            comm = watch_itself(comm, folder, watch_policy(config))
         attempt.run(config, comm, plan=plan, resume=arguments.resume)
         disconnect()
     except BaseException as error:

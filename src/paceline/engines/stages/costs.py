@@ -26,7 +26,7 @@ from paceline.engines.stages.stages import drop_values
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.measured import measure_activations
-from paceline.predict.memory.parts import LayerCost
+from paceline.predict.memory.facts import LayerCost
 
 _OPERATIONS_PER_BYTE = 16.0
 _PLAIN = (bool, int, float, str, torch.dtype, NoneType)
