@@ -66,10 +66,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
 
 
 def parts_by_size(model: nn.Module) -> list[nn.Module]:
-    """Returns the parts of a model without blocks that are worth a second run each: modules that have layers inside.
-
-    Empty where it has fewer than two: to run the whole model again would save nothing.
-    """
+    """Returns the parts of a model without blocks that are worth a second run each: two or more, with layers."""
     inside = model
     while True:
         parts = [each for each in inside.children() if any(True for _ in each.parameters())]

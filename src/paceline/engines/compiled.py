@@ -40,10 +40,7 @@ _loading: list[threading.Thread] = []  # one at most
 
 
 def load_compiler() -> None:
-    """Starts to load torch's compiler, which takes seconds, in a thread: drawing weights leaves the interpreter free.
-
-    What is compiled next waits for it. Nothing that imports modules of torch should run until then.
-    """
+    """Starts to load torch's compiler, which takes seconds, in a thread; what is compiled next waits for it."""
 
     def load() -> None:
         with contextlib.suppress(Exception):  # whoever compiles says what is missing

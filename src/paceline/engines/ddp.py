@@ -27,7 +27,6 @@ from torch import nn
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.batchnorm import standing_in
 from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import ReplicaBucket
@@ -136,15 +135,11 @@ class DataParallel(ModuleEngine):
     def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
         return {} if self._masters is None else self._masters.fuse_cast()
 
-    def join_pass(self) -> None:
-        """Takes part in a pass of the other ranks, also in one of which this rank's forward has failed halfway."""
-        with standing_in(self.module):
-            if torch.is_grad_enabled():
-                self.join_backward()  # which shares buffers, where the forward has not come to it
-
     def join_forward(self) -> None:
-        if self.gradient_comm.size > 1 and torch.is_grad_enabled() and self._is_syncing and self.module.training:
-            self._share_buffers()  # as the others do in their forward
+        """Shares the buffers as the others do in their forward, unless one that failed halfway has done so."""
+        is_asked = torch.is_grad_enabled() and self._is_syncing and self.module.training
+        if self.gradient_comm.size > 1 and is_asked and not self._buffers.are_shared:
+            self._share_buffers()
 
     def join_backward(self) -> None:
         """Sends what the others wait for, without a backward of its own, and waits for what is under way."""

@@ -144,10 +144,7 @@ class Engine(ABC):
 
     @property
     def random_stream(self) -> int:
-        """Which stream of random numbers this rank draws from: one for each stage and share of the batch.
-
-        What tensor ranks do not split, they compute alike.
-        """
+        """Which stream of random numbers this rank draws from: ranks that compute the same draw the same."""
         return self.groups.pipeline.rank * self.gradient_comm.size + self.gradient_comm.rank
 
     @property

@@ -139,10 +139,7 @@ def _check_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def adopt_optimizer(
     engine: Engine, optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], state: Mapping[str, Any]
 ) -> None:
-    """Lets an optimizer of the module's parameters ``before`` update those of the engine: groups, settings and state.
-
-    ``state`` is the optimizer's own, taken before. A rank that has only some layers keeps the state of these.
-    """
+    """Lets an optimizer of the module's parameters ``before`` update those of the engine, with its own ``state``."""
     names = {id(parameter): name for name, parameter in before.items()}
     now = dict(engine.named_parameters())
     strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])

@@ -109,10 +109,7 @@ class GPT(nn.Module):
         return self.config.vocab_size
 
     def embed(self, tokens: Tensor, first: int = 0) -> Tensor:
-        """Returns the stream (batch, length, width) before the first block. Raises UsageError as ``forward`` does.
-
-        ``first`` is the place of the first token in its sequence.
-        """
+        """Returns the stream (batch, length, width) before the first block; ``first`` is the first token's place."""
         length = first + tokens.shape[1]
         if length > self.config.context:
             raise UsageError(
@@ -349,10 +346,7 @@ class Embedding(nn.Embedding):
 
 
 def document_starts(tokens: Tensor, end_token: int) -> Tensor:
-    """Returns for each token (batch, length) the place where its document begins; a document ends with its end token.
-
-    What a row begins with counts as a document, even if it is the rest of one.
-    """
+    """Returns for each token (batch, length) the place where its document begins; a row begins one in any case."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     is_first = F.pad(tokens[:, :-1] == end_token, (1, 0), value=True)
     return torch.where(is_first, places, 0).cummax(dim=1).values

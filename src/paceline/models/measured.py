@@ -53,11 +53,7 @@ class ActivationBytes:
 def measure_activations(
     model: nn.Module, loss: Callable[[nn.Module, Any], torch.Tensor], batch: Any, blocks: Sequence[nn.Module] = ()
 ) -> ActivationBytes:
-    """Runs one forward pass of ``loss(model, batch)`` and counts what autograd keeps.
-
-    A tensor counts once, where it is first saved. Raises what the model raises: on fake and meta tensors, among others
-    where it looks at values.
-    """
+    """Runs a forward pass of ``loss(model, batch)`` and counts what autograd keeps: a tensor once."""
     counter = _Counter(model)
     with contextlib.ExitStack() as stack:
         for block in blocks:

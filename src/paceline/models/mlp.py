@@ -43,6 +43,7 @@ class MLPClassifier(nn.Module):
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Returns the logits of each class."""
         return cast("Tensor", self.layers(self.flatten(inputs)))
 
     def pipeline_layers(self) -> tuple[PipelineLayer, ...]:

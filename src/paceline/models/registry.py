@@ -54,8 +54,8 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
     """Returns the repeated blocks of a model in order: what is compiled, checkpointed or sharded as one.
 
     A model says so with a method ``blocks()``. For others it is the ModuleList or Sequential with the most parameters
-    whose children, two or more, are all of one type and have parameters; without one, there are no blocks. A block is
-    called: for a dict or a list of modules, which has no forward, its parts are blocks.
+    whose children, two or more, are all of one type and have parameters. For a list of modules, which has no forward,
+    its parts are blocks.
     """
     blocks: object = getattr(model, "blocks", None)
     # Some models keep their blocks in an attribute of this name, and a Sequential is callable too.
@@ -86,19 +86,16 @@ def called_parts(name: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def model_ends(model: nn.Module) -> list[nn.Module]:
-    """Returns the layers before and after the blocks that may be sharded by themselves: none unless a model says so.
+    """Returns the layers before and after the blocks that may be sharded by themselves, as a method ``ends()`` says.
 
-    A model says so with a method ``ends()``, and so promises to call these modules: a weight that is read past its
-    module's call (tied, or in a loss) cannot be gathered for that call.
+    So a model promises to call these modules: a weight that is read past its module's call (tied, or in a loss) cannot
+    be gathered for that call.
     """
     return _ask(model, "ends")
 
 
 def model_apart(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules whose weights are read apart from their calls, as that of an embedding by a tied head.
-
-    A model says so with a method ``apart()``. Such a weight must be there for as long as the model runs.
-    """
+    """Returns the modules whose weights are read apart from their calls (by a tied head), as ``apart()`` says."""
     return _ask(model, "apart")
 
 

@@ -19,10 +19,7 @@ _MARK = "_paceline_unfilled"
 
 @contextlib.contextmanager
 def parameters_on_meta(**marks: Any) -> Iterator[None]:
-    """Lets modules that are built inside keep their parameters on the meta device; one thread builds at a time.
-
-    ``marks`` become attributes of these parameters.
-    """
+    """Lets modules that are built inside keep their parameters on the meta device, with ``marks`` as attributes."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:

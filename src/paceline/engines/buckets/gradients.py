@@ -211,10 +211,7 @@ class Buffer:
 
 
 class BufferPool:
-    """Buffers for the buckets on their way. On a CPU two of them stay: there, new memory costs as much as filling it.
-
-    A GPU's allocator keeps what is freed by itself.
-    """
+    """Buffers for the buckets on their way. On a CPU two stay: there, new memory costs as much as filling it."""
 
     def __init__(self) -> None:
         self._free: list[Buffer] = []

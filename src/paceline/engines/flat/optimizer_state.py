@@ -185,10 +185,7 @@ def on_cpu(tree: Any) -> Any:
 
 
 def _scalar_names(states: _States, sharded: Mapping[int, tuple[FlatGroup, int]]) -> set[str]:
-    """Returns the names of states with one value for a whole parameter.
-
-    A parameter of one element cannot tell them from pieces by their shapes; the other parameters can.
-    """
+    """Returns the names of states with one value for a parameter: of those of one element, shapes do not tell."""
     names = {_WHOLE_BY_NAME}
     for index, (group, place) in sharded.items():
         shape = group.layout.slots[place].shape

@@ -33,10 +33,7 @@ class Leg(NamedTuple):
 
 
 def complete(learned: Sequence[Leg], order: Sequence[Leg]) -> list[Leg]:
-    """Inserts the legs of ``order`` that are not among those learned, each before the first that follows it there.
-
-    A unit that no rank has needed yet may be needed later; its place is then known to all.
-    """
+    """Inserts the legs of ``order`` that were not learned, each before the first that follows it there."""
     legs = list(dict.fromkeys(learned))
     for place in reversed(range(len(order))):
         if order[place] in legs:

@@ -101,10 +101,7 @@ class ShardGradients:
         return torch.empty(self.layout.shard_length, dtype=self.reduce_dtype, device=self.comm.device)
 
     def reduce_scatter(self, buffer: torch.Tensor, output: torch.Tensor | None = None) -> tuple[torch.Tensor, Work]:
-        """Averages the gradients of all ranks; returns this rank's slice, valid after the work, and the work.
-
-        Without an ``output`` the slice is this rank's own place in ``buffer``.
-        """
+        """Averages the gradients of all ranks; returns this rank's slice, in ``output`` or ``buffer``, and the work."""
         mine = buffer[self.layout.start : self.layout.stop] if output is None else output
         if self.comm.size == 1:
             if output is not None:

@@ -246,10 +246,7 @@ def _held(
 
 
 def drop_values(model: nn.Module, kept: Collection[nn.Module] = (), *, renews_meta: bool = False) -> None:
-    """Replaces tensors by meta tensors, tied ones by tied ones, except those that a module in ``kept`` has itself.
-
-    With ``renews_meta`` parameters on the meta device are replaced too: gradients go to the new ones.
-    """
+    """Replaces tensors by meta tensors, tied ones by tied ones, except those that a module in ``kept`` has itself."""
     tensors = [t for module in kept for t in (*module._parameters.values(), *module._buffers.values())]
     used = {id(tensor) for tensor in tensors if tensor is not None}
     empty: dict[int, nn.Parameter] = {}

@@ -191,10 +191,7 @@ def _start_scatter(x: Tensor, comm: Communicator) -> tuple[Tensor, Work]:
 
 
 def unwatched() -> contextlib.AbstractContextManager[Any]:
-    """Surrounds what a communicator computes, which differs from rank to rank and from one run to the next.
-
-    Selective checkpointing compares the operators of a block's first run with those of its second.
-    """
+    """Surrounds a collective, which differs from run to run: selective checkpointing compares the operators of two."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else contextlib.nullcontext()
 
 
