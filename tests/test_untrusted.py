@@ -169,6 +169,8 @@ OWN_READERS = {
     "run/late_hosts.py": "control data",
     "run/watch.py": "control data",
     "run/worker.py": "its own command line",
+    "bench/gpu/loops.py": "its own command line",
+    "plan/field_types.py": "a table of the package",
 }
 
 

@@ -1,7 +1,7 @@
 """What a run is judged by: see limits.py and gains.py. What its records do not say comes from its plan and the catalog.
 
 Of what the ranks sent one another, by collective and group, the rank counts that waited least: the others waited for it
-as well. Without records of operations, what a step sends follows from the strategy (``plan/sharing.py``) and the
+as well. Without records of operations, what a step sends follows from the strategy (``plan/layout.py``) and the
 parameters, in fp32.
 
 How much of a run's time became training that counts, and what restarts cost:
