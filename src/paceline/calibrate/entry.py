@@ -52,7 +52,7 @@ def entry_of(measured: MachineFigures, command: str, torch_version: str, name: s
     return chosen, make_entry(chosen, machine, measured, command, about)
 
 
-def make_entry(name: str, machine: Machine, measured: MachineFigures, command: str, about: Mapping[str, str]) -> str:
+def make_entry(name: str, machine: Machine, measured: MachineFigures, command: str, about: Mapping[str, Any]) -> str:
     """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read.
 
     ``about``: when (time) and with what (torch, python) it was measured by ``command``.

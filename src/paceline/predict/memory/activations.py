@@ -254,8 +254,10 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         stem_saved += 0 if widths.is_one_graph else stem.outputs
         index_bytes = width * size**2 * (1 if widths.is_compiled else _INDEX_BYTES)
     has_statistics = model.norm == "batch"
+    first = _convolved([stem], widths)
     first = replace(
-        _convolved([stem], widths, has_statistics=has_statistics),
+        first,
+        buffer_bytes=first.buffer_bytes if has_statistics else 0,
         saved_bytes=widths.compute * stem_saved + index_bytes,
         temporary_bytes=2 * widths.compute * stem.outputs,
     )
@@ -271,16 +273,8 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
                 layers = [Convolution(channels, inner, 1, before), Convolution(inner, inner, 3, size)]
                 layers.append(Convolution(inner, out, 1, size))
             shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
-            inputs = channels * before**2
-            products = sum(layer.outputs for layer in (*layers, *shortcut))
-            between = sum(layer.outputs for layer in layers[:-1])  # ReLUs between the convolutions
-            block = replace(
-                _convolved([*layers, *shortcut], widths, has_statistics=has_statistics),
-                saved_bytes=widths.compute * (inputs + products + between),
-                input_bytes=widths.compute * inputs,
-                product_bytes=widths.compute * products,
-                temporary_bytes=2 * widths.compute * max(layer.outputs for layer in layers),
-            )
+            block = _residual_block(layers, shortcut, channels * before**2, widths)
+            block = block if has_statistics else replace(block, buffer_bytes=0)
             blocks.append(block)
             convolutions += [*layers, *shortcut]
             channels = out
@@ -334,13 +328,25 @@ class Convolution(NamedTuple):
         return 2 * self.weights * self.size**2
 
 
-def _convolved(layers: list[Convolution], widths: Widths, *, has_statistics: bool) -> BlockFacts:
+def _residual_block(layers: list[Convolution], shortcut: list[Convolution], inputs: int, widths: Widths) -> BlockFacts:
+    products = sum(layer.outputs for layer in (*layers, *shortcut))
+    between = sum(layer.outputs for layer in layers[:-1])  # ReLUs between the convolutions
+    return replace(
+        _convolved([*layers, *shortcut], widths),
+        saved_bytes=widths.compute * (inputs + products + between),
+        input_bytes=widths.compute * inputs,
+        product_bytes=widths.compute * products,
+        temporary_bytes=2 * widths.compute * max(layer.outputs for layer in layers),
+    )
+
+
+def _convolved(layers: list[Convolution], widths: Widths) -> BlockFacts:
     """Returns what follows from convolutions alone: parameters with the norms' scales and shifts, copies, costs."""
     return BlockFacts(
         parameters=sum(layer.weights + 2 * layer.channels for layer in layers),
         cast_bytes=2 * sum(layer.weights for layer in layers) if widths.is_autocast else 0,
         columns=sum(layer.inputs * layer.kernel**2 for layer in layers),
-        buffer_bytes=sum(8 * layer.channels + _INDEX_BYTES for layer in layers) if has_statistics else 0,
+        buffer_bytes=sum(8 * layer.channels + _INDEX_BYTES for layer in layers),  # running statistics
         # Norm and activation each write the outputs again.
         operations=sum(layer.flops + 3 * _OPERATIONS_PER_NUMBER * layer.outputs for layer in layers),
     )
