@@ -15,8 +15,7 @@ from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import load_config
 from paceline.plan.layout import STRATEGIES
 from paceline.plan.plan import MemoryEstimate
-from paceline.search.from_config import why_not_written, workload_as_written
-from paceline.search.request import request_for
+from paceline.search.request import request_for, why_not_written, workload_as_written
 from paceline.search.search import Ranked, Search, budget_of, rank_one, search
 from paceline.units import GIB
 from pictures_svg import MARGIN, WIDTH, Picture

@@ -39,7 +39,7 @@ ALLOWED = {
     ("checkpoint.tools.distributed", "torch.load"): (1, "with --allow-pickle, with weights_only"),
     ("checkpoint.tools.dcp_metadata", "pickle.Unpickler"): (1, "with --allow-pickle, by a closed list of names"),
     ("data.fetch", "pickle.loads"): (1, "what the line has just pickled itself, to see whether it can be"),
-    ("learn.answer_file", "runpy.run_path"): (
+    ("learn.course", "runpy.run_path"): (
         1,
         "an answer to an exercise: the Python file that its reader names, to be run",
     ),

@@ -162,13 +162,15 @@ OWN_READERS = {
     "bounded_yaml.py": "the reader of YAML",
     "untrusted.py": "the reader of JSON",
     "checkpoint/write.py": "a copy of what it has itself",
-    "comm/plain.py": "what ranks of the same job send one another",
+    "comm/objects.py": "what ranks of the same job send one another",
     "data/documents.py": "lines of bounded length, of which those that cannot be read are skipped and counted",
     "comm/ledger/file.py": "the ledger of a rank on this host",
     "health/ledger_text.py": "control data",
     "run/late_hosts.py": "control data",
     "run/watch.py": "control data",
     "run/worker.py": "its own command line",
+    "bench/gpu/loops.py": "its own command line",
+    "plan/field_types.py": "a table of the package",
 }
 
 

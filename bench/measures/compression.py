@@ -22,9 +22,8 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from paceline.comm.base import DONE, BucketShape, Call, Communicator, Work
+from paceline.comm.base import DONE, BucketShape, Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.compress import Compressor
-from paceline.comm.group import WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CompressionConfig, Config, check_ranks
 from paceline.errors import ConfigError, UsageError

@@ -25,9 +25,9 @@ import torch
 
 from paceline.bench.workloads import BenchWorkload
 from paceline.cluster.costs import Placement, Wire, Wires, all_reduce_seconds, scatter_seconds
-from paceline.engines.stages.bounds import LayerCost, choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.gpt import gpt_config
+from paceline.predict.memory.facts import LayerCost, choose_bounds
 from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure, StageCost, measure_schedule
 from paceline.schedule.schedules import make_schedule
 

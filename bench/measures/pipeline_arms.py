@@ -29,10 +29,10 @@ from paceline.bench.workloads import BenchWorkload
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.engines.apply import parallelize
-from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.engines.stages.stages import split_model
 from paceline.models.layers import model_layers
+from paceline.predict.memory.facts import choose_bounds
 from paceline.schedule.schedules import make_schedule
 from paceline.train.loss import CrossEntropy
 

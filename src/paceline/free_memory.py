@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from paceline.search.choice import Room
+from paceline.plan.plan import RunMachine
 
 _UNLIMITED = 2**62
 
@@ -19,8 +19,8 @@ def free_host_bytes() -> int:
     return psutil.virtual_memory().available
 
 
-def measure_room(device: str, ranks: int, node_ranks: int) -> Room:
-    """Returns the memory of a rank: of the smallest GPU here, or its share of what is free on the host.
+def measure_machine(device: str, ranks: int, node_ranks: int) -> RunMachine:
+    """Returns ranks with their memory: that of the smallest GPU here, or their shares of what is free on the host.
 
     Allocates nothing on the GPUs.
     """
@@ -31,7 +31,7 @@ def measure_room(device: str, ranks: int, node_ranks: int) -> Room:
     if device == "cuda":
         sizes = [torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count())]
         memory = min(sizes)
-    return Room(device=device, device_bytes=memory, host_bytes=available, ranks=ranks, node_ranks=node_ranks)
+    return RunMachine(device=device, device_bytes=memory, host_bytes=available, ranks=ranks, node_ranks=node_ranks)
 
 
 class MemoryGauge:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import re
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 
 _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
@@ -35,7 +34,11 @@ def import_from_path(spec: str, what: str) -> Callable[..., Any]:
     module_name, _, path = spec.partition(":")
     found: Any = _import_module(module_name, spec, what)
     for name in path.split("."):
-        found = _attribute(found, name, spec, what)
+        if not hasattr(found, name):
+            offered = [each for each in dir(found) if not each.startswith("_")]
+            fix = did_you_mean(name, offered, "check its spelling, or define it there")
+            raise UsageError(f"{what} = {spec!r}: {getattr(found, '__name__', found)} has no {name!r}\n  {fix}")
+        found = getattr(found, name)
     if not callable(found):
         raise UsageError(
             f"{what} = {spec!r} is of type {type(found).__name__}, which cannot be called\n"
@@ -80,14 +83,3 @@ def _broken_module(name: str, spec: str, what: str, error: Exception) -> UsageEr
         f"{what} = {spec!r}: importing {name} raised {type(error).__name__}: {error}\n"
         f"  the module was found, but fails on its own; try: python -c 'import {name}'"
     )
-
-
-def _attribute(owner: Any, name: str, spec: str, what: str) -> Any:
-    """Returns ``owner.name``, or raises UsageError with the nearest name that there is."""
-    try:
-        return getattr(owner, name)
-    except AttributeError as error:
-        offered = [each for each in dir(owner) if not each.startswith("_")]
-        near = difflib.get_close_matches(name, offered, n=1)
-        fix = f"did you mean {near[0]}?" if near else "check its spelling, or define it there"
-        raise UsageError(f"{what} = {spec!r}: {getattr(owner, '__name__', owner)} has no {name!r}\n  {fix}") from error

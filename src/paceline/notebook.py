@@ -10,7 +10,7 @@ import html
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -107,29 +107,20 @@ def new_figure(**options: Any) -> Figure:
 # Progress.
 
 
-class Display(Protocol):
-    """A place in a cell's output whose content changes."""
-
-    def update(self, content: Any, *, raw: bool) -> None:
-        """Replaces what is there."""
-
-
 def is_notebook() -> bool:
     """Says whether this process is a notebook's kernel, which shows what a cell returns."""
     ipython = sys.modules.get("IPython")  # a kernel has loaded it
     return ipython is not None and hasattr(ipython.get_ipython(), "kernel")
 
 
-def cell_display() -> Display | None:
-    """Returns a new place in the output of the cell that runs now; None outside of a notebook's kernel."""
+def cell_display() -> Any | None:
+    """Returns a new place in the output of the cell that runs now, IPython's; None outside of a notebook's kernel."""
     if not is_notebook():
         return None
-    ipython = sys.modules["IPython"]
-    shown: Display = ipython.display.display({"text/plain": ""}, raw=True, display_id=True)
-    return shown
+    return sys.modules["IPython"].display.display({"text/plain": ""}, raw=True, display_id=True)
 
 
-def show_bar(display: Display, share: float, text: str) -> None:
+def show_bar(display: Any, share: float, text: str) -> None:
     """Shows a bar, filled to ``share``, over lines of text; where there is no HTML the lines alone."""
     bar = f'<progress value="{min(max(share, 0.0), 1.0):.4f}" max="1" style="width:24em"></progress>'
     display.update({"text/plain": text, "text/html": f"{bar}<pre>{html.escape(text)}</pre>"}, raw=True)

@@ -7,7 +7,7 @@ anything in square brackets taken for the markup of rich.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import IO, TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
@@ -60,12 +60,8 @@ class _Plain:
         self._content = content
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
-        return _escaped(console.render(self._content, options))
+        from rich.segment import Segment
 
-
-def _escaped(segments: Iterable[Segment]) -> Iterator[Segment]:
-    from rich.segment import Segment
-
-    for segment in segments:
-        text, style, control = segment
-        yield segment if control else Segment(plain(text), style, control)
+        for segment in console.render(self._content, options):
+            text, style, control = segment
+            yield segment if control else Segment(plain(text), style, control)

@@ -12,8 +12,7 @@ from measures.losses import compare_losses
 from paceline.bench.gpu import arms as arms_module
 from paceline.bench.gpu import loops
 from paceline.bench.gpu.arms import StepWork, arms_of, bench_gpu, make_rows, select_arms
-from paceline.bench.gpu.loops import GpuArm
-from paceline.bench.gpu.process import ArmTurn, Order, run_order
+from paceline.bench.gpu.loops import ArmTurn, GpuArm, run_arm
 from paceline.bench.gpu.workloads import GpuWorkload, all_workloads, workloads_on
 from paceline.cluster.devices import Peaks
 
@@ -29,7 +28,7 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def losses_of(workload: GpuWorkload, arm: str, folder: Path, steps: int = 4) -> list[float]:
     file = str(workload.config_file(folder))
-    return run_order(Order(arm=arm, model=workload.model, device="cpu", file=file, steps=steps)).losses
+    return run_arm(arm, workload.model, "cpu", file, steps).losses
 
 
 @pytest.mark.exhaustive
@@ -53,7 +52,7 @@ def test_plain_loops_and_the_engine_train_the_same_images(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("eager")
 def test_an_arm_tells_all_that_a_row_needs(tmp_path: Path) -> None:
     file = str(TINY.config_file(tmp_path))
-    turn = run_order(Order(arm="plain masters", model="gpt-tiny", device="cpu", file=file, steps=3))
+    turn = run_arm("plain masters", "gpt-tiny", "cpu", file, 3)
     assert len(turn.step_s) == len(turn.losses) == 3
     assert min(turn.step_s) > 0
     assert (turn.samples, turn.peak_bytes) == (4, None)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from paceline.bench.gpu.arms import run_train
-from paceline.bench.gpu.process import ArmTurn, Order, run_order
+from paceline.bench.gpu.loops import ArmTurn, run_arm
 from paceline.bench.gpu.workloads import all_workloads
 from paceline.comm.traced import Trace
 from paceline.records.meter import StepMeter
@@ -31,7 +31,7 @@ IMAGES = replace(all_workloads()["resnet-tiny"], device="cuda")
 
 def turn_of(workload: Any, arm: str, folder: Path) -> ArmTurn:
     file = str(workload.config_file(folder))
-    return run_order(Order(arm=arm, model=workload.model, device="cuda", file=file, steps=8))
+    return run_arm(arm, workload.model, "cuda", file, 8)
 
 
 def test_compiled_loops_and_the_engine_train_the_same_gpt(tmp_path: Path) -> None:

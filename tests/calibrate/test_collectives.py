@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.calibrate.collectives import SIZES, fit_ring, ring_seconds
+from paceline.calibrate.machine import SIZES, fit_ring, ring_seconds
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

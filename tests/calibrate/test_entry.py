@@ -7,11 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.calibrate.collectives import LinkFigures
-from paceline.calibrate.entry import Origin, make_entry, suggest_name, write_entry
-from paceline.calibrate.families import FamilyFigures
-from paceline.calibrate.kernels import KernelFigures
-from paceline.calibrate.machine import MachineFigures, median_figures
+from paceline.calibrate.entry import make_entry, suggest_name, write_entry
+from paceline.calibrate.kernels import FamilyFigures, KernelFigures
+from paceline.calibrate.machine import LinkFigures, MachineFigures, median_figures
 from paceline.cluster.detect import Machine, alone_device
 from paceline.cluster.devices import ShapeRate, load_cluster
 from paceline.cluster.entries import read_catalog
@@ -30,7 +28,7 @@ KERNELS = KernelFigures(
     rates=RATES, memory_bandwidth=1.2e10, launch_s=4e-6, compiled_launch_s=None, spreads={"memory": 0.02}
 )
 LINK = LinkFigures(latency_s=2e-5, bandwidth=3e9, worst=0.1, points=((4096, 1e-4),), spreads={"gloo 4 KiB": 0.1})
-ORIGIN = Origin(command="paceline calibrate", versions="torch x", spread=0.02)
+ABOUT = {"torch": "x"}
 
 
 def _measured(**changes: object) -> MachineFigures:
@@ -41,7 +39,7 @@ def _measured(**changes: object) -> MachineFigures:
 def _entry(tmp_path: Path, measured: MachineFigures, machine: Machine = HOST) -> Path:
     path = tmp_path / "mine.yaml"
     name = suggest_name(machine, measured)
-    write_entry(make_entry(name, machine, measured, ORIGIN), path)
+    write_entry(make_entry(name, machine, measured, "paceline calibrate", ABOUT), path)
     return path
 
 
@@ -109,8 +107,8 @@ def test_tables_and_their_origin_are_written_and_read_back(tmp_path: Path) -> No
     link = replace(LINK, by_ranks={2: ((4096, 1e-4),), 4: ((4096, 3e-4),)}, busy=0.8)
     kernels = replace(KERNELS, families=families, rates=rates)
     measured = _measured(ranks=2, threads=1, kernels=kernels, links={"shared_memory": link})
-    origin = replace(ORIGIN, time="2026-01-01T00:00:00Z", python="3.12")
-    text = make_entry("mine", HOST, measured, origin)
+    about = {**ABOUT, "time": "2026-01-01T00:00:00Z", "python": "3.12"}
+    text = make_entry("mine", HOST, measured, "paceline calibrate", about)
     path = tmp_path / "mine.yaml"
     write_entry(text, path)
     found = load_cluster(str(path))

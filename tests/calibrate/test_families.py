@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.calibrate.families import measure_families
+from paceline.calibrate.kernels import measure_families
 from paceline.calibrate.sampling import Stopwatch
 from paceline.cluster.kernels import MEMORY_FAMILIES
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from gloo_pool import GlooPool
 
-from paceline.calibrate.collectives import LinkFigures
 from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels, shapes_for
 from paceline.calibrate.machine import (
+    LinkFigures,
     RankFigures,
     Wanted,
     combine_ranks,

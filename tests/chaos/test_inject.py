@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from kept_records import Kept
 
-from paceline.chaos.faults import parse_faults
+from paceline.chaos.faults import Fired, Passed, parse_faults, read_notes, write_plan
 from paceline.chaos.inject import InjectedError, Injector
-from paceline.chaos.notes import Fired, Passed, read_notes, write_plan
 from paceline.checkpoint import list_checkpoints, verify_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual

@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_records import RUN, STEP
 
-from paceline.chaos.faults import Fault
-from paceline.chaos.notes import Fired, Passed, Started
+from paceline.chaos.faults import Fault, Fired, Passed, Started
 from paceline.chaos.report import Report, SaveCost, compare_steps, make_report, recommend, report_lines
 from paceline.chaos.timeline import Command, Handling, Notes, expected_handling, handle, straggler_verdict
 from paceline.config import Config

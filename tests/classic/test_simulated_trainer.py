@@ -188,4 +188,4 @@ def test_bad_input_is_told_at_once(tmp_path: Path) -> None:
     with pytest.raises(RunFolderError, match="no run to report on in"):
         paceline.DistributedTrainingAnalyzer(tmp_path)
     with pytest.raises(UsageError, match="no steps"):
-        TrainingMetrics.from_records(RunRecords.of([[RUN], [RUN]]))
+        TrainingMetrics(RunRecords.of([[RUN], [RUN]]))

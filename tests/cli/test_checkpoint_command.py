@@ -89,7 +89,7 @@ def test_damage_is_named_with_an_exit_code_and_the_older_one_is_found(folder: Pa
     file.write_bytes(content)
     verified = call("checkpoint", "verify", str(file.parent))
     assert verified.code == 1
-    assert f"{file.name} has another hash" in verified.out
+    assert f"{file.name} is damaged: its hash" in verified.out
     assert call("checkpoint", "verify", str(file.parent), "--fast").code == 0
     for words in (("export", "a.safetensors"), ("reshard", "b", "--ranks", "1")):  # which would have good hashes
         made = call("checkpoint", words[0], str(file.parent), *words[1:])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.cli.foreign_options import translate_options
+from paceline.cli.train import translate_options
 from paceline.config import load_config
 from paceline.config.suggest import other_names
 from paceline.errors import ConfigError

@@ -15,9 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+from recomputed import recompute
 
 from paceline.checkpoint import list_checkpoints, open_checkpoint
-from paceline.data.consumed import recompute
 from paceline.health.exit_codes import DONE
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]

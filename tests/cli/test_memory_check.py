@@ -14,8 +14,8 @@ from paceline.cluster.detect import Machine
 from paceline.comm.solo import SoloCommunicator
 from paceline.config import Config, load_config
 from paceline.errors import UsageError
+from paceline.plan.plan import RunMachine
 from paceline.run.decide import check_memory, check_virtual
-from paceline.search.choice import Room
 from paceline.search.memory_verdict import needed
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -67,8 +67,8 @@ def test_a_rank_on_a_gpu_has_the_memory_of_that(monkeypatch: pytest.MonkeyPatch)
     assert need is not None
     machine = Machine(processor="x", cores=8, memory_bytes=2.0**40, gpus=("NVIDIA H100 80GB HBM3",) * 2)
     for has, is_refused in ((2 * need.total, False), (need.total - 1, True)):
-        room = Room(device="cuda", device_bytes=has, host_bytes=0, ranks=1, node_ranks=1)
-        monkeypatch.setattr("paceline.free_memory.measure_room", lambda *_, room=room: room)
+        room = RunMachine(device="cuda", device_bytes=has, host_bytes=0, ranks=1, node_ranks=1)
+        monkeypatch.setattr("paceline.free_memory.measure_machine", lambda *_, room=room: room)
         monkeypatch.setattr("paceline.cluster.detect.detect_machine", lambda **_: machine)
         refusal = pytest.raises(UsageError, match=r"out of memory: a rank needs .* the smallest GPU has")
         with refusal if is_refused else contextlib.nullcontext() as caught:

@@ -12,11 +12,11 @@ import pytest
 from paceline.cli.train import show_result
 from paceline.config import load_config
 from paceline.errors import ConfigError, Problem
+from paceline.plan.plan import RunMachine
 from paceline.records.records import RunRecord, read_records
 from paceline.run.decide import decide_run, decide_strategy, precision_notes, resolve_config, show_decisions
 from paceline.run.records import name_strategy
 from paceline.run.result import read_result
-from paceline.search.choice import Room
 
 MLP = ["model.kind=mlp", "data.kind=digits", "parallel.device=cpu"]
 Call = Callable[..., Any]
@@ -81,8 +81,8 @@ def test_precision_is_tried_before_any_process(monkeypatch: pytest.MonkeyPatch) 
 def test_a_strategy_is_chosen_by_the_memory_there_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    room = Room(device="cpu", device_bytes=560 * 2**20, host_bytes=2**40, ranks=2, node_ranks=2)
-    monkeypatch.setattr("paceline.free_memory.measure_room", lambda *_: room)
+    room = RunMachine(device="cpu", device_bytes=560 * 2**20, host_bytes=2**40, ranks=2, node_ranks=2)
+    monkeypatch.setattr("paceline.free_memory.measure_machine", lambda *_: room)
     asked = load_config(None, [*MLP, "parallel.strategy=auto", "parallel.ranks=2", "model.hidden_dim=4096"])
     config, choice = decide_strategy(resolve_config(asked))
     assert choice is not None

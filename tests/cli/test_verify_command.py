@@ -183,7 +183,7 @@ def test_a_wrong_override_of_a_built_in_case_is_told_by_its_name(call: Call) -> 
 
 @pytest.mark.parametrize("ranks", [3, 5, 8])
 def test_the_built_in_gpt_has_heads_for_any_number_of_tensor_ranks(ranks: int) -> None:
-    config = module._load("gpt", module._with_room("gpt", 1, ranks, "", None))
+    config = module._load("gpt", module._large_enough("gpt", 1, ranks, "", None))
     model = config.model
     assert model.kind == "gpt"
     assert model.width is not None

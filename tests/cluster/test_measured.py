@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.costs import Placement
-from paceline.cluster.measured import MeasuredTable, read_table
+from paceline.cluster.costs import MeasuredTable, Placement, read_table
 from paceline.errors import UsageError
 
 WHERE = Placement(ranks=4, hosts=2)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.cluster.costs import seconds_between
 from paceline.cluster.devices import Catalog, Device, ShapeRate, load_cluster
 from paceline.cluster.kernels import Operation, host_seconds, memory_rate, work_seconds
-from paceline.cluster.measured import seconds_between
 
 
 def _device(**changes: object) -> Device:

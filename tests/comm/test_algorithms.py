@@ -15,8 +15,16 @@ from gloo_pool import GlooPool
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.cluster.costs import ALGORITHMS, Algorithm, Placement, Wire, Wires, host_link_bytes, sent_bytes
-from paceline.cluster.measured import MeasuredTable
+from paceline.cluster.costs import (
+    ALGORITHMS,
+    Algorithm,
+    MeasuredTable,
+    Placement,
+    Wire,
+    Wires,
+    host_link_bytes,
+    sent_bytes,
+)
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, AlgorithmName
 from paceline.comm.algorithms.lanes import combine
 from paceline.comm.algorithms.rounds import (
@@ -417,7 +425,8 @@ def used(name: str, topology: Topology, numel: int, links: Wires) -> set[int]:
                 peers.add(to)
                 return super().send(tensor, to, tag)
 
-        group = AlgorithmCommunicator(Peers(comm, 1), name, topology, links=links)  # type: ignore[arg-type]
+        group = AlgorithmCommunicator(Peers(comm, 1), name, topology)  # type: ignore[arg-type]
+        group._links = links
         group.all_reduce(torch.ones(numel)).wait()
         return peers
 

@@ -21,8 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.comm.base import Communicator
-from paceline.comm.objects import broadcast_object, gather_objects, reduce_number
-from paceline.comm.plain import from_bytes, to_bytes
+from paceline.comm.objects import broadcast_object, from_bytes, gather_objects, reduce_number, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual

@@ -21,7 +21,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.meeting import _own_store
 from paceline.comm.shared.segment import FOLDER
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import Backend, TorchCommunicator, _Pairs, connect, disconnect
+from paceline.comm.torch_dist import Backend, TorchCommunicator, connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.errors import CommunicationError, UsageError
 
@@ -150,14 +150,12 @@ def messages_around_a_ring(comm: Communicator) -> Results:
 
     A subgroup is made in between, and sends too. On Gloo, messages go the way that they go on NCCL.
     """
-    if isinstance(comm, TorchCommunicator):
-        comm._pairs = _Pairs(comm._group, comm.ranks, comm.rank, timeout_s=60)
     found: Results = {}
     for name, group in (("all", comm), ("first two", comm.split([1, 0]) if comm.rank < 2 else None), ("again", comm)):
         if group is None:
             continue
-        if isinstance(group, TorchCommunicator) and group._pairs is None:
-            group._pairs = _Pairs(group._group, group.ranks, group.rank, timeout_s=60)
+        if isinstance(group, TorchCommunicator):
+            group._is_nccl = True
         following, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
         sent, got = torch.arange(3.0) + 10 * group.rank, torch.empty(3)
         works = [group.send(sent, following)] if following > group.rank else []

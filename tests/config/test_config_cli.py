@@ -72,6 +72,8 @@ def test_explain_shows_how_a_strategy_is_chosen() -> None:
         "zero1",
         "zero2",
         "fsdp",
+        "pipeline 2 x data 1",
+        "impossible",  # to split the layers of an mlp
     ]
     text = invoke(*asked)
     assert "parallel.strategy = auto: candidates, the cheapest first\n  ddp: fits" in text
@@ -80,19 +82,19 @@ def test_explain_shows_how_a_strategy_is_chosen() -> None:
 def test_explain_shows_how_a_mesh_is_chosen() -> None:
     model = "model={kind: gpt, layers: 4, heads: 4, width: 32, context: 16}"
     asked = ["explain", DIGITS, model, "data={kind: synthetic_tokens, context: 16}", "parallel.device=cpu"]
-    asked += ["parallel.sharding_strategy=auto", "train={global_batch: 2, steps: 1}", "--ranks", "8"]
+    asked += ["parallel.strategy=auto", "train={global_batch: 2, steps: 1}", "--ranks", "8"]
     rows = {row["key"]: row for row in json.loads(invoke(*asked, "--json"))}
-    assert rows["parallel.sharding_strategy"]["value"] == "auto"
+    assert rows["parallel.strategy"]["value"] == "auto"
     degrees = [rows[f"parallel.{name}"]["value"] for name in ("pipeline", "tensor", "data")]
     assert degrees[0] * degrees[1] * degrees[2] == 8
     assert degrees[2] <= 2  # a batch of two samples
     split = next(name for name, degree in zip(("pipeline", "tensor"), degrees, strict=False) if degree > 1)
-    assert rows[f"parallel.{split}"]["origin"] == "derived: chosen, as parallel.sharding_strategy = auto"
+    assert rows[f"parallel.{split}"]["origin"] == "derived: chosen, as parallel.strategy = auto"
     assert rows["derived.mesh"]["value"] in rows["derived.strategy"]["value"]
     assert rows["derived.memory"]["value"] > 2**20
     assert rows["parallel.ranks"]["value"] == 8
     text = invoke(*asked)
-    assert "parallel.sharding_strategy = auto: candidates, the cheapest first" in text
+    assert "parallel.strategy = auto: candidates, the cheapest first" in text
     assert "impossible: data 8: parallel.ranks = 8 is more than train.global_batch = 2" in text
 
 

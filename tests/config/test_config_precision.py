@@ -7,11 +7,11 @@ import pytest
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, explain, layout_of, load_config, with_precision
 from paceline.config.schema import TrainConfig
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
-from paceline.search.from_config import planned_values
-from paceline.search.make_plan import RunMachine, make_plan
-from paceline.search.plan_for import plan_for
-from paceline.search.request import request_for
+from paceline.search.make_plan import make_plan
+from paceline.search.request import planned_values, request_for
+from paceline.search.result import plan_for
 
 GPT = ["model={kind: gpt, layers: 2, width: 64, heads: 2}", "data={kind: synthetic_tokens, context: 32}"]
 

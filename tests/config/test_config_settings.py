@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -20,8 +20,8 @@ from paceline.config import (
     load_config,
     variables_of,
 )
-from paceline.config.schema import NcclConfig, descriptions
-from paceline.config.settings import NCCL_VARIABLES, contradictions, matching, unknown_variables
+from paceline.config.schema import NcclAlgorithm, NcclConfig, NcclSubsystem, descriptions
+from paceline.config.settings import contradictions, matching, nccl_variables, unknown_variables
 from paceline.errors import ConfigError, Problem
 
 MLP = ["model.kind=mlp", "data.kind=digits"]
@@ -43,9 +43,12 @@ def exported(**variables: str) -> list[Problem]:
 
 
 def test_every_key_has_a_variable_and_says_so() -> None:
-    assert set(NCCL_VARIABLES) == set(NcclConfig.model_fields)
-    for key, variable in NCCL_VARIABLES.items():
-        assert descriptions()["NcclConfig"][key].endswith(f"({variable})")
+    known = nccl_variables()
+    assert [row["key"] for row in known.values()] == list(NcclConfig.model_fields)
+    for variable, row in known.items():
+        assert descriptions()["NcclConfig"][row["key"]].endswith(f"({variable})")
+    assert tuple(known["NCCL_ALGO"]["words"]) == get_args(NcclAlgorithm)
+    assert tuple(known["NCCL_DEBUG_SUBSYS"]["words"]) == get_args(NcclSubsystem)
 
 
 @pytest.mark.parametrize(

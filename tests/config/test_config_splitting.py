@@ -37,16 +37,16 @@ CASES: list[tuple[list[str], list[str], str | None]] = [
         ["parallel.sharding_strategy=auto", "parallel.strategy=zero1"],
         "parallel.sharding_strategy = auto with parallel.strategy = zero1",
     ),
-    (PIPE, ["parallel.sharding_strategy=auto"], "parallel.sharding_strategy = auto with parallel.pipeline = 2"),
+    (PIPE, ["parallel.sharding_strategy=auto"], "parallel.strategy = auto with parallel.pipeline = 2"),
     (
         GPT,
         ["parallel.sharding_strategy=auto", "parallel.tensor=2"],
-        "parallel.sharding_strategy = auto with parallel.tensor = 2",
+        "parallel.strategy = auto with parallel.tensor = 2",
     ),
     (
         GPT,
         ["parallel.sharding_strategy=auto", "parallel.schedule=gpipe"],
-        "parallel.sharding_strategy = auto with parallel.schedule = gpipe",
+        "parallel.strategy = auto with parallel.schedule = gpipe",
     ),
     # degrees and ranks
     (PIPE, ["parallel.ranks=3"], "parallel.pipeline = 2 does not divide parallel.ranks = 3"),
@@ -232,15 +232,17 @@ def test_the_examples_are_sound(name: str, ranks: int, data: int) -> None:
     assert config_batch(config, ranks).ranks == data
 
 
-def test_an_open_mesh_leaves_the_strategy_open() -> None:
+def test_the_older_key_of_an_open_mesh_is_read_as_the_strategy() -> None:
     config = make(*GPT, "parallel.sharding_strategy=auto")
-    assert config.parallel.strategy == "auto"
+    assert config == make(*GPT, "parallel.strategy=auto")
+    assert (config.parallel.strategy, config.parallel.sharding_strategy) == ("auto", "manual")
     assert check_ranks(config, 1024) == []  # how many of them share the batch is not decided yet
     with pytest.raises(ConfigError) as caught:
         make(*GPT, "parallel={sharding_strategy: auto, strategy: ddp, pipeline: 2, tensor: 2}")
-    assert [problem.what.rpartition("parallel.")[2] for problem in caught.value.problems] == [
-        "strategy = ddp",
-        "pipeline = 2",
-        "tensor = 2",
+    (problem,) = caught.value.problems
+    assert problem.what == "parallel.sharding_strategy = auto with parallel.strategy = ddp"
+    with pytest.raises(ConfigError) as caught:
+        make(*GPT, "parallel={strategy: auto, pipeline: 2, tensor: 2}")
+    assert [problem.fix for problem in caught.value.problems] == [
+        f"remove parallel.{key}, or set parallel.strategy = ddp" for key in ("pipeline", "tensor")
     ]
-    assert all(problem.fix.endswith("or set parallel.sharding_strategy = manual") for problem in caught.value.problems)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.cli.foreign_options import translate_options
+from paceline.cli.train import translate_options
 from paceline.config import config_from_dict
 from paceline.config.translate import translate_config, translate_setting
 from paceline.errors import ConfigError

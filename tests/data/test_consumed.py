@@ -7,8 +7,9 @@ from itertools import islice
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+from recomputed import recompute
 
-from paceline.data.consumed import ConsumedIds, extend_hash, recompute
+from paceline.data.consumed import ConsumedIds, extend_hash
 from paceline.data.order import DataOrder
 
 

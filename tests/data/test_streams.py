@@ -21,10 +21,9 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.config.data_sections import StreamDataConfig
 from paceline.data.fetch import LoaderOptions
-from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.loader import EvalLoader, TrainLoader, choose_workers
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, build_data
-from paceline.data.workers import choose_workers
 from paceline.errors import BadSampleError, DataError, RankFailedError
 from paceline.train.assemble import build_trainer
 

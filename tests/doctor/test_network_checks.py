@@ -9,7 +9,6 @@ import pytest
 
 from paceline.config import config_settings, exported_settings, load_config
 from paceline.doctor.findings import DoctorInputs
-from paceline.doctor.handshake import shake_hands
 from paceline.doctor.network import (
     Interface,
     Resolution,
@@ -20,6 +19,7 @@ from paceline.doctor.network import (
     nccl_interfaces,
     resolve_host,
 )
+from paceline.doctor.self_test import shake_hands
 from paceline.doctor.settings import nccl_files, run, variables
 from paceline.run.processes import loopback_interface
 

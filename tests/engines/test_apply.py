@@ -22,7 +22,8 @@ from paceline.engines.engine import Engine
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT, gpt_config
 from paceline.plan.layout import Layout
-from paceline.search.choice import MARGIN, Choice
+from paceline.plan.plan import MARGIN
+from paceline.search.automatic import Choice
 
 CPU = torch.device("cpu")
 
@@ -70,8 +71,10 @@ def test_auto_shards_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> N
 
     needs = {each.label: each.memory.device_bytes for each in choose()[0].ladder}
     room = round((needs["ddp"] + needs["fsdp"]) / 2 / (1 - MARGIN))
-    measure = apply.measure_room
-    monkeypatch.setattr(apply, "measure_room", lambda *where: dataclasses.replace(measure(*where), device_bytes=room))
+    measure = apply.measure_machine
+    monkeypatch.setattr(
+        apply, "measure_machine", lambda *where: dataclasses.replace(measure(*where), device_bytes=room)
+    )
     assert {each.chosen.label for each in choose()} <= {"zero1", "zero2", "fsdp"}
     engines = run_virtual(lambda comm: type(parallelize(make_model(), comm, "auto")).__name__, ranks=4)
     assert set(engines) <= {"ZeroParallel", "FullySharded"}

@@ -12,7 +12,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import choose_for_module
 from paceline.errors import RankFailedError, UsageError
-from paceline.search.choice import Room
+from paceline.plan.plan import RunMachine
 from paceline.units import MIB
 
 
@@ -28,12 +28,12 @@ def choose(comm: Communicator, precision: str = "fp32") -> str:
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
-    def measure(device: str, ranks: int, node_ranks: int) -> Room:
-        return Room(
+    def measure(device: str, ranks: int, node_ranks: int) -> RunMachine:
+        return RunMachine(
             device=device, device_bytes=mib * MIB, host_bytes=ranks * mib * MIB, ranks=ranks, node_ranks=node_ranks
         )
 
-    monkeypatch.setattr("paceline.engines.apply.measure_room", measure)
+    monkeypatch.setattr("paceline.engines.apply.measure_machine", measure)
 
 
 @pytest.mark.parametrize(

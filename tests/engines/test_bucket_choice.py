@@ -7,9 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.cluster.costs import Wire
-from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
-from paceline.engines.buckets.choice import (
+from paceline.engines.buckets.buckets import (
     ArrivalTimes,
+    BucketPolicy,
+    ParameterSize,
+    bucket_parameters,
     choose_buckets,
     choose_for_link,
     exposed_and_hidden,

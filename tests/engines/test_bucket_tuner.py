@@ -18,8 +18,13 @@ from paceline.comm.compress import Compressor
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.engines.apply import parallelize
-from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
-from paceline.engines.buckets.choice import BucketChoice, trial_policies
+from paceline.engines.buckets.buckets import (
+    BucketChoice,
+    BucketPolicy,
+    ParameterSize,
+    bucket_parameters,
+    trial_policies,
+)
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.ddp import DataParallel
 from paceline.engines.groups import make_groups

@@ -17,7 +17,7 @@ from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.engines.apply import parallelize
-from paceline.engines.buckets.choice import BucketChoice
+from paceline.engines.buckets.buckets import BucketChoice
 from paceline.engines.ddp import DataParallel
 from paceline.engines.groups import make_groups
 from paceline.models.gpt import GPT, gpt_config

@@ -19,10 +19,10 @@ from paceline.engines.apply import parallelize
 from paceline.engines.combined import CombinedParallel
 from paceline.errors import PacelineError, RankFailedError
 from paceline.models.gpt import GPT, gpt_config
+from paceline.plan.plan import RunMachine
 from paceline.schedule.grid import Action, Schedule
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import make_schedule
-from paceline.search.choice import Room
 from paceline.train.loss import LossValue
 from paceline.verify.case import FunctionCase
 from paceline.verify.certificate import certify
@@ -404,8 +404,8 @@ def test_an_automatic_cut_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
     whole = sum(p.numel() for p in make_gpt_of(5).parameters()) * 16
     assert [len(names) for names in run_virtual(cut, 2)] in ([4, 3], [3, 4])  # seven layers
-    small = Room(device="cpu", device_bytes=whole // 4, host_bytes=whole, ranks=2, node_ranks=2)
-    monkeypatch.setattr("paceline.engines.composition.measure_room", lambda *_: small)
+    small = RunMachine(device="cpu", device_bytes=whole // 4, host_bytes=whole, ranks=2, node_ranks=2)
+    monkeypatch.setattr("paceline.engines.composition.measure_machine", lambda *_: small)
     with pytest.raises(PacelineError, match="2 stages"):
         run_virtual(cut, 2)
 

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds, stage_totals
+from paceline.engines.stages.stages import bounds_from_layers, bounds_from_names
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT
 from paceline.models.layers import model_layers
 from paceline.models.mlp import MLPClassifier
 from paceline.models.registry import model_blocks
 from paceline.plan.model_shape import ModelShape
+from paceline.predict.memory.facts import LayerCost, choose_bounds, stage_totals
 
 
 def costs(*times: float, state: int = 0, kept: int = 0) -> list[LayerCost]:

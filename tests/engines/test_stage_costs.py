@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.engines.stages import costs
-from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers
 from paceline.errors import UsageError
 from paceline.models.gpt import GPT
@@ -18,6 +17,7 @@ from paceline.models.layers import PipelineLayer
 from paceline.models.mlp import MLPClassifier
 from paceline.models.resnet import ResNet
 from paceline.plan.model_shape import ModelShape
+from paceline.predict.memory.facts import choose_bounds
 
 
 def gpt(**changes: Any) -> GPT:

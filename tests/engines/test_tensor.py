@@ -17,8 +17,7 @@ from gloo_pool import GlooPool
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from paceline.comm.base import Communicator, Work
-from paceline.comm.group import WrappedCommunicator
+from paceline.comm.base import Communicator, Work, WrappedCommunicator
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import VirtualCommunicator, run_virtual
 from paceline.engines.checkpointing import checkpoint_blocks

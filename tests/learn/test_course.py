@@ -19,8 +19,8 @@ from paceline.cli.app import app as whole_app
 from paceline.cli.learn import app
 from paceline.errors import UsageError
 from paceline.learn import course
+from paceline.learn.course import Progress, load_progress, parse_progress, save_progress
 from paceline.learn.exercise import RIGHT, Exercise, Lesson, Said, lessons, says
-from paceline.learn.progress import Progress, load_progress, parse_progress, save_progress
 
 ROOT = Path(__file__).parents[2]
 runner = CliRunner()
@@ -95,7 +95,8 @@ def test_every_lesson_has_three_exercises_with_hints_checks_and_words() -> None:
 def test_every_sentence_of_an_exercise_is_named_by_its_check() -> None:
     """Of a name that the check does not have, nobody would ever read the sentence."""
     for number, lesson in lessons().items():
-        source = (Path(course.__file__).parent / f"lesson_{number}.py").read_text(encoding="utf-8")
+        files = (f"lesson_{number}.py", "exercise.py", "counted.py")
+        source = "".join((Path(course.__file__).parent / name).read_text(encoding="utf-8") for name in files)
         names = {name for each in lesson.exercises for name in each.says} - {
             "right",
             "otherwise",

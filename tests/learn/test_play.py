@@ -22,8 +22,8 @@ from paceline.learn.play import MEMORY_PARTS, NUMBERS, STEP_PARTS, PlayInputs, a
 from paceline.learn.play_server import make_play_app, play_page
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.formulas.step import StepParts
-from paceline.search.plan_for import plan_for
 from paceline.search.request import request_for
+from paceline.search.result import plan_for
 from paceline.search.search import Ranked
 from paceline.view.server import listen, make_server
 

@@ -11,8 +11,7 @@ from kept_records import Kept
 from nccl_cases import GLOO_TOO, NCCL, mean_losses
 from torch import nn
 
-from paceline.comm.base import Call, Communicator, Work
-from paceline.comm.group import WrappedCommunicator
+from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.config import config_from_dict
 from paceline.engines.apply import parallelize
 from paceline.engines.precision import PRECISIONS

@@ -16,9 +16,8 @@ from paceline.train.randomness import compute_threads
 from paceline.verify.case import ConfigCase
 from paceline.verify.measure import absolute, compare, merge
 from paceline.verify.reference import run_reference
-from paceline.verify.runs import run_distributed
+from paceline.verify.runs import StepValues, run_distributed
 from paceline.verify.settings import Settings, check_settings, complete
-from paceline.verify.values import StepValues
 
 TOLERANCE = 1e-12
 CONFIG = {

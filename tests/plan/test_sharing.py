@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.plan.layout import STRATEGIES, Layout, Offload, Strategy
-from paceline.plan.sharing import SHARING
+from paceline.plan.layout import SHARING, STRATEGIES, Layout, Offload, Strategy
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory
 

@@ -34,7 +34,7 @@ from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.tools.outgoing import ExportOptions, export
 from paceline.cluster.entries import parse_catalog
 from paceline.comm.control.wire import from_text
-from paceline.comm.plain import from_bytes, to_bytes
+from paceline.comm.objects import from_bytes, to_bytes
 from paceline.comm.solo import SoloCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config.hf_folder import parse_class_names, parse_image_settings
@@ -42,8 +42,8 @@ from paceline.config.load import load_config
 from paceline.data.manifest import parse_manifest
 from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError
+from paceline.learn.course import parse_progress
 from paceline.learn.play import PlayInputs, answer_for
-from paceline.learn.progress import parse_progress
 from paceline.profile.merge import beside
 from paceline.records.records import CommRecord, EvalRecord, EventRecord, to_line
 from paceline.run.warm_server import parse_request

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from paceline.config import Config
-from paceline.plan.plan import Plan
-from paceline.search.make_plan import RunMachine, make_plan, with_length
+from paceline.plan.plan import Plan, RunMachine
+from paceline.search.make_plan import make_plan, with_length
 
 
 def plan_of(

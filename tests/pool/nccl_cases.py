@@ -11,7 +11,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from paceline.records.records import StepRecord
-from paceline.verify.values import StepValues
+from paceline.verify.runs import StepValues
 
 NCCL = pytest.param(
     "nccl",

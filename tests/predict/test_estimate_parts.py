@@ -15,15 +15,22 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_batch, config_from_dict, layout_of
 from paceline.data.datasets import DataShape
 from paceline.engines.apply import parallelize
-from paceline.engines.stages.bounds import choose_bounds
 from paceline.engines.stages.costs import estimate_layers
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout
 from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.facts import ModelFacts
+from paceline.predict.memory.facts import (
+    ModelFacts,
+    bounds_of,
+    choose_bounds,
+    num_in_flight,
+    part_of,
+    parts_of,
+    stage_bounds,
+    stages_of,
+)
 from paceline.predict.memory.memory import StateFacts, estimate_memory, estimate_ranks, is_known
-from paceline.predict.memory.parts import bounds_of, num_in_flight, part_of, parts_of, stage_bounds, stages_of
 from paceline.schedule.measure import measure_schedule
 from paceline.schedule.schedules import SCHEDULE_NAMES, make_schedule
 from paceline.train.loss import CrossEntropy

@@ -17,7 +17,7 @@ from paceline.predict.memory.memory import EngineMemory
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
-from paceline.search.from_config import task_of, workload_as_written
+from paceline.search.request import task_of, workload_as_written
 from paceline.search.search import rank_one
 
 BOTH = ("optimizer", "parameters")

@@ -14,10 +14,19 @@ import pytest
 from paceline.chrome_trace import TRACKS, span, write_events
 from paceline.config import load_config, run_checks
 from paceline.errors import UsageError
-from paceline.profile.merge import RankProfile, beside, merged_events, place_rank
+from paceline.profile.merge import (
+    ANCHOR,
+    Operator,
+    RankProfile,
+    RankSpans,
+    TraceSpan,
+    beside,
+    merged_events,
+    place_rank,
+)
 from paceline.profile.run import profiled_config
-from paceline.profile.spans import ANCHOR, Operator, RankSpans, TraceSpan
-from paceline.profile.summary import length, length_in_both, summarize_profile
+from paceline.profile.summary import summarize_profile
+from paceline.schedule.clock import time_in_all
 
 Call = Callable[..., Any]
 
@@ -118,8 +127,8 @@ def test_kernels_of_collectives_are_hidden_where_others_compute() -> None:
 
 
 def test_lengths_of_intervals_count_time_once() -> None:
-    assert length([(0, 2), (1, 3), (5, 6), (7, 7)]) == 4
-    assert length_in_both([(0, 2), (5, 6)], [(1, 5.5)]) == 1.5
+    assert time_in_all([(0, 2), (1, 3), (5, 6), (7, 7)]) == 4
+    assert time_in_all([(0, 2), (5, 6)], [(1, 5.5)]) == 1.5
 
 
 def test_another_time_line_is_laid_beside(tmp_path: Path) -> None:

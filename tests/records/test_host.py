@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.records.gpus import Gpus, open_gpus
-from paceline.records.host import HostSampler
+from paceline.records.host import Gpus, HostSampler, open_gpus
 from paceline.records.records import parse_line, to_line
 
 

@@ -15,7 +15,7 @@ from paceline.config import Config, config_from_dict
 from paceline.errors import UsageError
 from paceline.models.known_values import KnownValues, answering
 from paceline.rehearse.dryrun.expected import expect_by_dry_run
-from paceline.rehearse.dryrun.stand_in import with_stand_in
+from paceline.rehearse.dryrun.parts import with_stand_in
 from paceline.rehearse.prediction import predict
 from paceline.train.assemble import build_workload
 from paceline.train.flops import sample_flops

@@ -9,8 +9,7 @@ import pytest
 from paceline.cluster.devices import load_cluster
 from paceline.rehearse.planning import plan
 from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
-from paceline.search.from_config import workload_as_written
-from paceline.search.request import request_for
+from paceline.search.request import request_for, workload_as_written
 from paceline.search.search import rank_one
 
 CONFIGS = Path(__file__).parents[2] / "configs"

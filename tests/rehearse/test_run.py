@@ -21,9 +21,9 @@ from paceline.records import meter
 from paceline.records.records import CommRecord, EndRecord, EvalRecord, RunRecord, StepRecord
 from paceline.records.report import summarize
 from paceline.rehearse.prediction import memory_bound
-from paceline.rehearse.simulate.recording import Memory, write_records
+from paceline.rehearse.simulate.recording import KeptRecords, write_records
 from paceline.rehearse.simulate.run import Conditions, Simulation, prepare, simulate
-from paceline.rehearse.simulate.timeline import draw_step, trace_events, write_trace
+from paceline.rehearse.simulate.summary import draw_step, trace_events, write_trace
 from paceline.train.assemble import build_trainer
 
 
@@ -59,7 +59,7 @@ def test_clocks_change_no_number(parallel: dict[str, Any], compute: Any) -> None
     config = make_config(**parallel)
 
     def plain(comm: Communicator) -> list[tuple[float, float | None]]:
-        sink = Memory()
+        sink = KeptRecords()
         build_trainer(config, comm, sink=sink).run()
         return [(each.loss_sum, each.grad_norm) for each in sink.records if isinstance(each, StepRecord)]
 

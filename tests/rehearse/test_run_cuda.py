@@ -9,7 +9,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.records.records import StepRecord
-from paceline.rehearse.simulate.recording import Memory
+from paceline.rehearse.simulate.recording import KeptRecords
 from paceline.rehearse.simulate.run import Conditions, prepare, simulate
 from paceline.train.assemble import build_trainer
 
@@ -29,7 +29,7 @@ def test_clocks_change_no_number_on_a_gpu(strategy: str, compute: str) -> None:
     config = prepare(config_from_dict(values, source="test"), ranks=2, device="cuda")
 
     def plain(comm: Communicator) -> list[float]:
-        sink = Memory()
+        sink = KeptRecords()
         build_trainer(config, comm, sink=sink).run()
         return [each.loss_sum for each in sink.records if isinstance(each, StepRecord)]
 

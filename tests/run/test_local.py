@@ -255,7 +255,7 @@ def test_a_request_for_room_that_finds_nothing_to_save_is_a_preemption(
     assert not list(folder.glob("logs/*.error.json"))
 
 
-@pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "Watch"])
+@pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "forget_attempt", "Watch"])
 def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     real = getattr(local, moment)
 

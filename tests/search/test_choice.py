@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
+from paceline.plan.plan import MARGIN, RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.search import automatic
-from paceline.search.choice import MARGIN, Choice, Room, apply_choice
+from paceline.search.automatic import Choice, apply_choice
 from paceline.units import GIB
 
 P = 1_000_000_000
@@ -39,8 +40,8 @@ def config_of(memory: dict[str, Any] | None = None, **train: Any) -> Config:
 
 def room(
     gib: float, *, ranks: int = 8, node_ranks: int | None = None, device: str = "cuda", host: float = 2000
-) -> Room:
-    return Room(
+) -> RunMachine:
+    return RunMachine(
         device=device,
         device_bytes=round(gib * GIB),
         host_bytes=round(host * GIB),
@@ -49,7 +50,7 @@ def room(
     )
 
 
-def choose(where: Room, model: ModelFacts = MODEL, **options: Any) -> Choice:
+def choose(where: RunMachine, model: ModelFacts = MODEL, **options: Any) -> Choice:
     return automatic.choose(config_of(**options), model, where)
 
 

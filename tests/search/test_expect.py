@@ -15,7 +15,7 @@ from paceline.predict.memory.memory import EngineMemory
 from paceline.run.prediction import predict_run
 from paceline.search.expect import expect_run
 from paceline.search.expectation import Expectation, compare
-from paceline.search.from_config import task_of, workload_as_written
+from paceline.search.request import task_of, workload_as_written
 from paceline.search.search import rank_one
 from paceline.units import GIB
 

@@ -10,7 +10,7 @@ from paceline.cluster.detect import Machine
 from paceline.config import Config, load_config
 from paceline.predict.memory.memory import rank_estimates
 from paceline.search.expect import expected_memory
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, needed, needed_in_turns, ways_out
+from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, needed, ways_out
 from paceline.units import GIB
 
 HOST = Machine(processor="a processor", cores=2, memory_bytes=8.0 * GIB)
@@ -56,7 +56,7 @@ def test_the_stages_of_a_pipeline_are_added_up() -> None:
 
 def test_virtual_ranks_need_the_states_of_all_and_the_activations_of_one() -> None:
     config = _config(ranks=4)
-    (each,), found = rank_estimates(config), needed_in_turns(config)
+    (each,), found = rank_estimates(config), needed(config, in_turns=True)
     assert found is not None
     assert (found.parts["optimizer"], found.parts["activations"]) == (4 * each.optimizer, each.activations)
     assert found.parts["framework"] == each.framework

@@ -14,11 +14,12 @@ from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
 from paceline.plan.describe import mesh_text
 from paceline.plan.layout import Layout, Offload
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import with_memory
 from paceline.search import automatic
-from paceline.search.choice import Choice, Room, apply_choice
+from paceline.search.automatic import Choice, apply_choice
 from paceline.search.ladder import overhead_of
 from paceline.units import GIB
 
@@ -35,13 +36,11 @@ RESNET: dict[str, Any] = {
 
 
 def config_of(values: dict[str, Any], **train: Any) -> Config:
-    return config_from_dict(
-        {**values, "parallel": {"sharding_strategy": "auto"}, "train": {**values.get("train", {}), **train}}
-    )
+    return config_from_dict({**values, "parallel": {"strategy": "auto"}, "train": {**values.get("train", {}), **train}})
 
 
-def room(gib: float, *, ranks: int = 16, node_ranks: int = 8, device: str = "cuda", host: float = 1.0) -> Room:
-    return Room(
+def room(gib: float, *, ranks: int = 16, node_ranks: int = 8, device: str = "cuda", host: float = 1.0) -> RunMachine:
+    return RunMachine(
         device=device,
         device_bytes=round(gib * GIB),
         host_bytes=round(host * GIB),
@@ -50,7 +49,7 @@ def room(gib: float, *, ranks: int = 16, node_ranks: int = 8, device: str = "cud
     )
 
 
-def choose(values: dict[str, Any], where: Room, **train: Any) -> Choice:
+def choose(values: dict[str, Any], where: RunMachine, **train: Any) -> Choice:
     config = config_of(values, **train)
     model = describe_model(config, where.device)
     assert model is not None
@@ -61,7 +60,7 @@ def test_whole_models_come_first() -> None:
     assert choose(SEVEN_BILLION, room(300)).chosen.label == "ddp"
     choice = choose(SEVEN_BILLION, room(60))
     assert mesh_text(choice.chosen.layout) == "data 16"
-    assert choice.reason().startswith("parallel.sharding_strategy = auto: hybrid in groups of 8, about")
+    assert choice.reason().startswith("parallel.strategy = auto: hybrid in groups of 8, about")
 
 
 def test_less_memory_splits_the_model_before_all_is_computed_again() -> None:
@@ -162,7 +161,7 @@ def test_where_nothing_fits_the_nearest_is_named() -> None:
     with pytest.raises(ConfigError) as caught:
         choose(SEVEN_BILLION, room(3))
     (problem,) = caught.value.problems
-    assert problem.what.startswith("parallel.sharding_strategy = auto: nothing fits into 2.7 GiB")
+    assert problem.what.startswith("parallel.strategy = auto: nothing fits into 2.7 GiB")
     assert "to try anyway, set parallel.strategy = " in problem.fix
     small = {**SEVEN_BILLION, "memory": {"checkpoint_activations": "none", "offload": []}}
     with pytest.raises(ConfigError, match=r"set parallel\.strategy = ddp, parallel\.pipeline = \d"):
@@ -196,7 +195,7 @@ def test_a_choice_is_a_sound_config_that_needs_what_was_said(
     except ConfigError:
         return
     decided = apply_choice(config, choice)
-    assert (decided.parallel.sharding_strategy, decided.parallel.strategy) == ("manual", choice.chosen.layout.strategy)
+    assert decided.parallel.strategy == choice.chosen.layout.strategy
     assert run_checks(decided) == []
     plan = plan_of(decided, ranks=ranks, train_samples=1000, eval_samples=0, node_ranks=where.node_ranks)
     assert plan.batch.ranks == choice.chosen.layout.data

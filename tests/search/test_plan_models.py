@@ -12,12 +12,12 @@ from made_plans import plan_of
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict, load_config
+from paceline.config.yaml_text import dump_values
 from paceline.errors import ConfigError, UsageError
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import EngineMemory
-from paceline.search.from_config import planned_values, planned_yaml, task_of, workload_as_written
 from paceline.search.hugging_face import HuggingFaceModel, read_hugging_face
-from paceline.search.request import request_for, request_for_hugging_face
+from paceline.search.request import planned_values, request_for, request_for_hugging_face, task_of, workload_as_written
 from paceline.search.search import Search, search, smallest_changes
 from paceline.train.resolve import measure_config
 
@@ -162,7 +162,7 @@ def test_every_plan_is_a_config_with_that_mesh_and_batch(config: Config, found: 
     assert {offload for *_, offload, _, _ in kinds} > {(), ("optimizer",)}
     for each in kinds.values():
         path = tmp_path / "plan.yaml"
-        path.write_text(planned_yaml(config, each, CLUSTER))
+        path.write_text(dump_values(planned_values(config, each.workload, CLUSTER)))
         planned = load_config(path)
         plan = plan_of(planned, ranks=32, train_samples=65536, eval_samples=1, node_ranks=8)
         axes = plan.layout.axes

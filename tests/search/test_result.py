@@ -10,9 +10,8 @@ import pytest
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import Config, config_from_dict
-from paceline.search.plan_for import plan_for
 from paceline.search.request import request_for
-from paceline.search.result import PlanResult
+from paceline.search.result import PlanResult, plan_for
 
 
 def make_config(*, batch: int = 64, **sections: dict[str, Any]) -> Config:

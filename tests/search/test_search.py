@@ -22,7 +22,7 @@ from paceline.schedule.schedules import make_schedule
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.search.scaling import resized, scaling_rows
 from paceline.search.search import (
-    NO_ROOM_ON_HOST,
+    HOST_TOO_SMALL,
     TOO_LARGE,
     Search,
     budget_of,
@@ -30,9 +30,9 @@ from paceline.search.search import (
     explain_winner,
     host_bytes,
     rank_one,
-    room_makers,
     search,
     smallest_changes,
+    what_would_fit,
 )
 
 SMALL = ModelShape(layers=12, width=768, heads=12, kv_heads=12, mlp_width=3072, vocab_size=50304, mlp="gelu", tied=True)
@@ -299,11 +299,11 @@ def test_changes_that_make_it_fit_come_fastest_first_and_more_of_them_are_faster
 def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> None:
     small = load_cluster("1x g5.12xlarge")
     nothing = search(replace(TASK, global_batch=8), small, host_memory=1e9)
-    assert nothing.left_out[NO_ROOM_ON_HOST] > 0
+    assert nothing.left_out[HOST_TOO_SMALL] > 0
     assert nothing.ranked == ()
     assert nothing.nearest is not None
     assert nothing.nearest[1] > nothing.budget
-    changes = list(room_makers(nothing))
+    changes = list(what_would_fit(nothing))
     assert all(each.keys for each in changes)
     assert any("devices" in each.keys for each in changes)
     more = next(each.keys["devices"] for each in changes if "devices" in each.keys)

@@ -17,12 +17,11 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.engines.ddp import DataParallel
 from paceline.engines.fsdp import FullySharded
-from paceline.plan.plan import Plan
-from paceline.search.make_plan import RunMachine, make_plan
+from paceline.plan.plan import Plan, RunMachine
+from paceline.search.make_plan import make_plan
 from paceline.train.assemble import build_trainer, build_workload
-from paceline.train.hooks import NoteHook
 from paceline.train.master_adamw import MasterAdamW
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import NoteHook, Trainer
 
 GPT: dict[str, Any] = {
     "model": {"kind": "gpt", "layers": 3, "heads": 2, "width": 16, "context": 8},

@@ -17,7 +17,7 @@ from paceline.engines.apply import parallelize
 from paceline.engines.precision import PRECISIONS
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.step import Passes, StepOutcome
-from paceline.train.survive.bad_steps import BadStep, BadSteps, Overflow, explain_bad_steps, find_overflow
+from paceline.train.survive.recovery import BadStep, BadSteps, Overflow, explain_bad_steps, find_overflow
 
 CPU = torch.device("cpu")
 CUDA = pytest.param(

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from recomputed import recompute
 from saved_runs import save_now
 
 from paceline.checkpoint import open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
-from paceline.data.consumed import recompute
 from paceline.train.assemble import build_trainer
 from paceline.train.trainer import Trainer
 

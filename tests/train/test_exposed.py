@@ -10,8 +10,7 @@ import pytest
 from gloo_pool import GlooPool
 from kept_records import Kept
 
-from paceline.comm.base import Call, Communicator, Work
-from paceline.comm.group import WrappedCommunicator
+from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import config_from_dict
 from paceline.train.assemble import build_trainer

@@ -21,9 +21,8 @@ from paceline.config.schema import EarlyStopConfig
 from paceline.errors import ConfigError, RankFailedError, UsageError
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import EarlyStop, load_hooks
-from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 GPT: dict[str, Any] = {
     "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 8, "context": 4},

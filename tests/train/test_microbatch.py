@@ -16,7 +16,7 @@ from paceline.config import config_from_dict
 from paceline.data.datasets import TensorPairs
 from paceline.engines.apply import parallelize
 from paceline.errors import RankFailedError, TrainingError
-from paceline.free_memory import MemoryGauge, measure_room
+from paceline.free_memory import MemoryGauge, measure_machine
 from paceline.train.assemble import build_trainer
 from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.loss import CrossEntropy
@@ -175,7 +175,7 @@ def test_the_global_batch_stays_what_was_asked() -> None:
 
 
 def test_the_room_of_a_cpu_rank_is_its_share_of_the_host() -> None:
-    room = measure_room("cpu", ranks=4, node_ranks=2)
+    room = measure_machine("cpu", ranks=4, node_ranks=2)
     assert room.device_bytes == room.host_bytes // 2
     assert room.host_bytes > 2**20
 

@@ -20,7 +20,7 @@ from paceline.errors import TrainingError
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.step import Passes, StepPolicy, make_scaler, train_step
-from paceline.train.survive.bad_steps import BadSteps, find_overflow
+from paceline.train.survive.recovery import BadSteps, find_overflow
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,4 +1,4 @@
-"""Decisions about what went wrong: pure functions, without torch."""
+"""Decisions about what went wrong: pure functions."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from recomputed import recompute
 
 from paceline.checkpoint import find_checkpoint, list_checkpoints, open_checkpoint
 from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
-from paceline.data.consumed import recompute
 from paceline.train.assemble import build_trainer
 from paceline.train.survive.saving import Saver
 

@@ -20,8 +20,8 @@ from paceline.comm.base import Communicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.errors import ConfigError, RankFailedError, UsageError
+from paceline.plan.plan import RunMachine
 from paceline.search.automatic import ENOUGH
-from paceline.search.choice import Room
 from paceline.train.assemble import build_trainer
 from paceline.train.resolve import measure_config, resolve_strategy, resolve_together
 from paceline.units import MIB, format_seconds
@@ -64,8 +64,8 @@ def test_a_model_of_the_users_own_is_measured(own_module: str) -> None:
     assert measure_config(make_config(own_module, precision="bf16"), "cpu").blocks[1].cast_bytes == 2 * 1024 * 1024
 
 
-def room(mib: int, ranks: int = 4) -> Room:
-    return Room(device="cpu", device_bytes=mib * MIB, host_bytes=ranks * mib * MIB, ranks=ranks, node_ranks=ranks)
+def room(mib: int, ranks: int = 4) -> RunMachine:
+    return RunMachine(device="cpu", device_bytes=mib * MIB, host_bytes=ranks * mib * MIB, ranks=ranks, node_ranks=ranks)
 
 
 def test_less_memory_takes_more_sharing(own_module: str) -> None:
@@ -162,7 +162,7 @@ def test_an_open_mesh_is_decided_and_trained() -> None:
         {
             "model": {"kind": "gpt", "layers": 2, "heads": 2, "width": 16, "context": 8},
             "data": {"kind": "synthetic_tokens", "context": 8, "vocab_size": 32, "samples": 16},
-            "parallel": {"sharding_strategy": "auto", "device": "cpu"},
+            "parallel": {"strategy": "auto", "device": "cpu"},
             "train": {"global_batch": 1, "steps": 1},
         }
     )
@@ -175,18 +175,12 @@ def test_an_open_mesh_is_decided_and_trained() -> None:
     assert run_virtual(train, ranks=2) == [({"replicate": 1, "tensor": 2}, True)] * 2
     decided, choice = resolve_strategy(config, room(600, ranks=2))
     parallel = decided.parallel
-    assert (parallel.sharding_strategy, parallel.strategy, parallel.pipeline, parallel.tensor) == (
-        "manual",
-        "ddp",
-        1,
-        2,
-    )
+    assert (parallel.strategy, parallel.pipeline, parallel.tensor) == ("ddp", 1, 2)
     assert choice.left_out[0].startswith("data 2: parallel.ranks = 2 is more than train.global_batch = 1")
 
 
 def test_a_model_of_the_users_own_stays_whole(own_module: str) -> None:
     config = make_config(own_module)
-    parallel = config.parallel.model_copy(update={"sharding_strategy": "auto"})
-    decided, choice = resolve_strategy(config.model_copy(update={"parallel": parallel}), room(470))
+    decided, choice = resolve_strategy(config, room(470))
     assert (decided.parallel.strategy, decided.parallel.pipeline, decided.parallel.tensor) == ("zero1", 1, 1)
     assert "only the model's own code knows its layers" in choice.reason()

@@ -19,9 +19,8 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import CheckpointConfig, config_from_dict
 from paceline.errors import CheckpointError
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 CPU = torch.device("cpu")
 

@@ -16,22 +16,21 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.loader import StepBatch
 from paceline.engines.apply import parallelize
 from paceline.engines.precision import PRECISIONS
-from paceline.train import step as scaling
+from paceline.errors import UsageError
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.step import LossScaler, StepPolicy, make_scaler, train_step
+from paceline.train.step import LossScaler, ScalerPolicy, StepPolicy, make_scaler, train_step
 
 CPU = torch.device("cpu")
 GOOD, BAD = torch.tensor(1.0), torch.tensor(math.inf)
 
 
-def test_the_scale_backs_off_at_once_and_grows_after_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 3)
-    scaler = LossScaler(CPU, 64.0)
+def test_the_scale_backs_off_at_once_and_grows_after_an_interval() -> None:
+    scaler = LossScaler(CPU, ScalerPolicy(initial=64.0, growth=4.0, backoff=0.25, growth_interval=3))
     scales = []
     for norm in (BAD, BAD, GOOD, GOOD, torch.tensor(math.nan), GOOD, GOOD, GOOD, GOOD):
         scaler.update(norm)
         scales.append(scaler.scale.item())
-    assert scales == [32, 16, 16, 16, 8, 8, 8, 16, 16]  # a bad step in between starts the interval again
+    assert scales == [16, 4, 4, 4, 1, 1, 1, 4, 4]  # a bad step in between starts the interval again
 
 
 def test_a_scale_that_was_handed_out_does_not_change_later() -> None:
@@ -48,8 +47,14 @@ def test_only_fp16_is_scaled() -> None:
     assert made["fp16"].scale.item() == 8.0
 
 
+@pytest.mark.parametrize("wrong", [{"initial": 0.0}, {"growth": 0.5}, {"backoff": 1.0}, {"growth_interval": 0}])
+def test_a_policy_that_cannot_work_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="leave them at their defaults"):
+        ScalerPolicy(**wrong)
+
+
 def test_factors_undo_one_another_for_a_known_count_and_for_a_guess() -> None:
-    scaler = LossScaler(CPU, 256.0)
+    scaler = LossScaler(CPU, ScalerPolicy(initial=256.0))
     before, after = scaler.factors(4, 12.0)
     # Averaged over 4 ranks, the gradient of (sum / 12) is a quarter of it.
     assert before.item() * after.item() == pytest.approx(4 / 12)
@@ -66,9 +71,9 @@ def test_a_step_without_elements_leaves_a_scale_that_is_finite() -> None:
     assert all(factor.isfinite() for factor in scaler.factors(2, None))
 
 
-def test_the_state_is_continued_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scaling, "GROWTH_INTERVAL", 5)
-    scaler, other = LossScaler(CPU), LossScaler(CPU)
+def test_the_state_is_continued_exactly() -> None:
+    policy = ScalerPolicy(growth_interval=5)
+    scaler, other = LossScaler(CPU, policy), LossScaler(CPU, policy)
     scaler.note_elements(torch.tensor(7.0))
     for norm in (BAD, GOOD, GOOD, GOOD):
         scaler.update(norm)
@@ -162,7 +167,7 @@ def test_a_scaled_step_is_the_step_without_a_scale(elements: float | None) -> No
         def work(comm: Communicator) -> list[float]:
             engine = parallelize(make_model(), comm)
             optimizer = torch.optim.SGD(engine.parameters(), lr=0.5)
-            scaler = None if initial is None else LossScaler(CPU, initial)
+            scaler = None if initial is None else LossScaler(CPU, ScalerPolicy(initial=initial))
             steps = [
                 train_step(engine, optimizer, batch, CrossEntropy(elements), StepPolicy(clip_norm=0.5), scaler=scaler)
                 for batch in batches(comm, 4)
@@ -182,7 +187,7 @@ def test_small_gradients_survive_in_fp16_only_with_a_scale() -> None:
 
     def gradient(scale: float) -> float:
         engine = parallelize(nn.Linear(1, 1, bias=False), SoloCommunicator(CPU), precision="fp16")
-        scaler = LossScaler(CPU, scale)
+        scaler = LossScaler(CPU, ScalerPolicy(initial=scale))
         seen: list[float] = []
         optimizer = torch.optim.SGD(engine.parameters(), lr=1.0)
         optimizer.register_step_pre_hook(lambda *_: seen.extend(p.grad.item() for p in engine.parameters()))

@@ -16,7 +16,7 @@ from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, config_from_dict
 from paceline.records.records import EvalRecord, EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook, Every
+from paceline.train.trainer import EvaluateHook, Every
 
 STEPS = 2
 

@@ -26,11 +26,10 @@ from paceline.errors import CheckpointError, DataError, RankFailedError, Trainin
 from paceline.records import meter
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook, Every, is_time
 from paceline.train.loss import CrossEntropy, LossValue
 from paceline.train.step import StepResult
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import EvaluateHook, Every, Trainer, is_time
 
 CPU = torch.device("cpu")
 
@@ -58,7 +57,7 @@ class EverySeconds:
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
         if result.step % self.ask_every == 0 and is_time(trainer, self.last, self.seconds):
-            self.last = import_module("paceline.train.hooks").time.monotonic()
+            self.last = import_module("paceline.train.trainer").time.monotonic()
             self.hook(trainer, result)
 
 
@@ -191,8 +190,7 @@ def fast_clock(monkeypatch: pytest.MonkeyPatch, seconds_a_call: Callable[[], flo
         perf_counter = staticmethod(lambda: 0.0)
         time = staticmethod(lambda: 0.0)
 
-    for name in ("hooks", "trainer"):
-        monkeypatch.setattr(import_module(f"paceline.train.{name}"), "time", Time)
+    monkeypatch.setattr(import_module("paceline.train.trainer"), "time", Time)
 
 
 def test_ranks_agree_on_hooks_by_steps_and_by_seconds(monkeypatch: pytest.MonkeyPatch) -> None:

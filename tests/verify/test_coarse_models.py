@@ -14,8 +14,8 @@ import paceline
 from paceline.config import config_from_dict
 from paceline.verify.case import ConfigCase
 from paceline.verify.certificate import Certificate, certify
+from paceline.verify.runs import CoarseParts
 from paceline.verify.settings import Settings
-from paceline.verify.values import CoarseParts
 
 
 class RoundedNorm(nn.Module):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from paceline.verify.measure import Bound, Errors, absolute, bound_for, compare, difference, merge, relative
+from paceline.verify.runs import StepValues
 from paceline.verify.settings import Settings
-from paceline.verify.values import StepValues
 
 RELATIVE = Bound(tolerance=0.1, reason="", floor=0.01)
 

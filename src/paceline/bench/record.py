@@ -6,9 +6,9 @@ import json
 import os
 import platform
 import subprocess
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from time import gmtime, strftime
 from typing import Any
 
 import torch
@@ -24,20 +24,12 @@ def describe_hardware() -> dict[str, Any]:
     return found
 
 
-def _versions() -> dict[str, str]:
-    return {"paceline": __version__, "torch": torch.__version__, "python": platform.python_version()}
-
-
 def _commit() -> str:
     try:
         done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)  # nosec B607  # git of the PATH, as in a shell
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return done.stdout.strip()
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +41,15 @@ class BenchRecord:
     rows: list[dict[str, Any]]
     config: dict[str, Any]
     hardware: dict[str, Any] = field(default_factory=describe_hardware)
-    versions: dict[str, str] = field(default_factory=_versions)
+    versions: dict[str, str] = field(
+        default_factory=lambda: {
+            "paceline": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+    )
     commit: str = field(default_factory=_commit)
-    time: str = field(default_factory=_now)
+    time: str = field(default_factory=lambda: strftime("%Y-%m-%dT%H:%M:%SZ", gmtime()))
 
     def write(self, path: Path) -> None:
         """Writes the record as JSON."""

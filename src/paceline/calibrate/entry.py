@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,22 +20,10 @@ from paceline.errors import UsageError
 from paceline.units import GIB
 
 if TYPE_CHECKING:
-    from paceline.calibrate.collectives import LinkFigures
-    from paceline.calibrate.machine import MachineFigures
+    from paceline.calibrate.machine import LinkFigures, MachineFigures
     from paceline.cluster.devices import Device, ShapeRate
 
 _LINK_NAMES = {"shared_memory": "shm", "loopback": "gloo", "nvlink": "nccl"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Origin:
-    """Where figures come from: the command, the versions, and how much samples spread."""
-
-    command: str
-    versions: str
-    spread: float
-    time: str = ""
-    python: str = ""
 
 
 def best_rates(rates: Sequence[ShapeRate]) -> dict[str, float]:
@@ -60,29 +47,33 @@ def entry_of(measured: MachineFigures, command: str, torch_version: str, name: s
     """Returns the name and the YAML text of an entry for what was measured on this machine just now."""
     machine = detect_machine()
     chosen = name or suggest_name(machine, measured)
-    origin = Origin(
-        command=command,
-        versions=f"torch {torch_version}",
-        spread=measured.spread,
-        time=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        python=platform.python_version(),
-    )
-    return chosen, make_entry(chosen, machine, measured, origin)
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    about = {"time": when, "torch": torch_version, "python": platform.python_version()}
+    return chosen, make_entry(chosen, machine, measured, command, about)
 
 
-def make_entry(name: str, machine: Machine, measured: MachineFigures, origin: Origin) -> str:
-    """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read."""
+def make_entry(name: str, machine: Machine, measured: MachineFigures, command: str, about: Mapping[str, str]) -> str:
+    """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read.
+
+    ``about``: when (time) and with what (torch, python) it was measured by ``command``.
+    """
+    about = {**about, "spread": rounded(measured.spread)}
     links = {
         f"{name}-{_LINK_NAMES[kind]}": _link(kind, found, measured.ranks) for kind, found in measured.links.items()
     }
-    content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, origin)}}
+    content: dict[str, Any] = {"devices": {name: _device(name, machine, measured, about)}}
     if links:
         content["links"] = links
-    content["nodes"] = _nodes(name, measured.ranks, list(links))
+    # A node for each link. The first one's has the device's name, another one's the link's.
+    names, inside = [name, *list(links)[1:]], list(links) or [f"{name}-alone"]
+    content["nodes"] = {
+        node: {"device": name, "devices": measured.ranks, "inside": link}
+        for node, link in zip(names, inside, strict=True)
+    }
     if measured.alone is not None and links:
         # One rank that has all cores: a device and a node of its own, behind those of several ranks.
         whole = f"{name}-alone"
-        content["devices"][whole] = _device(whole, machine, measured.alone, origin)
+        content["devices"][whole] = _device(whole, machine, measured.alone, about)
         content["nodes"][whole] = {"device": whole, "devices": 1, "inside": next(iter(links))}
     if not links:
         # One rank: nothing was measured between ranks, and a node names a link all the same.
@@ -91,7 +82,18 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, origin: Or
         lone = {"kind": "shared_memory", "gb_per_s": rate, "efficiency": 1.0, "latency_us": 20.0}
         content["links"] = {f"{name}-alone": lone}
     written = yaml.safe_dump(content, sort_keys=False, width=110, default_flow_style=None)
-    text = f"{_header(machine, measured, origin)}\n{written}"
+    cores = f"{machine.cores} cores" if measured.device == "cpu" else f"{len(machine.gpus)} GPUs"
+    told = f"{measured.ranks} ranks at once, {measured.threads} threads each; torch {about['torch']}."
+    header = [
+        f"Measured by: {command}",
+        f"on {_what(machine, measured)}, {cores}; {told}",
+        f"Samples spread by {100 * measured.spread:.1f} % (median, between quartiles).",
+        *(
+            f"The ring fits the all-reduces over {kind} within {100 * x.worst:.0f} %."
+            for kind, x in measured.links.items()
+        ),
+    ]
+    text = "".join(f"# {line}\n" for line in header) + written
     parse_catalog(text, "the new entry")
     return text
 
@@ -104,21 +106,7 @@ def write_entry(text: str, path: Path) -> None:
         raise UsageError(f"the entry cannot be written to {path}: {error}\n  give another --output") from error
 
 
-def _header(machine: Machine, measured: MachineFigures, origin: Origin) -> str:
-    what = _what(machine, measured)
-    cores = f"{machine.cores} cores" if measured.device == "cpu" else f"{len(machine.gpus)} GPUs"
-    lines = [
-        f"Measured by: {origin.command}",
-        f"on {what}, {cores}; {measured.ranks} ranks at once, {measured.threads} threads each; {origin.versions}.",
-        f"Samples spread by {100 * origin.spread:.1f} % (median, between quartiles).",
-    ]
-    lines += [
-        f"The ring fits the all-reduces over {kind} within {100 * x.worst:.0f} %." for kind, x in measured.links.items()
-    ]
-    return "\n".join(f"# {line}" for line in lines)
-
-
-def _device(name: str, machine: Machine, measured: MachineFigures, origin: Origin) -> dict[str, Any]:
+def _device(name: str, machine: Machine, measured: MachineFigures, about: Mapping[str, Any]) -> dict[str, Any]:
     kernels, known = measured.kernels, _known(machine, measured)
     best = best_rates(kernels.rates)
     bandwidth = known.memory_bandwidth if known else kernels.memory_bandwidth
@@ -152,16 +140,10 @@ def _device(name: str, machine: Machine, measured: MachineFigures, origin: Origi
         found["memory_rates"] = {
             family: {size: rounded(rate / 1e9) for size, rate in points} for family, points in families.rates.items()
         }
-    if origin.time:
-        found["measured"] = {
-            "time": origin.time,
-            "torch": origin.versions.removeprefix("torch "),
-            "python": origin.python,
-            "processor": _what(machine, measured),
-            "threads": measured.threads,
-            "ranks": measured.ranks,
-            "spread": rounded(origin.spread),
-        }
+    if "time" in about:
+        where = {"processor": _what(machine, measured), "threads": measured.threads, "ranks": measured.ranks}
+        found["measured"] = {name: about[name] for name in ("time", "torch", "python")} | where
+        found["measured"]["spread"] = about["spread"]
     return found
 
 
@@ -178,13 +160,6 @@ def _link(kind: str, found: LinkFigures, ranks: int) -> dict[str, Any]:
         },
         "busy": rounded(found.busy),
     }
-
-
-def _nodes(name: str, ranks: int, links: list[str]) -> dict[str, Any]:
-    """Returns a node for each link. The first one's has the device's name, another one's the link's."""
-    names = [name, *links[1:]]
-    inside = links or [f"{name}-alone"]
-    return {node: {"device": name, "devices": ranks, "inside": link} for node, link in zip(names, inside, strict=True)}
 
 
 def _what(machine: Machine, measured: MachineFigures) -> str:

@@ -31,9 +31,8 @@ from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
 from paceline.rehearse.dryrun.operators import Operators
 from paceline.run.observe import sampling
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import Every
 from paceline.train.step import train_step
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import Every, Trainer
 
 _LAYERS = (1, 3)
 _MOST_STEPS = 1_000_000  # of which a few hundred are run

@@ -18,9 +18,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from paceline.chaos.faults import ON_LOSS, Fault, check_faults, parse_faults, place_faults, random_faults
-from paceline.chaos.notes import VARIABLE, Fired, Passed, Started, read_notes, read_plan, write_plan
-from paceline.chaos.report import Report, Sameness, compare_steps, make_report
+from paceline.chaos.faults import (
+    ON_LOSS,
+    VARIABLE,
+    Fault,
+    Fired,
+    Passed,
+    Started,
+    check_faults,
+    parse_faults,
+    place_faults,
+    random_faults,
+    read_notes,
+    read_plan,
+    write_plan,
+)
+from paceline.chaos.report import LossComparison, Report, compare_steps, make_report
 from paceline.chaos.timeline import Command, Notes, handle, straggler_verdict
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
@@ -54,7 +67,6 @@ class FaultyRun:
 
     @property
     def folder(self) -> Path:
-        """The run's folder."""
         return Path(self.config.monitor.folder) / self.config.name
 
 
@@ -136,7 +148,7 @@ def run_with_faults(
         handlings,
         mtbf_s=mtbf_s,
         samples=audit_samples(run.folder),
-        sameness=_compare(run, attempts, faults) if compare else None,
+        comparison=_compare(run, attempts, faults) if compare else None,
     )
     if run.folder.is_dir():
         kept = run.folder / "chaos"
@@ -170,7 +182,7 @@ def audit_samples(folder: Path) -> str:
 def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Command]:
     """Runs ``paceline train``, and again with ``--resume auto`` while a fault ended it: what a scheduler would do."""
     begin = ["train", str(run.path), *run.overrides, "--json"]
-    commands = [_run_command(run, _replacing(begin, run.folder), scratch)]
+    commands = [_run_command(run, begin, scratch, run.folder)]
     known = 0
     while commands[-1].code not in (DONE, REFUSED) and len(commands) <= num_faults:
         happened = len({fired.number for fired in read_notes(scratch, Fired)})
@@ -184,19 +196,20 @@ def _run_commands(run: FaultyRun, scratch: Path, *, num_faults: int) -> list[Com
     return commands
 
 
-def _replacing(arguments: list[str], folder: Path) -> list[str]:
-    """Returns the arguments of a run that replaces an older one in its folder."""
-    return [*arguments, "--force"] if (folder / "config.yaml").is_file() else arguments
+def _run_command(
+    run: FaultyRun, arguments: Sequence[str], scratch: Path | None, replaced: Path | None = None
+) -> Command:
+    """Runs ``paceline`` in a process of its own; tells what it tells, and which faults happen, as they do.
 
-
-def _run_command(run: FaultyRun, arguments: Sequence[str], scratch: Path | None) -> Command:
-    """Runs ``paceline`` in a process of its own; tells what it tells, and which faults happen, as they do."""
+    ``replaced``: the folder of an older run, if there is one, in whose place this one comes.
+    """
+    force = ["--force"] if replaced is not None and (replaced / "config.yaml").is_file() else []
     environment = {name: value for name, value in run.environment.items() if name != VARIABLE}
     if scratch is not None:
         environment[VARIABLE] = str(scratch.absolute())
     start = time.time()
     process = subprocess.Popen(
-        [sys.executable, "-m", "paceline", *arguments],
+        [sys.executable, "-m", "paceline", *arguments, *force],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
@@ -225,7 +238,6 @@ def _run_command(run: FaultyRun, arguments: Sequence[str], scratch: Path | None)
 
 
 def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event) -> None:
-    """Tells of each fault when it happens."""
     if scratch is None:
         return
     plan, known = {each.number: each for each in read_plan(scratch)[1]}, len(read_notes(scratch, Fired))
@@ -241,18 +253,16 @@ def _tell_faults(run: FaultyRun, scratch: Path | None, is_over: threading.Event)
 
 
 def _attempts(folder: Path, ranks: int) -> list[list[RankAttempt]]:
-    """Reads the records of every rank."""
     found = read_run(folder)
     return [found.get(rank, []) for rank in range(ranks)]
 
 
-def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> Sameness:
-    """Trains the same config undisturbed, and compares."""
+def _compare(run: FaultyRun, attempts: list[list[RankAttempt]], faults: Sequence[Fault]) -> LossComparison:
     name = f"{run.config.name.removesuffix('-chaos')}-undisturbed"
     folder = Path(run.config.monitor.folder) / name
     run.say("now undisturbed, to compare")
     arguments = ["train", str(run.path), *run.overrides, f"name={name}", "--json"]
-    command = _run_command(run, _replacing(arguments, folder), None)
+    command = _run_command(run, arguments, None, folder)
     is_expected = command.code == 0 and not any(each.kind in ON_LOSS for each in faults)
     ours, theirs = audit_samples(run.folder), audit_samples(folder)
     twin = _attempts(folder, run.ranks)

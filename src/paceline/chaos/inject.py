@@ -18,13 +18,24 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from paceline.chaos.faults import ON_LOSS, STEP_PHASES, WHILE_SAVING, Fault
-from paceline.chaos.notes import Fired, Passed, Started, note, read_notes, read_plan
+from paceline.chaos.faults import (
+    ON_LOSS,
+    STEP_PHASES,
+    WHILE_SAVING,
+    Fault,
+    Fired,
+    Passed,
+    Started,
+    note,
+    read_notes,
+    read_plan,
+)
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.train.loss import Loss, LossValue
@@ -60,7 +71,7 @@ class Injector:
         """Returns where checkpoints go, with the faults of saving."""
         storage = storage_of(self._checkpoints)
         if any(each.kind in WHILE_SAVING for each in self._faults):
-            storage.write = self._spoil(storage.write)  # type: ignore[method-assign]
+            storage.write = partial(self._write, storage.write)  # type: ignore[method-assign]
         return storage
 
     def attach(self, trainer: Trainer) -> None:
@@ -68,66 +79,55 @@ class Injector:
         self._trainer, meter = trainer, trainer.parts.meter
         if self._rank == 0:
             note(self._folder, Started(step=trainer.step, position=trainer.position, time=time.time()))
-        meter.lap = self._after_phases(meter.lap)  # type: ignore[method-assign, assignment]
-        meter.enter = self._at_entries(meter.enter)  # type: ignore[method-assign, assignment]
+        meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign, assignment]
+        meter.enter = partial(self._enter, meter.enter)  # type: ignore[method-assign, assignment]
         trace = trainer.parts.engine.world.trace
         if trace is not None and any(each.kind == "slow-link" for each in self._faults):
-            trace.end_wait = self._after_waits(trace.end_wait)  # type: ignore[method-assign, assignment]
+            trace.end_wait = partial(self._end_wait, trace.end_wait)  # type: ignore[method-assign, assignment]
         if any(each.kind in ON_LOSS for each in self._faults):
             trainer.parts = replace(trainer.parts, loss=FaultyLoss(trainer.parts.loss, lambda: self._loss_factor))
 
-    def _after_phases(self, lap: Callable[[str], None]) -> Callable[[str], None]:
-        def faulty_lap(phase: str) -> None:
-            assert self._trainer is not None
-            step = self._trainer.step + 1
-            self._dawdle(step)
-            if phase == "optimizer":
-                self._loss_factor = 1.0
-            for fault in self._due(step):
-                if fault.kind == "slow":
-                    self._fire(fault, step)
-                    self._slow, self._slow_until = fault, step + fault.length
-                elif fault.kind == "slow-link":
-                    self._fire(fault, step)
-                    self._slow_link = replace(fault, step=step)
-                elif fault.kind in ON_LOSS and phase == "data":
-                    self._fire(fault, step)
-                    self._loss_factor = float("nan") if fault.kind == "nan" else fault.factor
-                elif fault.kind == "corrupt-checkpoint" and list_checkpoints(self._checkpoints):
-                    self._corrupt(fault, step)
-                elif fault.phase == phase:
-                    self._do(fault, step)
-            lap(phase)
-            if phase == "optimizer" and self._rank == 0:
-                self._note_passed(step)
-            self._lap_at = time.perf_counter()
+    def _lap(self, lap: Callable[[str], None], phase: str) -> None:
+        assert self._trainer is not None
+        step = self._trainer.step + 1
+        if self._slow is not None and step < self._slow_until:  # takes as many times as long as a slow rank's
+            time.sleep((self._slow.factor - 1.0) * (time.perf_counter() - self._lap_at))
+        if phase == "optimizer":
+            self._loss_factor = 1.0
+        for fault in self._due(step):
+            if fault.kind == "slow":
+                self._fire(fault, step)
+                self._slow, self._slow_until = fault, step + fault.length
+            elif fault.kind == "slow-link":
+                self._fire(fault, step)
+                self._slow_link = replace(fault, step=step)
+            elif fault.kind in ON_LOSS and phase == "data":
+                self._fire(fault, step)
+                self._loss_factor = float("nan") if fault.kind == "nan" else fault.factor
+            elif fault.kind == "corrupt-checkpoint" and list_checkpoints(self._checkpoints):
+                self._corrupt(fault, step)
+            elif fault.phase == phase:
+                self._do(fault, step)
+        lap(phase)
+        if phase == "optimizer" and self._rank == 0:
+            self._note_passed(step)
+        self._lap_at = time.perf_counter()
 
-        return faulty_lap
-
-    def _after_waits(self, end_wait: Callable[[Any], None]) -> Callable[[Any], None]:
+    def _end_wait(self, end_wait: Callable[[Any], None], start: Any) -> None:
         """Makes operations take longer: the rank's own wait for one, and so that of the others for the next."""
+        fault, trainer = self._slow_link, self._trainer
+        end = 0 if fault is None or fault.step is None else fault.step + fault.length
+        if fault is not None and trainer is not None and start is not None and trainer.step < end:
+            time.sleep((fault.factor - 1.0) * _MESSAGE_S)
+        end_wait(start)
 
-        def slow_end_wait(start: Any) -> None:
-            fault = self._slow_link
-            if fault is None or fault.step is None or start is None or self._trainer is None:
-                end_wait(start)
-                return
-            if self._trainer.step < fault.step + fault.length:
-                time.sleep((fault.factor - 1.0) * _MESSAGE_S)
-            end_wait(start)
-
-        return slow_end_wait
-
-    def _at_entries(self, enter: Callable[[str], None]) -> Callable[[str], None]:
-        def faulty_enter(phase: str) -> None:
-            assert self._trainer is not None
-            enter(phase)
-            step = self._trainer.step
-            for fault in self._due(step):
-                if fault.phase == phase and phase not in STEP_PHASES:
-                    self._do(fault, step)
-
-        return faulty_enter
+    def _enter(self, enter: Callable[[str], None], phase: str) -> None:
+        assert self._trainer is not None
+        enter(phase)
+        step = self._trainer.step
+        for fault in self._due(step):
+            if fault.phase == phase and phase not in STEP_PHASES:
+                self._do(fault, step)
 
     def _due(self, step: int) -> list[Fault]:
         return [each for each in self._faults if each.step is not None and step >= each.step]
@@ -147,11 +147,6 @@ class Injector:
         if fault.kind == "oom":
             raise torch.OutOfMemoryError(f"out of memory, as chaos asked for, in step {step}")
 
-    def _dawdle(self, step: int) -> None:
-        """Makes the phase that ends here take as many times as long as a slow rank's."""
-        if self._slow is not None and step < self._slow_until:
-            time.sleep((self._slow.factor - 1.0) * (time.perf_counter() - self._lap_at))
-
     def _corrupt(self, fault: Fault, step: int) -> None:
         """Flips one bit of one file of the newest checkpoint, and dies: the next start must do without."""
         newest = list_checkpoints(self._checkpoints)[-1]
@@ -167,19 +162,16 @@ class Injector:
             file.write(bytes([value ^ (1 << bit)]))
         die()
 
-    def _spoil(self, write: Callable[[Path, Iterable[memoryview | bytes]], SavedFile]) -> Any:
-        def faulty_write(path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
-            found = _STEP.search(path.parent.name)
-            step = int(found[1]) if found is not None else 0
-            for fault in self._due(step):
-                if fault.kind in WHILE_SAVING:
-                    if fault.kind == "unwritable":
-                        self._fire(fault, step, detail=path.name)
-                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-                    return write(path, self._cut(fault, step, path, chunks))
-            return write(path, chunks)
-
-        return faulty_write
+    def _write(self, write: Callable[..., SavedFile], path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
+        found = _STEP.search(path.parent.name)
+        step = int(found[1]) if found is not None else 0
+        for fault in self._due(step):
+            if fault.kind in WHILE_SAVING:
+                if fault.kind == "unwritable":
+                    self._fire(fault, step, detail=path.name)
+                    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+                return write(path, self._cut(fault, step, path, chunks))
+        return write(path, chunks)
 
     def _cut(
         self, fault: Fault, step: int, path: Path, chunks: Iterable[memoryview | bytes]
@@ -248,6 +240,5 @@ def die() -> None:
 
 
 def hang() -> None:
-    """Stands still until somebody ends this process."""
     while True:
         time.sleep(3600.0)

@@ -43,7 +43,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sameness:
+class LossComparison:
     """How a run compares with the undisturbed one. ``first_difference``: the step, None if there is none."""
 
     num_steps: int
@@ -53,14 +53,11 @@ class Sameness:
 
     @property
     def is_same(self) -> bool:
-        """Whether all losses are the same bits."""
         return self.first_difference is None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """All that a run with faults tells."""
-
     name: str
     ranks: int
     code: int
@@ -72,17 +69,16 @@ class Report:
     interval: Interval | None
     samples: str
     told: tuple[str, ...]
-    sameness: Sameness | None = None
+    comparison: LossComparison | None = None
 
     @property
     def is_good(self) -> bool:
         """Whether the run came to its end, every fault was handled as its policy says, and the samples are right."""
-        same = self.sameness is None or not self.sameness.is_expected or self.sameness.is_same
+        same = self.comparison is None or not self.comparison.is_expected or self.comparison.is_same
         handled = all(each.is_right for each in self.handlings)
         return self.code == 0 and handled and same and not self.samples.startswith("wrong")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as JSON values."""
         faults = [
             {
                 **asdict(each),
@@ -94,7 +90,7 @@ class Report:
             }
             for each in self.handlings
         ]
-        same = self.sameness
+        same = self.comparison
         return {
             "name": self.name,
             "ranks": self.ranks,
@@ -125,15 +121,6 @@ def recommend(save: SaveCost, *, step_s: float, mtbf_s: float, is_observed: bool
     return Interval(mtbf_s=mtbf_s, is_observed=is_observed, young_s=young, daly_s=daly, steps=steps)
 
 
-def save_cost(attempts: Sequence[RankAttempt]) -> SaveCost | None:
-    """Returns what the checkpoints of a run took; None without any."""
-    saves = [each.detail for attempt in attempts for each in attempt.events if each.name == "checkpoint"]
-    if not saves:
-        return None
-    stall, total = ([float(each[key]) for each in saves] for key in ("stall_seconds", "seconds"))
-    return SaveCost(number=len(saves), stall_s=median(stall), total_s=median(total))
-
-
 def make_report(
     name: str,
     ranks: int,
@@ -143,12 +130,16 @@ def make_report(
     *,
     mtbf_s: float | None,
     samples: str,
-    sameness: Sameness | None = None,
+    comparison: LossComparison | None = None,
 ) -> Report:
     """Puts the numbers of a run together. ``attempts`` are rank 0's."""
     steps = final_steps(attempts)
     wall = sum(command.end - command.start for command in commands)
-    save = save_cost(attempts)
+    saves = [each.detail for attempt in attempts for each in attempt.events if each.name == "checkpoint"]
+    save = None
+    if saves:
+        stall, total = ([float(each[key]) for each in saves] for key in ("stall_seconds", "seconds"))
+        save = SaveCost(number=len(saves), stall_s=median(stall), total_s=median(total))
     num_failures = sum(each.how in ("restarted", "stopped") for each in handlings)
     observed = mtbf_s or (wall / num_failures if num_failures else None)
     totals = add_up(steps.values())
@@ -171,13 +162,13 @@ def make_report(
         interval=interval,
         samples=samples,
         told=tuple(text for command in commands for _, text in command.told),
-        sameness=sameness,
+        comparison=comparison,
     )
 
 
 def compare_steps(
     ours: Sequence[Sequence[RankAttempt]], theirs: Sequence[Sequence[RankAttempt]], *, is_expected: bool, samples: str
-) -> Sameness:
+) -> LossComparison:
     """Compares the losses of all ranks, step by step and bit by bit, with those of an undisturbed run."""
     different, num_steps = [], 0
     for own, other in zip(ours, theirs, strict=True):
@@ -187,7 +178,7 @@ def compare_steps(
         wrong = [step for step, record in twin.items() if step in mine and _numbers(mine[step]) != _numbers(record)]
         missing = [max(twin)] if twin and max(twin) not in mine else []
         different += wrong + missing
-    return Sameness(
+    return LossComparison(
         num_steps=num_steps, first_difference=min(different, default=None), is_expected=is_expected, samples=samples
     )
 
@@ -198,7 +189,6 @@ def _numbers(record: StepRecord) -> tuple[str, ...]:
 
 
 def report_lines(report: Report) -> list[str]:
-    """Writes a report as lines of text."""
     rows = [("fault", "what became of it", "lost", "recovered in", "as its policy says")]
     for each in report.handlings:
         lost = f"{each.lost_steps} steps" if each.lost_steps else "-"
@@ -222,14 +212,11 @@ def report_lines(report: Report) -> list[str]:
             f"{format_seconds(found.daly_s)} (Daly; Young {format_seconds(found.young_s)})"
         )
     lines.append(f"samples: {report.samples}")
-    if report.sameness is not None:
-        lines.append(_sameness_line(report.sameness))
+    same = report.comparison
+    if same is not None:
+        whose = f"those of an undisturbed run, bit for bit, in {same.num_steps} steps"
+        if not same.is_same:
+            why = "" if same.is_expected else ", as a fault changed what was trained"
+            whose = f"another than an undisturbed run's from step {same.first_difference} on{why}"
+        lines.append(f"losses: {whose}; samples {same.samples}")
     return lines
-
-
-def _sameness_line(found: Sameness) -> str:
-    if found.is_same:
-        return f"losses: those of an undisturbed run, bit for bit, in {found.num_steps} steps; samples {found.samples}"
-    why = "" if found.is_expected else ", as a fault changed what was trained"
-    where = f"from step {found.first_difference} on{why}"
-    return f"losses: another than an undisturbed run's {where}; samples {found.samples}"

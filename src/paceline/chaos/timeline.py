@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault
-from paceline.chaos.notes import Fired, Passed, Started
+from paceline.chaos.faults import ON_LOSS, SLOW, WHILE_SAVING, Fault, Fired, Passed, Started
 from paceline.config import Config
 from paceline.health.straggler import find_straggler
 from paceline.records.summary import RankAttempt, RunRecords, StepTable
@@ -44,8 +43,6 @@ class Notes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handling:
-    """What became of one fault."""
-
     fault: Fault
     how: How
     expected: tuple[How, ...]
@@ -57,7 +54,6 @@ class Handling:
 
     @property
     def is_right(self) -> bool:
-        """Whether it was handled as the policies say."""
         return self.how in self.expected
 
 
@@ -109,11 +105,13 @@ def handle(
     began = next((each for each in notes.started if at.time < each.time <= passed.time), None)
     if began is None:
         return _handled_inside(found, at, attempts)
+    # While saving or evaluating, the step itself has been trained too.
+    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in WHILE_SAVING
     is_same_command = any(each.start <= at.time and passed.time <= each.end for each in commands)
     return replace(
         found,
         how="restarted" if is_same_command else "stopped",
-        lost_steps=max(0, steps_done(at, fault) - began.step),
+        lost_steps=max(0, at.step - (not is_after) - began.step),
         lost_samples=max(0, at.position - began.position),
         verdict=_verdict(commands, at.time),
     )
@@ -156,12 +154,6 @@ def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt
     steps = RunRecords(there).steps.only(range(first, first + handling.fault.length)) if there else StepTable([])
     found = find_straggler(steps.rows)
     return "" if found is None else str(found)
-
-
-def steps_done(at: Fired, fault: Fault) -> int:
-    """Returns how many steps had been trained: while saving or evaluating, the step itself too."""
-    is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in WHILE_SAVING
-    return at.step if is_after else at.step - 1
 
 
 def _verdict(commands: Sequence[Command], moment: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -20,7 +20,6 @@ from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
 from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.retention import Retention
 from paceline.checkpoint.writer import CheckpointWriter, raised_on_all
-from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank
 from paceline.health.ledger_view import CHECKPOINT
 
@@ -28,14 +27,6 @@ from paceline.health.ledger_view import CHECKPOINT
 def warn_of(passed: PassedOver) -> None:
     """Warns of a newer checkpoint that was not taken, and says why."""
     warnings.warn(str(passed), stacklevel=2)
-
-
-class Holder(HasShards, Protocol):
-    """An engine: shards, and the ranks that hold them together."""
-
-    @property
-    def world(self) -> Communicator:
-        """All ranks that train together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +40,7 @@ class Loaded:
 
 def save(
     folder: str | Path,
-    engine: Holder,
+    engine: HasShards,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int,
@@ -71,7 +62,7 @@ def save(
 
 
 def load(
-    path: str | Path, engine: Holder, optimizer: torch.optim.Optimizer | None = None, *, verify: Depth = "full"
+    path: str | Path, engine: HasShards, optimizer: torch.optim.Optimizer | None = None, *, verify: Depth = "full"
 ) -> Loaded:
     """Loads a checkpoint, or the newest whole one of a folder, into an engine of any strategy and number of ranks.
 
@@ -88,7 +79,7 @@ def load(
         return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
 
 
-def _enter(engine: Holder) -> None:
+def _enter(engine: HasShards) -> None:
     """Tells the ledger that the rank saves or loads, until the next pass begins."""
     if engine.world.ledger is not None:
         engine.world.ledger.enter(CHECKPOINT)

@@ -27,11 +27,14 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from paceline.errors import CheckpointError
 from paceline.shards import Region, Shard, Spans
 from paceline.untrusted import is_count, kind_of, parse_json, parse_json_object, plain_name
+
+if TYPE_CHECKING:
+    from paceline.comm.base import Communicator
 
 SCHEMA_VERSION = 2
 MANIFEST = "manifest.json"
@@ -269,27 +272,24 @@ def parse_manifest(text: str, source: object) -> Manifest:
         body = text[: -len(_tail(""))]
         if text != body + _tail(body):
             raise damaged(f"{source}'s manifest is damaged: its hash is not its own")
+        for what in ("values", "found", "about"):
+            if not isinstance(found[what], dict):
+                raise ValueError(f"{what} is {kind_of(found[what])}, and not an object with names")
         manifest = Manifest(
             step=_count("step", found["step"]),
             position=_count("position", found["position"]),
             world=_count("world", found["world"]),
             tensors={name: parse_tensor(entry) for name, entry in found["tensors"].items()},
             files=parse_files(found["files"]),
-            values=_object("values", found["values"]),
-            found=_object("found", found["found"]),
-            about=_object("about", found["about"]),
+            values=found["values"],
+            found=found["found"],
+            about=found["about"],
             line=parse_line(found.get("line", Line().to_json())),
         )
         _check_room(manifest)
         return manifest
     except MALFORMED as error:
         raise damaged(f"{source} is no manifest: {reason_of(error)}") from error
-
-
-def _object(what: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise ValueError(f"{what} is {kind_of(value)}, and not an object with names")
-    return value
 
 
 def _check_room(manifest: Manifest) -> None:
@@ -415,6 +415,10 @@ def _dump(value: Any) -> str:
 
 class HasShards(Protocol):
     """Whoever holds parameters and buffers, such as an engine."""
+
+    @property
+    def world(self) -> Communicator:
+        """All ranks that train together."""
 
     def shards(self) -> Iterator[Shard]:
         """Yields what this rank holds."""

@@ -59,7 +59,10 @@ def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) 
 def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> None:
     """Loads a rank's part of a saved state. Raises MisfitError, before any change, for another kind or other groups."""
     by_id, rows, state, number = _by_id(shards), [], {}, 0
-    _check_members(checkpoint, optimizer, by_id)
+    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for identity, shard in by_id.items():
+        if identity not in ours and f"{OPTIMIZER}{shard.name}" in checkpoint.found:
+            raise MisfitError(f"its optimizer updates {shard.name}, which this one does not")
     tensors: dict[str, list[str]] = {}
     for name in checkpoint.shapes(OPTIMIZER):
         parameter, _, key = name.rpartition("/")
@@ -81,14 +84,6 @@ def load_optimizer(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, sha
         load_own_optimizer_state(optimizer, whole)
     except (RuntimeError, ValueError, KeyError) as error:
         raise MisfitError(str(error)) from error
-
-
-def _check_members(checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, by_id: Mapping[int, Shard]) -> None:
-    """Raises MisfitError where the saved optimizer updates something that is held here, and this one does not."""
-    ours = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for key, shard in by_id.items():
-        if key not in ours and f"{OPTIMIZER}{shard.name}" in checkpoint.found:
-            raise MisfitError(f"its optimizer updates {shard.name}, which this one does not")
 
 
 def _by_id(shards: Iterable[Shard]) -> dict[int, Shard]:

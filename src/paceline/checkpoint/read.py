@@ -7,7 +7,7 @@ gaps of less than 64 KiB. Memory: one chunk, or a copy of 64 MiB where the tenso
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -192,20 +192,16 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
     if former := former_names(checkpoint.shapes(MODEL), holder.state_names()):
         checkpoint.rename(former)
     saved = checkpoint.shapes(MODEL)
-    _check_names(saved, shards, holder.state_names())
+    known = holder.state_names()
+    problems = [f"unexpected {name}" for name in saved if name not in known]
+    for shard in shards:
+        shape, here = saved.get(shard.name), shard.region.shape
+        if shape is None:
+            problems.append(f"missing {shard.name}")
+        elif shape != here:
+            problems.append(f"size mismatch for {shard.name}: {list(shape)} is saved, {list(here)} is here")
+    if problems:
+        raise MisfitError("; ".join(problems))
     for shard in shards:
         checkpoint.fill(shard, MODEL + shard.name)
     holder.mark_loaded()
-
-
-def _check_names(saved: Mapping[str, tuple[int, ...]], shards: Iterable[Shard], known: Collection[str]) -> None:
-    problems = [f"unexpected {name}" for name in saved if name not in known]
-    for shard in shards:
-        shape = saved.get(shard.name)
-        if shape is None:
-            problems.append(f"missing {shard.name}")
-        elif shape != shard.region.shape:
-            here = list(shard.region.shape)
-            problems.append(f"size mismatch for {shard.name}: {list(shape)} is saved, {here} is here")
-    if problems:
-        raise MisfitError("; ".join(problems))

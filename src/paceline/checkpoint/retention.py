@@ -95,7 +95,15 @@ def apply_retention(
     spots = spots_in(folder, storage)
     current = newest_line(spots.values(), own)
     found = {spot.step: path for path, spot in spots.items()}
-    saved = [_look(path, policy, is_left=not current.has(spots[path].line, step)) for step, path in found.items()]
+    saved = []
+    for step, path in found.items():
+        value, is_damaged = None, False
+        try:
+            value = verify_checkpoint(path, "fast").metrics.get(policy.metric)
+        except (CheckpointError, OSError):
+            is_damaged = True
+        is_left = not current.has(spots[path].line, step)
+        saved.append(Saved(step=step, value=value, is_left=is_left, is_damaged=is_damaged))
     removed = steps_to_remove(saved, newest, policy)
     for step in removed:
         remove_checkpoint(found[step], storage)
@@ -131,13 +139,3 @@ def clear_leftovers(folder: Path, storage: FileStore | None = None) -> None:
             storage.rename(folder / name, folder / base)
         else:
             storage.remove(folder / name)
-
-
-def _look(path: Path, policy: Retention, *, is_left: bool) -> Saved:
-    """Reads a manifest and compares the sizes of its files."""
-    step = step_of(path) or 0
-    try:
-        value = verify_checkpoint(path, "fast").metrics.get(policy.metric)
-    except (CheckpointError, OSError):
-        return Saved(step=step, is_left=is_left, is_damaged=True)
-    return Saved(step=step, value=value, is_left=is_left)

@@ -25,7 +25,7 @@ import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from paceline.checkpoint.manifest import MANIFEST, SavedFile, damaged
 from paceline.config.suggest import near_folders
@@ -62,47 +62,15 @@ _WRITING = {
 }
 
 
-class FileStore(Protocol):
-    """Folders with files, by their paths."""
-
-    def make_folder(self, path: Path) -> None:
-        """Makes a folder and those above it, if they are not there."""
-
-    def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
-        """Writes a file from its parts, to stay; returns its size and hash."""
-
-    def read(self, path: Path) -> bytes:
-        """Returns a whole file."""
-
-    def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
-        """Fills buffers from places of one file. Raises EOFError where it ends before."""
-
-    def size(self, path: Path) -> int | None:
-        """Returns the size of a file; None if there is none."""
-
-    def digest(self, path: Path) -> str:
-        """Returns the SHA-256 of a file."""
-
-    def names(self, path: Path) -> list[str]:
-        """Returns what is in a folder, sorted; nothing if there is none."""
-
-    def rename(self, path: Path, to: Path) -> None:
-        """Gives a file or a folder another name in the same place, at once or not at all; replaces a file of it."""
-
-    def sync_folder(self, path: Path) -> None:
-        """Makes the names in a folder outlive a crash of the machine."""
-
-    def remove(self, path: Path) -> None:
-        """Removes a file, or a folder with all that is in it, if it is there."""
-
-
 class LocalFiles:
     """The file system of this machine, or one that is mounted on it."""
 
     def make_folder(self, path: Path) -> None:
+        """Makes a folder and those above it, if they are not there."""
         path.mkdir(parents=True, exist_ok=True)
 
     def write(self, path: Path, chunks: Iterable[memoryview | bytes]) -> SavedFile:
+        """Writes a file from its parts, to stay; returns its size and hash."""
         digest, num_bytes = hashlib.sha256(), 0
         # Hashing and writing both leave the interpreter alone: a second thread takes no time of the first one's.
         with ThreadPoolExecutor(1) as pool, path.open("wb", buffering=0) as file:
@@ -120,9 +88,11 @@ class LocalFiles:
         return SavedFile(num_bytes=num_bytes, sha256=digest.hexdigest())
 
     def read(self, path: Path) -> bytes:
+        """Returns a whole file."""
         return read_regular(path)
 
     def read_into(self, path: Path, spans: Iterable[tuple[int, memoryview]]) -> None:
+        """Fills buffers from places of one file. Raises EOFError where it ends before."""
         with open_regular(path) as file:
             for offset, buffer in spans:
                 file.seek(offset)
@@ -134,25 +104,30 @@ class LocalFiles:
                     view = view[count:]
 
     def size(self, path: Path) -> int | None:
+        """Returns the size of a file; None if there is none."""
         try:
             return path.stat().st_size
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def digest(self, path: Path) -> str:
+        """Returns the SHA-256 of a file."""
         with open_regular(path) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     def names(self, path: Path) -> list[str]:
+        """Returns what is in a folder, sorted; nothing if there is none."""
         try:
             return sorted(each.name for each in path.iterdir())
         except (FileNotFoundError, NotADirectoryError):
             return []
 
     def rename(self, path: Path, to: Path) -> None:
+        """Gives a file or a folder another name in the same place, at once or not at all; replaces a file of it."""
         path.replace(to)
 
     def sync_folder(self, path: Path) -> None:
+        """Makes the names in a folder outlive a crash of the machine."""
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -160,6 +135,7 @@ class LocalFiles:
             os.close(descriptor)
 
     def remove(self, path: Path) -> None:
+        """Removes a file, or a folder with all that is in it, if it is there."""
         if path.is_dir():
             shutil.rmtree(path)
         elif path.exists():
@@ -246,6 +222,9 @@ class RemoteFiles:
             self._files.rm(url_of(path), recursive=True)
         elif self._files.isdir(url_of(path)):
             self._files.rmdir(url_of(path))
+
+
+FileStore: TypeAlias = LocalFiles | RemoteFiles
 
 
 def file_in(folder: Path, name: str) -> Path:
@@ -336,7 +315,8 @@ def nothing_there(path: Path, fix: str) -> CheckpointError:
     where, rule = url_of(path), "a run saves into <run folder>/checkpoints/step-<number>"
     if not isinstance(storage_of(path), LocalFiles):
         return CheckpointError(f"no checkpoint in {where}\n  {rule}\n  {fix}")
-    if _is_foreign(path):
+    weights = [path / name for name in _WEIGHT_FOLDERS]
+    if path.suffix in _WEIGHTS if path.is_file() else any(each.is_file() for each in weights):
         return CheckpointError(
             f"no checkpoint in {where}: it holds weights in another format\n  {rule}\n"
             f"  take them in first:  paceline checkpoint import {where} DST"
@@ -358,10 +338,3 @@ def cannot_write(path: Path, error: OSError, *, name: str = "") -> CheckpointErr
     rule, fix = _WRITING.get(error.errno or 0, (_FAILED, "look at the disk"))
     what = f"{name} = {url_of(path)}" if name else url_of(path)
     return CheckpointError(f"cannot write {what}: {error.strerror or error}\n  {rule}\n  {fix}")
-
-
-def _is_foreign(path: Path) -> bool:
-    """Says whether there are weights that ``paceline checkpoint import`` takes in."""
-    if path.is_file():
-        return path.suffix in _WEIGHTS
-    return any((path / name).is_file() for name in _WEIGHT_FOLDERS)

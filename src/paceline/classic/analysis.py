@@ -22,7 +22,7 @@ of a rank; its gpu_utilization is that of the modelled kernels.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,8 +31,8 @@ from paceline.errors import UsageError
 from paceline.notebook import Shown, curve, is_notebook, new_figure, table
 from paceline.records.comparison import scaling_between
 from paceline.records.facts import RunFacts
-from paceline.records.limits import UNKNOWN, Limits, judge_run
-from paceline.records.records import EvalRecord, HostRecord, RunRecord, StepRecord, strict_json
+from paceline.records.limits import judge_run
+from paceline.records.records import EvalRecord, HostRecord, StepRecord, strict_json
 from paceline.records.summary import PHASES, RunRecords, StepTable, open_run
 from paceline.terminal import echo
 from paceline.units import format_bytes, format_seconds
@@ -45,29 +45,16 @@ _Curve = list[float | None]
 _SHOWN_EPOCHS = 20
 
 
-class TrainingMetrics(Mapping[str, _Curve]):
+class TrainingMetrics(dict[str, _Curve]):
     """Metrics by name, a value for each epoch; ``None`` where an epoch has none, such as accuracy without evaluation.
 
     Names: epoch, train_loss, test_loss, accuracy, throughput, epoch_time, compute_time, communication_time,
     compute_share, gpu_utilization, memory_bytes. ``phases`` has the seconds of each phase by rank, ``limits`` the
-    verdict on what limited the run.
+    verdict on what limited the run, ``alone`` the same on one rank, where a simulation has tried it.
     """
 
-    phases: Mapping[str, Sequence[float]]
-    limits: Limits
-    run: RunRecord
-    alone: TrainingMetrics | None = None  # the same on one rank, where a simulation has tried it
-
-    def __init__(self, curves: Mapping[str, _Curve], *, ranks: int, strategy: str, total_steps: int) -> None:
-        self._curves = dict(curves)
-        self.ranks = ranks
-        self.strategy = strategy
-        self.total_steps = total_steps
-        self.phases, self.limits = {}, UNKNOWN
-
-    @classmethod
-    def from_records(cls, records: RunRecords) -> TrainingMetrics:
-        """Makes them of what the ranks and hosts of a run wrote. Raises UsageError where there is no step."""
+    def __init__(self, records: RunRecords, alone: TrainingMetrics | None = None) -> None:
+        """Takes what the ranks and hosts of a run wrote. Raises UsageError where there is no step."""
         if not records.attempts:
             raise UsageError("there are no steps in these records\n  metrics are made of them\n  train first")
         evaluations = [each for attempt in records.lead for each in attempt.evaluations]
@@ -76,14 +63,12 @@ class TrainingMetrics(Mapping[str, _Curve]):
             epoch = next(iter(row.values())).epoch
             epochs.setdefault(max(1, math.ceil(epoch - 1e-9)), []).append(row)
         rows = [_epoch_row(epoch, StepTable(own), evaluations, records.hosts) for epoch, own in epochs.items()]
-        run, steps = records.run, records.steps
-        curves = {name: [row[name] for row in rows] for name in rows[0]}
-        found = cls(curves, ranks=len(records.ranks), strategy=run.strategy, total_steps=len(steps))
-        found.run = run
+        super().__init__({name: [row[name] for row in rows] for name in rows[0]})
         ranks = list(map(records.of_rank, records.ranks))
-        found.phases = {phase: [getattr(each, phase) for each in ranks] for phase in PHASES}
-        found.limits = judge_run(RunFacts.of(records))
-        return found
+        self.run, self.alone = records.run, alone
+        self.ranks, self.strategy, self.total_steps = len(ranks), records.run.strategy, len(records.steps)
+        self.phases = {phase: [getattr(each, phase) for each in ranks] for phase in PHASES}
+        self.limits = judge_run(RunFacts.of(records))
 
     @property
     def is_simulated(self) -> bool:
@@ -97,16 +82,8 @@ class TrainingMetrics(Mapping[str, _Curve]):
         pairs = zip(self["throughput"], self["epoch_time"], strict=True)
         return sum((rate or 0.0) * (seconds or 0.0) for rate, seconds in pairs) / took_s if took_s else 0.0
 
-    def __getitem__(self, name: str) -> _Curve:
-        if name not in self._curves:
-            raise KeyError(f"{name!r} is not a metric; they are {', '.join(self._curves)}")
-        return self._curves[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._curves)
-
-    def __len__(self) -> int:
-        return len(self._curves)
+    def __missing__(self, name: str) -> _Curve:
+        raise KeyError(f"{name!r} is not a metric; they are {', '.join(self)}")
 
     def __repr__(self) -> str:
         return f"TrainingMetrics({len(self['epoch'])} epochs, {self.ranks} ranks, {self.strategy})"
@@ -119,7 +96,7 @@ class TrainingMetrics(Mapping[str, _Curve]):
 
     def to_json(self) -> dict[str, Any]:
         """Returns all curves as values of strict JSON."""
-        return dict(strict_json(self._curves))
+        return dict(strict_json(dict(self)))
 
 
 def _epoch_row(
@@ -347,7 +324,7 @@ def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
         )
     if isinstance(metrics, TrainingMetrics):
         return metrics
-    return TrainingMetrics.from_records(open_run(Path(metrics), with_hosts=True))
+    return TrainingMetrics(open_run(Path(metrics), with_hosts=True))
 
 
 def _sum(values: _Curve) -> float:

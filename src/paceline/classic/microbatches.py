@@ -60,7 +60,7 @@ from paceline.records.meter import StepMeter, peak_memory_bytes
 from paceline.train.loss import Criterion, LossValue, OutputLoss, count_samples
 from paceline.train.randomness import capture_random_states, restore_random_states
 from paceline.train.step import Passes, StepPolicy, accumulate, make_scaler, place, train_step
-from paceline.train.survive.bad_steps import BadSteps, Wording, explain_bad_steps, find_overflow
+from paceline.train.survive.recovery import BadSteps, Wording, explain_bad_steps, find_overflow
 
 _WORDING = Wording(
     step="update", rate="the learning rate", clip="gradient_clip_val", precision="mixed_precision = 'bf16'"
@@ -376,7 +376,8 @@ class MicrobatchTrainer:
         self._forget_gradients()
         for bad in self._bad_updates.note(self.num_updates, outcome, self._last):
             if bad.num_in_a_row >= self._policy.max_bad_steps:  # one too many: all ranks come here together
-                finding = find_overflow(Passes(self.engine, *bad.batch, bad.outcome.factor))
+                microbatches, loss = bad.batch
+                finding = find_overflow(Passes(self.engine, microbatches, loss, bad.outcome.factor))
                 raise TrainingError(explain_bad_steps(bad, finding, self.engine.precision, _WORDING))
         return outcome.grad_norm
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import SupportsFloat
 
 from paceline.comm.torch_dist import launched_rank
-from paceline.records.gpus import open_gpus
+from paceline.records.host import open_gpus
 from paceline.records.records import EventRecord
 from paceline.records.sinks import Fanout, JsonlSink, Sink, TensorBoardSink
 

@@ -26,7 +26,7 @@ from paceline.records.sinks import Sink
 from paceline.records.summary import RunRecords
 from paceline.rehearse.simulate.recording import write_records
 from paceline.rehearse.simulate.run import ComputeKind, Conditions, Simulation, check_conditions, prepare, simulate
-from paceline.rehearse.simulate.timeline import write_trace
+from paceline.rehearse.simulate.summary import write_trace
 from paceline.train.assemble import DataAndModel, build_workload
 from paceline.train.trainer import Trainer
 
@@ -106,18 +106,14 @@ class SimulatedTrainer:
             self.simulation = simulate(self.config, self.conditions, view=view, watch=self._keep)
         if folder is not None:
             write_records(self.simulation.records, Path(folder), self.simulation.hosts)
-        metrics = TrainingMetrics.from_records(RunRecords.of(self.simulation.records, self.simulation.hosts))
-        is_even = metrics.run.global_batch % metrics.ranks == 0
-        metrics.alone = self._train_alone(metrics.run) if self._is_on_gpus and is_even else None
-        return metrics
-
-    def _train_alone(self, run: RunRecord) -> TrainingMetrics:
-        """Trains one rank for some steps with the batch of a rank, for the analyzer to compare with."""
-        batch = run.global_batch // run.world_size
-        one = self.config.with_values("parallel", ranks=1, node_ranks=None)
-        one = one.with_values("train", steps=_STEPS_ALONE, epochs=None, global_batch=batch, eval_every=None)
-        conditions = replace(self.conditions, slow={}, slow_links={})
-        return TrainingMetrics.from_records(RunRecords.of(simulate(one, conditions).records))
+        records, alone = RunRecords.of(self.simulation.records, self.simulation.hosts), None
+        batch, rest = divmod(records.run.global_batch, len(records.ranks))
+        if self._is_on_gpus and not rest:  # one rank with the batch of a rank, for the analyzer to compare with
+            one = self.config.with_values("parallel", ranks=1, node_ranks=None)
+            one = one.with_values("train", steps=_STEPS_ALONE, epochs=None, global_batch=batch, eval_every=None)
+            conditions = replace(self.conditions, slow={}, slow_links={})
+            alone = TrainingMetrics(RunRecords.of(simulate(one, conditions).records))
+        return TrainingMetrics(records, alone)
 
     def write_trace(self, path: str | Path) -> None:
         """Writes the time line of the training, for Chrome or Perfetto. Raises UsageError before there is one."""

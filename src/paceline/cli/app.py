@@ -5,8 +5,10 @@ torch is imported inside the verbs that need it, so that help and config checks 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -60,6 +62,21 @@ app.add_typer(checkpoint_app, name="checkpoint")
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.add_typer(learn_app, name="learn")
+
+
+def _add_help(verbs: typer.Typer, texts: dict[str, str], above: str = "") -> None:
+    """Puts what ``help.md`` says of a verb below the first line, which is the docstring of its function."""
+    for command in verbs.registered_commands:
+        name = f"{above}{command.name or getattr(command.callback, '__name__', '')}"
+        if name in texts:
+            command.help = f"{inspect.getdoc(command.callback)}\n\n{texts[name]}"
+    for group in verbs.registered_groups:
+        if group.typer_instance is not None:
+            _add_help(group.typer_instance, texts, f"{above}{group.name} ")
+
+
+_SECTIONS = (Path(__file__).parent / "help.md").read_text(encoding="utf-8").split("\n## ")[1:]
+_add_help(app, {name: text.strip() for name, _, text in (section.partition("\n") for section in _SECTIONS)})
 
 
 def _show_version(wanted: bool) -> None:

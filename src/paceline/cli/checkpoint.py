@@ -16,7 +16,7 @@ import typer
 
 from paceline.cli import checkpoint_text as text
 from paceline.cli.options import grouped, progress_bar
-from paceline.errors import UsageError
+from paceline.errors import UsageError, did_you_mean
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -38,16 +38,7 @@ def list_all(
     full: bool = typer.Option(False, "--full", help="Compare the hash of every file, too: reads everything."),
     as_json: bool = _JSON,
 ) -> None:
-    """List the checkpoints of a run, and whether they are whole.
-
-    Says step, age, size, who wrote them, and why they are kept. Ends with exit code 1 if one of them is damaged.
-
-    Examples:
-
-      paceline checkpoint ls runs/digits
-
-      paceline checkpoint ls s3://bucket/run --full --json
-    """
+    """List the checkpoints of a run, and whether they are whole."""
     from paceline.checkpoint.tools.listing import list_folder
 
     with _reading(), progress_bar("reading", None, as_json) as tell:
@@ -63,14 +54,7 @@ def inspect(
     tensors: str = typer.Option(None, metavar="PATTERN", help="List tensors whose names fit: '*' is any text."),
     as_json: bool = _JSON,
 ) -> None:
-    """Say in words what a checkpoint holds. Reads its manifest alone.
-
-    Examples:
-
-      paceline checkpoint inspect runs/digits
-
-      paceline checkpoint inspect runs/gpt/checkpoints/step-00000100 --tensors 'layers.0.*'
-    """
+    """Say in words what a checkpoint holds. Reads its manifest alone."""
     from paceline.checkpoint.tools.listing import summarize
 
     with _reading():
@@ -84,27 +68,7 @@ def verify(
     fast: bool = typer.Option(False, "--fast", help="Compare sizes instead of hashes: reads no tensor."),
     as_json: bool = _JSON,
 ) -> None:
-    """Verify a checkpoint: files, tensors, samples consumed.
-
-    All problems are told.
-
-    files: each is there and has the size and the SHA-256 that the manifest says, which has a hash of its own.
-
-    tensors: each element is in exactly one piece, and each piece in its file at its full size.
-
-    samples: computed anew from the order of the data, a pure function of seed, epoch and index. Seed, shuffling, last
-    batch, global batch and number of samples are the config's; what was consumed begins at 0, has no overlap and no
-    gap but those that a roll-back has noted, and ends where the run goes on; there are as many batches as steps; no id
-    comes twice in an epoch; and the hash of all ids, in order, is the one that the run has kept.
-
-    Ends with exit code 1 if something is wrong.
-
-    Examples:
-
-      paceline checkpoint verify runs/digits
-
-      paceline checkpoint verify runs/digits/checkpoints/step-00000100 --fast
-    """
+    """Verify a checkpoint: files, tensors, samples consumed."""
     from paceline.checkpoint import read_manifest
     from paceline.checkpoint.tools.audit import audit
 
@@ -123,13 +87,7 @@ def diff(
     right: str = typer.Argument(metavar="B", help="Another one."),
     as_json: bool = _JSON,
 ) -> None:
-    """Compare two checkpoints, however each of them is cut.
-
-    Compares tensors and values, settings, positions. Ends with exit code 1 if the states differ; settings alone do not
-    count.
-
-    Example:  paceline checkpoint diff runs/a runs/b
-    """
+    """Compare two checkpoints, however each of them is cut."""
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.difference import compare
 
@@ -163,23 +121,13 @@ def reshard(
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
-    """Rewrite a checkpoint as other ranks would have saved it.
-
-    Resuming does not need it: any ranks read any checkpoint. It is for machines where each rank sees a disk of its
-    own, and for fewer or smaller files. Every bit of every tensor stays; a source that is damaged is refused.
-
-    Examples:
-
-      paceline checkpoint reshard runs/gpt gpt-8 --ranks 8
-
-      paceline checkpoint reshard runs/gpt gpt-8 --ranks 8 --pipeline 2 --tensor 2
-    """
+    """Rewrite a checkpoint as other ranks would have saved it."""
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.reshard import reshard as write
     from paceline.config.load import config_from_dict
     from paceline.plan.layout import STRATEGIES, Layout
     from paceline.plan.rules import check_layout
-    from paceline.rehearse.dryrun.cut import cut_of_run
+    from paceline.rehearse.dryrun.parts import cut_of_run
 
     _check_word("--strategy", asked.strategy, STRATEGIES)
     strategy = cast("Strategy", asked.strategy)
@@ -207,21 +155,7 @@ def export(
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
-    """Write the model of a checkpoint in a format that others read.
-
-    safetensors is one file; torch a state dict for torch.load; dcp a folder for torch.distributed.checkpoint.load, as
-    {"model": ..., "optim": ...}. With --hf it is a folder for from_pretrained: a model of Hugging Face as it was, with
-    its tokenizer, and a GPT as a Llama or a GPT-2. Adapters are added to their weights. A source that is damaged is
-    refused.
-
-    Examples:
-
-      paceline checkpoint export runs/digits digits.safetensors
-
-      paceline checkpoint export runs/gpt gpt-hf --hf
-
-      paceline checkpoint export runs/gpt gpt-dcp --format dcp --optimizer
-    """
+    """Write the model of a checkpoint in a format that others read."""
     from paceline.checkpoint import open_checkpoint
     from paceline.checkpoint.tools.outgoing import ExportOptions, exported_bytes, format_by_name
     from paceline.checkpoint.tools.outgoing import export as write
@@ -251,24 +185,7 @@ def take(
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:
-    """Make a checkpoint of somebody's weights, to start a run from.
-
-    The model's weights are taken, and the optimizer's state where the format has it by parameters' names. A folder of
-    Hugging Face with a Llama or GPT-2 becomes the package's GPT.
-
-    safetensors is read without asking. A torch file or a DCP folder is a pickle, which can hold code: it is opened
-    with --allow-pickle alone, and then read as tensors and plain values, never as code.
-
-    Examples:
-
-      paceline checkpoint import model.safetensors start
-
-      paceline train configs/gpt_small.yaml --resume start
-
-      paceline checkpoint import llama-folder start
-
-      paceline checkpoint import model.pt start --allow-pickle
-    """
+    """Make a checkpoint of somebody's weights, to start a run from."""
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
 
     if kind is not None:
@@ -305,11 +222,8 @@ def _find_whole(where: str, fast: bool) -> Path:
 
 
 def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
-    from paceline.config.suggest import nearest
-
     if word not in known:
-        meant = nearest(word, known)
-        fix = f"did you mean {meant}?" if meant else "choose one of them"
+        fix = did_you_mean(word.lower(), known, "choose one of them", cutoff=0.5)
         raise UsageError(f"{option} {word}: there is none of that name\n  there are {', '.join(known)}\n  {fix}")
 
 

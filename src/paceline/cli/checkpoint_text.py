@@ -44,7 +44,12 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     """Shows a manifest in words, and tensors if they were asked for."""
     manifest, about = found.manifest, found.manifest.about
     if as_json:
-        _print_summary(found, lists_tensors=lists_tensors)
+        of_manifest = ("step", "position", "world", "num_bytes", "metrics", "about")
+        shown: dict[str, Any] = {"path": str(found.path), **{name: getattr(manifest, name) for name in of_manifest}}
+        for name in ("num_parameters", "bytes_by_kind", "bytes_by_dtype", "optimizer"):
+            shown[name] = getattr(found, name)
+        shown["files"] = {name: asdict(file) for name, file in manifest.files.items()}
+        print_json(shown | ({"tensors": [asdict(each) for each in found.tensors]} if lists_tensors else {}))
         return
     echo(f"{found.path}")
     reason = about.get("reason", "a call")
@@ -59,8 +64,9 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     echo(f"    by kind   {kinds}")
     echo(f"    by dtype  {dtypes}")
     for settings in found.optimizer.values():
-        shown = {key: value for key, value in settings.items() if value is not None and value is not False}
-        echo("  optimizer group: " + ", ".join(f"{key} {_setting(value)}" for key, value in shown.items()))
+        given = {key: value for key, value in settings.items() if value is not None and value is not False}
+        words = [f"{key} {value:.6g}" if isinstance(value, float) else f"{key} {value}" for key, value in given.items()]
+        echo(f"  optimizer group: {', '.join(words)}")
     if manifest.metrics:
         echo("  metrics: " + ", ".join(f"{name} {value:.6g}" for name, value in manifest.metrics.items()))
     echo(f"  values: {', '.join(manifest.values) or 'none'}")
@@ -72,18 +78,6 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
         for each in found.tensors
     ]
     _print_table(("tensor", "dtype", "shape", "size", "pieces"), rows)
-
-
-def _print_summary(found: Summary, *, lists_tensors: bool) -> None:
-    manifest = found.manifest
-    shown: dict[str, Any] = {"path": str(found.path)}
-    shown |= {name: getattr(manifest, name) for name in ("step", "position", "world", "num_bytes", "metrics", "about")}
-    for name in ("num_parameters", "bytes_by_kind", "bytes_by_dtype", "optimizer"):
-        shown[name] = getattr(found, name)
-    shown["files"] = {name: asdict(file) for name, file in manifest.files.items()}
-    if lists_tensors:
-        shown["tensors"] = [asdict(each) for each in found.tensors]
-    print_json(shown)
 
 
 def show_audit(found: Audit, *, as_json: bool) -> None:
@@ -148,10 +142,6 @@ def _world(ranks: int, strategy: str, mesh: Any) -> str:
 def _cut(line: Any) -> str:
     count = len(line.files)
     return "whole" if count == 1 and line.cut == "whole" else f"{count} ({line.cut})"
-
-
-def _setting(value: Any) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _number(value: float) -> str:

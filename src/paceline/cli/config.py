@@ -16,7 +16,7 @@ from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.config import Config, ExplainRow, LoadedConfig
-    from paceline.search.choice import Choice
+    from paceline.search.automatic import Choice
 
 app = typer.Typer(no_args_is_help=True, help="Show, explain and check a config, without starting anything.")
 
@@ -28,10 +28,7 @@ _LADDER = "derived.strategy_ladder"
 
 @app.command()
 def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = False) -> None:
-    """Print the whole config as YAML, with every default.
-
-    Example:  paceline config show configs/digits.yaml optim.lr=1e-3 > mine.yaml
-    """
+    """Print the whole config as YAML, with every default."""
     from paceline.config import dump_yaml
 
     loaded = load_and_tell(config, overrides)
@@ -43,12 +40,7 @@ def show(config: ConfigPath, overrides: Overrides = None, as_json: AsJson = Fals
 
 @app.command()
 def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
-    """Print every key with its value and where that comes from.
-
-    That is the file and line, an override, a default, or a formula.
-
-    Example:  paceline config explain configs/digits.yaml train.microbatch=8 --ranks 4
-    """
+    """Print every key with its value and where that comes from."""
     from paceline.config import explain as explain_config
 
     loaded = load_and_tell(config, overrides)
@@ -65,11 +57,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of a config, for editors.
-
-    Example:  paceline config schema > paceline.schema.json, and as the first line of a config
-    # yaml-language-server: $schema=paceline.schema.json
-    """
+    """Print the JSON Schema of a config, for editors."""
     from paceline.config import json_schema
 
     print_json(json_schema())
@@ -77,13 +65,7 @@ def schema() -> None:
 
 @app.command()
 def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, as_json: AsJson = False) -> None:
-    """Check a config and report every problem at once. Exits with 0 when there is none.
-
-    Looks whether its files and folders are there, its import paths can be imported, and the patterns of optim.groups
-    fit parameters. Reads no data.
-
-    Example:  paceline config check configs/gpt_pydoc.yaml parallel.ranks=3
-    """
+    """Check a config and report every problem at once. Exits with 0 when there is none."""
     from paceline.config import check_ranks
     from paceline.train.reach import find_unreachable
 
@@ -107,12 +89,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 
 @app.command("import")
 def import_config(config: ConfigPath) -> None:
-    """Translate a config of another framework or script into one of ours.
-
-    Prints the config, and on the error stream what was decided, added or left out.
-
-    Example:  paceline config import their.yaml > mine.yaml
-    """
+    """Translate a config of another framework or script into one of ours."""
     from paceline.config.load import config_from_dict, read_values
     from paceline.config.translate import translate_config
     from paceline.config.yaml_text import dump_values
@@ -125,20 +102,23 @@ def import_config(config: ConfigPath) -> None:
 
 
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
-    """Returns all rows of a config that leaves the mesh open, as it is decided; none where ranks or mesh are given."""
+    """Returns all rows of a config that leaves the strategy open, as it is decided; none where that is given."""
     from paceline.config import ExplainRow, LoadedConfig, leaf_values
     from paceline.config import explain as explain_config
     from paceline.plan.describe import mesh_text
+    from paceline.run.decide import decide_strategy, resolve_config
+    from paceline.search.automatic import KEY
 
     config = loaded.config
     known = config.parallel.ranks if ranks is None else ranks
-    if config.parallel.sharding_strategy == "manual" or known == "auto":
+    if config.parallel.strategy != "auto" or known == "auto":
         return []
-    decided, choice = _decide(config, known)
+    decided, choice = decide_strategy(resolve_config(config.with_values("parallel", ranks=known)))
+    assert choice is not None
     kept = {name: getattr(config.parallel, name) for name in ("device", "ranks")}
     settled = decided.with_values("parallel", **kept).with_values("train", precision=config.train.precision)
     before, after = leaf_values(config), leaf_values(settled)
-    key, origin = "parallel.sharding_strategy", "derived: chosen, as parallel.sharding_strategy = auto"
+    key, origin = KEY, f"derived: chosen, as {KEY} = auto"
     chosen = {path: value for path, value in after.items() if value != before.get(path)}
     chosen["derived.mesh"] = mesh_text(choice.chosen.layout)
     changed = {path: ExplainRow(key=path, value=value, origin=origin) for path, value in chosen.items()}
@@ -149,30 +129,19 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
 
 
 def _memory_rows(config: Config, ranks: int | None) -> list[ExplainRow]:
-    """Returns what the run will need of memory and, for ``parallel.strategy: auto``, what was decided by it."""
+    """Returns what the run will need of memory."""
     from paceline.config import ExplainRow
 
     known = config.parallel.ranks if ranks is None else ranks
     if known == "auto":
         return [ExplainRow(key="derived.memory", value=None, origin="derived: an estimate; give the ranks to see it")]
     device = "cuda" if config.parallel.device == "cuda" else "cpu"
-    if config.parallel.strategy != "auto":
-        return _estimate_rows(config, known, device)
-    decided, choice = _decide(config, known)
-    return [*_choice_rows(choice), *_estimate_rows(decided, known, decided.parallel.device)]
-
-
-def _decide(config: Config, ranks: int) -> tuple[Config, Choice]:
-    """Decides what is open, for this machine and a number of ranks."""
-    from paceline.run.decide import decide_strategy, resolve_config
-
-    decided, choice = decide_strategy(resolve_config(config.with_values("parallel", ranks=ranks)))
-    assert choice is not None
-    return decided, choice
+    return _estimate_rows(config, known, device)
 
 
 def _choice_rows(choice: Choice) -> list[ExplainRow]:
     from paceline.config import ExplainRow
+    from paceline.search.automatic import KEY
 
     ladder = [
         f"{each.label}: {each.rejected or 'fits, ' + format_bytes(each.memory.device_bytes)}" for each in choice.ladder
@@ -180,7 +149,7 @@ def _choice_rows(choice: Choice) -> list[ExplainRow]:
     ladder += [f"impossible: {reason}" for reason in choice.left_out]
     return [
         ExplainRow(key="derived.strategy", value=choice.chosen.label, origin=f"derived: {choice.reason()}"),
-        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {choice.key} = auto: candidates, the cheapest first"),
+        ExplainRow(key=_LADDER, value=ladder, origin=f"derived: {KEY} = auto: candidates, the cheapest first"),
     ]
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paceline.cli.options import AsJson, print_json, progress_bar
 from paceline.errors import UsageError
 from paceline.terminal import echo
+
+if TYPE_CHECKING:
+    from paceline.data.manifest import DataManifest
 
 app = typer.Typer(no_args_is_help=True, help="Prepare text as files of tokens, and look at them.")
 
@@ -32,19 +35,7 @@ def prepare(
     force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Encode text once, into files that runs map into memory.
-
-    A text file is one document; so is each line of JSON lines, and each row of parquet. An end token follows each. If
-    it is ended early, the same command goes on where it was.
-
-    Examples:
-
-      paceline data prepare book.txt --tokenizer char --output data/book
-
-      paceline data prepare corpus/*.jsonl --tokenizer ~/models/gpt2 --output data/corpus
-
-      paceline train configs/gpt_pydoc.yaml 'data={kind: tokens, path: data/book}'
-    """
+    """Encode text once, into files that runs map into memory."""
     from paceline.data.prepare import PrepareOptions, total_bytes
     from paceline.data.prepare import prepare as run
 
@@ -67,7 +58,7 @@ def prepare(
     with progress_bar("encoding", total_bytes(options), as_json) as hear:
         manifest = run(options, hear)
     if as_json:
-        print_json(_facts(output))
+        print_json(_facts(manifest))
         return
     skipped = f", {manifest.skipped:,} left out" if manifest.skipped else ""
     echo(f"{manifest.tokens:,} tokens of {manifest.documents:,} documents{skipped} in {output}")
@@ -80,20 +71,13 @@ def inspect(
     verify: Annotated[bool, typer.Option("--verify", help="Compare the hash of every file: reads everything.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Say what a folder of tokens holds, and whether its files are whole.
-
-    Examples:
-
-      paceline data inspect data/book
-
-      paceline data inspect data/corpus --verify --json
-    """
+    """Say what a folder of tokens holds, and whether its files are whole."""
     from paceline.data.manifest import check_shards, read_manifest
     from paceline.data.token_files import open_tokens
 
     manifest = read_manifest(path)
     check_shards(path, manifest, "full" if verify else "fast")
-    facts = _facts(path)
+    facts = _facts(manifest)
     opened = open_tokens(str(path), dtype=None, vocab_size=None, verify="none")
     if opened.tokenizer is not None:
         import numpy as np
@@ -108,9 +92,6 @@ def inspect(
     echo(f"{'files':<12} whole, by {'hash' if verify else 'size'}")
 
 
-def _facts(folder: Path) -> dict[str, object]:
-    from paceline.data.manifest import read_manifest
-
-    manifest = read_manifest(folder)
+def _facts(manifest: DataManifest) -> dict[str, object]:
     names = ("tokens", "documents", "skipped", "vocab_size", "end_token", "dtype", "tokenizer")
     return {**{name: getattr(manifest, name) for name in names}, "shards": len(manifest.shards)}

@@ -17,7 +17,6 @@ from paceline.terminal import echo, plain
 if TYPE_CHECKING:
     from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
 
-_PATIENCE_S = 240.0  # ranks that import torch, on machines that may be busy
 _COLOURS = {"ok": "green", "note": "yellow", "problem": "red"}
 
 
@@ -87,7 +86,7 @@ def _surroundings(
 
 
 def _checks() -> list[MachineCheck]:
-    from paceline.doctor import devices, handshake, machine, network, settings
+    from paceline.doctor import devices, machine, network, self_test, settings
 
     return [
         *(machine.python, devices.torch_build, devices.driver, devices.gpus, machine.processors, machine.memory),
@@ -95,20 +94,20 @@ def _checks() -> list[MachineCheck]:
         *(machine.shared_memory, machine.compiler, machine.open_files, machine.locked_memory, machine.disk),
         *(machine.packages, network.launcher, network.interfaces, network.host_name, network.chosen_interfaces),
         network.ports,
-        *(network.listening, settings.variables, settings.nccl_files, settings.run, handshake.handshake),
+        *(network.listening, settings.variables, settings.nccl_files, settings.run, self_test.handshake),
     ]
 
 
 def _test_ranks(ranks: int) -> list[MachineFinding]:
     """Lets ranks talk: new ones on this host, or those of a launcher, of which this process is one."""
     from paceline.comm.torch_dist import connect, disconnect
-    from paceline.doctor.self_test import failed_test, report_findings, self_test
+    from paceline.doctor.self_test import PATIENCE_S, failed_test, report_findings, self_test
     from paceline.run.processes import run_processes
 
     try:
         if "RANK" not in os.environ:
-            return list(report_findings(run_processes(self_test, ranks, timeout_s=_PATIENCE_S)[0]))
-        comm = connect(timeout_s=_PATIENCE_S)
+            return list(report_findings(run_processes(self_test, ranks, timeout_s=PATIENCE_S)[0]))
+        comm = connect(timeout_s=PATIENCE_S)
         if comm.size != ranks:
             raise UsageError(f"--ranks {ranks}, and the launcher started {comm.size}\n  give the number that it starts")
         reports = self_test(comm)

@@ -65,18 +65,7 @@ class StartOptions:
 @app.command()
 @grouped
 def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOptions) -> None:
-    """Start a run, and follow it; leaves with its exit code.
-
-    Ctrl-C stops following: the run goes on. A job that is started again continues from its newest checkpoint.
-
-    Examples:
-
-      paceline launch configs/gpt_pydoc.yaml --on slurm --nodes 2 --time 1:00:00 --set qos=high
-
-      paceline launch configs/gpt_pydoc.yaml --on ssh --hosts host1,host2
-
-      paceline launch configs/gpt_pydoc.yaml --on ray --nodes 2 --set address=10.0.0.1:6379
-    """
+    """Start a run, and follow it; leaves with its exit code."""
     from paceline.launch.job import LaunchJob
     from paceline.launch.start import prepare
     from paceline.launch.start import start as submit
@@ -111,7 +100,10 @@ def start(config: ConfigPath, overrides: Overrides = None, *, asked: StartOption
         return
     job = submit(target, job)
     echo(f"launched {job.name} on {job.target}: job {job.id}, log {job.log}", err=True)
-    _leave_or_follow(target, job, is_left=asked.detach or asked.array is not None)
+    if asked.detach or asked.array is not None:
+        echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
+        return
+    raise typer.Exit(_follow(target, job))
 
 
 @app.command()
@@ -155,13 +147,6 @@ def cancel(name: str = typer.Argument(help="A launch, or its job's id."), runs: 
     job = find_launch(runs, name)
     find_target(job.target).cancel(job)
     echo(f"asked {job.name} (job {job.id} on {job.target}) to end")
-
-
-def _leave_or_follow(target: Target, job: LaunchJob, *, is_left: bool) -> None:
-    if is_left:
-        echo(f"  paceline launch status {job.name}\n  paceline launch cancel {job.name}", err=True)
-        return
-    raise typer.Exit(_follow(target, job))
 
 
 def _follow(target: Target, job: LaunchJob) -> int:

@@ -64,8 +64,7 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
 
     Example:  paceline learn hint 3.2
     """
-    from paceline.learn.course import find, hint_text
-    from paceline.learn.progress import load_progress, save_progress
+    from paceline.learn.course import find, hint_text, load_progress, save_progress
 
     exercise = find(number)
     progress = load_progress(state_file()).with_hint(number)
@@ -114,9 +113,7 @@ def state_file() -> Path:
 
 
 def _check(exercise: Exercise, text: str, *, as_json: bool) -> None:
-    from paceline.learn.answer_file import load_function
-    from paceline.learn.course import judge, sentence
-    from paceline.learn.progress import load_progress, save_progress
+    from paceline.learn.course import judge, load_function, load_progress, save_progress, sentence
 
     answer: Any = load_function(exercise, Path(text)) if exercise.answer == "function" else text
     verdict = judge(exercise, answer)
@@ -145,8 +142,8 @@ def _show(exercise: Exercise, *, as_json: bool) -> None:
 
 
 def _list(*, as_json: bool) -> None:
+    from paceline.learn.course import load_progress
     from paceline.learn.exercise import lessons
-    from paceline.learn.progress import load_progress
 
     progress = load_progress(state_file())
     exercises = [each for lesson in lessons().values() for each in lesson.exercises]

@@ -90,7 +90,11 @@ def plan(
     )
     if asked.output is not None:
         _write(asked.output, found)
-    is_drawn = asked.png is not None and _draw(asked.png, found)
+    is_drawn = asked.png is not None and any(row.best for rows in found.scaling.values() for row in rows)
+    if asked.png is not None and is_drawn:
+        from paceline.search.scaling import draw_scaling
+
+        draw_scaling(found.scaling, asked.png, f"{found.request.config.name} on {found.request.cluster.node.name}")
     traced_s = None if asked.trace is None or found.winner is None else trace_plan(found, asked.trace).seconds
     if as_json:
         replayed = {} if traced_s is None else {"replayed_s": traced_s}
@@ -99,16 +103,13 @@ def plan(
         echo(found.to_text(asked.top))
         if traced_s is not None:
             echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {asked.trace}")
-        _tell_files(found, asked.output, asked.png, is_drawn=is_drawn)
+        if asked.output is not None and found.winner is not None:
+            echo(f"\nwritten to {asked.output}: paceline train {asked.output}")
+        if asked.png is not None:
+            why_not = "" if is_drawn else f"{asked.png} is not drawn: no number of devices has a plan"
+            echo(f"\n{why_not or f'drawn into {asked.png}'}")
     if found.winner is None:
         raise typer.Exit(1)
-
-
-def _tell_files(found: PlanResult, output: Path | None, png: Path | None, *, is_drawn: bool) -> None:
-    if output is not None and found.winner is not None:
-        echo(f"\nwritten to {output}: paceline train {output}")
-    if png is not None:
-        echo(f"\ndrawn into {png}" if is_drawn else f"\n{png} is not drawn: no number of devices has a plan")
 
 
 def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[Path, list[str]]:
@@ -146,10 +147,7 @@ def _counts(text: str | None, png: Path | None) -> list[int] | None:
 
 
 def _series(words: list[str]) -> list[int]:
-    """Returns the numbers of a list; ``...`` stands for those between, in steps or factors of the two before it.
-
-    Nothing where it is no such list.
-    """
+    """Returns the numbers of a list, nothing where it is none; ``...`` goes on as the two before it do."""
     found: list[int] = []
     rest = [each.strip() for each in words]
     while rest:
@@ -157,18 +155,12 @@ def _series(words: list[str]) -> list[int]:
         if word.isdigit():
             found.append(int(word))
         elif word == "..." and rest and rest[0].isdigit() and len(found) > 1 and found[-2] < found[-1] < int(rest[0]):
-            found += _between(found[-2], found[-1], int(rest[0]))
+            first, number, last = found[-2], found[-1], int(rest[0])
+            step, factor = number - first, number // first if first and number % first == 0 else 0
+            while (number := number * factor if factor > 1 else number + step) < last:
+                found.append(number)
         else:
             return []
-    return found
-
-
-def _between(first: int, second: int, last: int) -> list[int]:
-    """Returns what lies between the second number and the last: multiples where the first divides the second."""
-    factor = second // first if first and second % first == 0 else 0
-    found, number = [], second
-    while (number := number * factor if factor > 1 else number + second - first) < last:
-        found.append(number)
     return found
 
 
@@ -183,13 +175,3 @@ def _write(output: Path, found: PlanResult) -> None:
         output.write_text(found.to_yaml(), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the plan cannot be written to {output}: {error.strerror}") from error
-
-
-def _draw(png: Path, found: PlanResult) -> bool:
-    from paceline.search.scaling import draw_scaling
-
-    tables = {name: list(rows) for name, rows in found.scaling.items()}
-    if not any(row.best for rows in tables.values() for row in rows):
-        return False
-    draw_scaling(tables, png, f"{found.request.config.name} on {found.request.cluster.node.name}")
-    return True

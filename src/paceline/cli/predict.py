@@ -69,7 +69,14 @@ def predict(
     from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
 
     slow_ranks, slow_links = read_slow(asked.slow)
-    _check_options(slow_links, asked.price)
+    if slow_links:
+        raise UsageError(
+            "--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for slow links"
+        )
+    if asked.price is not None and not math.isfinite(asked.price):
+        raise UsageError(
+            f"--price {asked.price}\n  it is what a device costs an hour, in dollars\n  leave it out, or name it"
+        )
     where = load_cluster(cluster)
     chosen, count = config_on(config, where, overrides=overrides or [], ranks=asked.ranks)
     keeps = asked.trace is not None
@@ -92,17 +99,6 @@ def predict(
             echo(f"\nThe time line is in {asked.trace}: open it in ui.perfetto.dev.")
     if not found.fits:
         raise typer.Exit(1)
-
-
-def _check_options(slow_links: dict[int, float], price: float | None) -> None:
-    if slow_links:
-        raise UsageError(
-            "--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for slow links"
-        )
-    if price is not None and not math.isfinite(price):
-        raise UsageError(
-            f"--price {price}\n  it is what a device costs an hour, in dollars\n  leave it out, or name it"
-        )
 
 
 def describe(found: ReplayedStep, batch: BatchPlan, price: float | None = None, bound: int | None = None) -> list[str]:

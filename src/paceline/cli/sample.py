@@ -35,21 +35,7 @@ def sample(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print prompt, text and tokens as JSON."),
 ) -> None:
-    """Write text with the language model of a run.
-
-    The checkpoint has all that it takes: the weights, the model's config, and the vocabulary of the text or the
-    tokenizer of the Hugging Face folder.
-
-    A model that does not fit on one device is written with by several: torchrun starts a rank for each GPU.
-
-    Examples:
-
-      paceline sample runs/gpt-pydoc --prompt "The for statement"
-
-      torchrun --standalone --nproc-per-node 4 -m paceline sample runs/large --prompt "The for statement"
-
-      paceline sample runs/gpt-pydoc --prompt "class " --tokens 500 --temperature 0.5 --top-k 20 --seed 7
-    """
+    """Write text with the language model of a run."""
     import torch
 
     from paceline.cli.checkpoint import find_any

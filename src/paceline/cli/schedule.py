@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -14,7 +15,7 @@ from paceline.terminal import echo
 
 if TYPE_CHECKING:
     from paceline.schedule.grid import Schedule
-    from paceline.schedule.measure import ScheduleCosts, ScheduleMeasure
+    from paceline.schedule.measure import ScheduleCosts
 
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
 
@@ -72,20 +73,29 @@ def schedule(
     Example:  paceline schedule mine.csv
     """
     from paceline.schedule.check import check_schedule
+    from paceline.schedule.lowering import lower
     from paceline.schedule.measure import measure_schedule
-    from paceline.schedule.text import draw
+    from paceline.schedule.text import draw, render_text
 
     found = _find(name, asked.stages, asked.microbatches, asked.chunks)
     check_schedule(found)
     measure = measure_schedule(found, _read_costs(asked.costs, asked.communication, found))
     if csv is not None:
-        _write_csv(_with_messages(found) if messages else found, csv)
+        _write_csv(found, csv, with_messages=messages)
     if png is not None:
         draw(found, png, measure)
     if as_json:
-        print_json(_to_json(found, measure))
+        measured = ("makespan", "bubble", "overhead", "busy", "in_flight", "in_flight_share")
+        print_json(
+            {key: getattr(found, key) for key in ("name", "ranks", "stages", "microbatches", "placement")}
+            | {key: getattr(measure, key) for key in measured}
+            | {"rows": [[str(action) if action else None for action in row] for row in found.rows]}
+            | {"programs": [[str(action) for action in program] for program in lower(found)]}
+        )
     elif csv != "-":
-        _show(found, measure, messages)
+        echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
+        for rank, program in enumerate(lower(found)) if messages else ():
+            echo(f"\nrank {rank} runs  {' '.join(map(str, program))}")
 
 
 def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | None) -> Schedule:
@@ -138,45 +148,18 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
     return ScheduleCosts(stages=tuple(stages), communication=communication)
 
 
-def _with_messages(found: Schedule) -> Schedule:
+def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
     from paceline.schedule.lowering import lower
+    from paceline.schedule.text import format_csv
 
-    programs = lower(found)
-    slots = max(map(len, programs))
-    return replace(found, rows=tuple((*program, *[None] * (slots - len(program))) for program in programs))
-
-
-def _write_csv(found: Schedule, target: str) -> None:
-    from paceline.schedule.text import format_csv, write_csv
-
+    if with_messages:
+        programs = lower(found)
+        slots = max(map(len, programs))
+        found = replace(found, rows=tuple((*program, *[None] * (slots - len(program))) for program in programs))
     if target == "-":
         echo(format_csv(found), nl=False)
         return
     try:
-        write_csv(found, Path(target))
+        Path(target).write_text(format_csv(found), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"the schedule cannot be written to {target}: {error}") from error
-
-
-def _show(found: Schedule, measure: ScheduleMeasure, messages: bool) -> None:
-    import shutil
-
-    from paceline.schedule.lowering import lower
-    from paceline.schedule.text import render_text
-
-    echo(render_text(found, measure, width=max(60, shutil.get_terminal_size((120, 40)).columns)))
-    if messages:
-        for rank, program in enumerate(lower(found)):
-            echo(f"\nrank {rank} runs  {' '.join(map(str, program))}")
-
-
-def _to_json(found: Schedule, measure: ScheduleMeasure) -> dict[str, Any]:
-    from paceline.schedule.lowering import lower
-
-    measured = ("makespan", "bubble", "overhead", "busy", "in_flight", "in_flight_share")
-    return {
-        **{key: getattr(found, key) for key in ("name", "ranks", "stages", "microbatches", "placement")},
-        **{key: getattr(measure, key) for key in measured},
-        "rows": [[str(action) if action else None for action in row] for row in found.rows],
-        "programs": [[str(action) for action in program] for program in lower(found)],
-    }

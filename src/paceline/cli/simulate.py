@@ -106,7 +106,7 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
     from paceline.records.report import summarize
     from paceline.rehearse.simulate.recording import write_records
     from paceline.rehearse.simulate.run import simulate as run_simulation
-    from paceline.rehearse.simulate.timeline import write_trace
+    from paceline.rehearse.simulate.summary import write_trace
     from paceline.run.folder import check_folder, claim_folder, find_write_error
 
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
@@ -150,7 +150,7 @@ def describe(found: Simulation) -> dict[str, Any]:
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     from paceline.records.report import to_json
     from paceline.records.tables import render
-    from paceline.rehearse.simulate.timeline import LEGEND, draw_step
+    from paceline.rehearse.simulate.summary import LEGEND, draw_step
     from paceline.terminal import new_console
 
     if as_json:
@@ -161,6 +161,10 @@ def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     drawn = draw_step(found.clocks, found.steps)
     totals = found.summary
     hidden = sum(each.hidden_share for each in totals.by_rank) / len(totals.by_rank)
+    memory = "Memory is not known: the model is of your own code. paceline predict counts it."
+    if any(getattr(record, "memory_bytes", 0) for record in found.records[0]):  # of a rank: all share one process
+        gpu = found.conditions.gpu or "this device"
+        memory = f"Memory is estimated for {gpu}, as the upper bound of paceline predict is."
     lines = [
         "",
         f"the last step on the clocks of the ranks; a median step takes {format_seconds(totals.step_s)}",
@@ -169,19 +173,10 @@ def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
         "",
         f"Ranks compute {100 * totals.efficiency:.0f}% of the time; {100 * hidden:.0f}% of communication is hidden.",
         f"Times are simulated: {_where(found.conditions)}.",
-        _memory(found),
+        memory,
         f"The run is in {summary.folder}: records, trace.json for ui.perfetto.dev, config.",
     ]
     console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
-
-
-def _memory(found: Simulation) -> str:
-    """Says how the memory of a rank is known: all virtual ranks share one process."""
-    if not any(getattr(record, "memory_bytes", 0) for record in found.records[0]):
-        return "Memory is not known: the model is of your own code. paceline predict counts it."
-    return (
-        f"Memory is estimated for {found.conditions.gpu or 'this device'}, as the upper bound of paceline predict is."
-    )
 
 
 def _where(conditions: Conditions) -> str:

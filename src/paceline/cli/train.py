@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.foreign_options import translate_options
 from paceline.cli.options import ConfigPath, Overrides, grouped, print_json, tells_for_host
+from paceline.errors import ConfigError, Problem, did_you_mean
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from paceline.run.find_rate import RateFinding
     from paceline.run.result import RunResult
 
+_RULE = "what a run does is in its config, and changed by section.key=value after it"
+_CONFIG = ("config", "config_file", "cfg")
+_ENDINGS = (".yaml", ".yml")
 _MOST_REPORTED_BYTES = 16 * 2**20  # of records: about a second
 
 
@@ -48,20 +51,7 @@ class TrainOptions:
 
 @grouped
 def train(context: typer.Context, config: ConfigPath, overrides: Overrides = None, *, asked: TrainOptions) -> None:
-    """Train on this machine: one rank per GPU, or two CPU ranks.
-
-    Examples:
-
-      paceline train configs/digits.yaml
-
-      paceline train configs/gpt_pydoc.yaml parallel.ranks=4 train.steps=50
-
-      paceline train configs/digits.yaml train.epochs=30 --resume auto
-
-      torchrun --nproc-per-node 2 -m paceline train configs/digits.yaml
-
-      paceline train configs/digits.yaml train.global_batch=96 --nnodes 1:4 --rdzv host1:29400
-    """
+    """Train on this machine: one rank per GPU, or two CPU ranks."""
     options_here = [name for each in context.command.params for name in each.opts if name.startswith("--")]
     config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
     for note in notes if tells_for_host() else ():
@@ -209,3 +199,71 @@ def _with_comment(command: str, comment: str) -> str:
 def _longer(config: Config) -> str:
     train = config.train
     return f"train.steps={2 * train.steps}" if train.steps else f"train.epochs={2 * (train.epochs_to_run or 1):g}"
+
+
+def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path, list[str], list[str]]:
+    """Returns the config and the overrides that words come to, and a line on each option that was translated.
+
+    Raises ConfigError with an answer to each option that is neither ``known`` nor understood.
+    """
+    from paceline.config.translate import translate_setting
+
+    files: list[str] = []
+    overrides: list[str] = []
+    notes: list[str] = []
+    problems: list[Problem] = []
+    for option, value in _options(words):
+        if not option:
+            is_override = "=" in value and not value.endswith(_ENDINGS)
+            (overrides if files or is_override else files).append(value)
+        elif option.strip("-") in _CONFIG and value:
+            files.append(value)
+        elif found := [
+            f"{key}={setting}" for key, setting in translate_setting(option.strip("-"), value or True).items()
+        ]:
+            overrides += found
+            notes.append(f"{option} {value}".strip() + f": read as {shlex.join(found)}")
+        else:
+            problems.append(_answer(option, value, known))
+    if len(files) != 1:
+        what = f"{' and '.join(files)} are configs" if files else "there is no config among the arguments"
+        fix = "write paceline train configs/digits.yaml, and then the options"
+        problems.append(Problem(what=what, rule="one config is the first argument", fix=fix))
+    if problems:
+        raise ConfigError(problems, source="paceline train")
+    return Path(files[0]), overrides, notes
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields options with their values, if any, and other words with no option."""
+    waiting = list(words)
+    while waiting:
+        word = waiting.pop(0)
+        name, separator, value = word.partition("=")
+        if not word.startswith("-") or not word.strip("-"):
+            yield "", word
+            continue
+        following = waiting[0] if waiting and not separator else "-"
+        is_file = following.endswith(_ENDINGS) and name.strip("-") not in _CONFIG
+        if not following.startswith("-") and "=" not in following and not is_file:
+            value = waiting.pop(0)
+        yield name, value
+
+
+def _answer(option: str, value: str, known: Sequence[str]) -> Problem:
+    from paceline.config.suggest import suggest_keys
+
+    what = f"{f'{option} {value}'.strip()} is not an option of train"
+    if own := did_you_mean(option, known, cutoff=0.75):
+        return Problem(what=what, rule=f"the options are {', '.join(known)}", fix=own)
+    name = option.strip("-").replace("-", "_")
+    found = [f"{key}={value or '...'}" for key in map(_settable, suggest_keys("", name, {})) if key]
+    fix = f"write {' or '.join(found)}" if found else "leave it out, or find its key: paceline config explain CONFIG"
+    return Problem(what=what, rule=_RULE, fix=fix)
+
+
+def _settable(key: str) -> str:
+    """Returns a key that one word can set: of a section its kind, or nothing where it has none."""
+    if key in ("model", "data", "optim"):
+        return f"{key}.kind"
+    return key if "." in key or key == "name" else ""

@@ -84,11 +84,15 @@ def verify(
     options = ({"checkpoint_activations": "full"} if checkpoints else {}) | layout
     pipeline, tensor = options.get("pipeline", 1), options.get("tensor", 1)
     name = model or config or ("gpt" if max(pipeline, tensor) > 1 else "mlp")
-    roomy = _with_room(name, pipeline, tensor, options.get("schedule", ""), options.get("chunks"))
-    loaded = _load(name, [*roomy, *(overrides or [])])
+    sizes = _large_enough(name, pipeline, tensor, options.get("schedule", ""), options.get("chunks"))
+    loaded = _load(name, [*sizes, *(overrides or [])])
     spread = _layout(loaded, options)
     said = options.get("strategy", loaded.parallel.strategy)
-    how: dict[str, Any] = {"steps": steps, "clip": _clip_norm(clip), "backend": backend, "tolerance": tolerance}
+    try:
+        norm = None if clip == "none" else float(clip)
+    except ValueError:
+        raise UsageError(f"--clip {clip} is not a number\n  give the largest norm, such as 1.0, or none") from None
+    how: dict[str, Any] = {"steps": steps, "clip": norm, "backend": backend, "tolerance": tolerance}
     settings = complete(Settings(layout=spread, strategy=said, ranks=ranks, **how))
     check_settings(settings, batch=batch)
     size = batch or 2 * settings.data_ranks * settings.accumulate + 1  # one over: no two shares weigh the same
@@ -102,7 +106,7 @@ def verify(
         raise typer.Exit(1)
 
 
-def _with_room(name: str, pipeline: int, tensor: int, schedule: str, chunks: int | None) -> list[str]:
+def _large_enough(name: str, pipeline: int, tensor: int, schedule: str, chunks: int | None) -> list[str]:
     """Returns what makes the built-in GPT deep and wide enough for so many stages and ranks of a layer."""
     if name != "gpt":
         return []
@@ -136,15 +140,6 @@ def _layout(config: Config, options: dict[str, Any]) -> Layout:
     if str(changes.get("schedule", "")).endswith(".csv"):
         changes["schedule"] = read_csv(Path(changes["schedule"]))
     return replace(asked, **changes)
-
-
-def _clip_norm(text: str) -> float | None:
-    if text == "none":
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"--clip {text} is not a number\n  give the largest norm, such as 1.0, or none") from None
 
 
 def _load(name: str, overrides: list[str]) -> Config:

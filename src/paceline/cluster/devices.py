@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from paceline.cluster.entries import (
     AnyEntry,
@@ -24,6 +24,7 @@ from paceline.cluster.entries import (
     DeviceEntry,
     Generation,
     LinkKind,
+    NetworkEntry,
     NodeEntry,
     find_name,
     near_names,
@@ -291,11 +292,7 @@ class Catalog:
     def link(self, name: str) -> Link:
         found, entry = _find(name, "link", self.entries.links)
         return Link(
-            name=found,
-            kind=entry.kind,
-            bandwidth=entry.gb_per_s * 1e9,
-            efficiency=entry.efficiency,
-            latency_s=entry.latency_us * 1e-6,
+            **_wire(found, entry),
             nvls=entry.nvls,
             ring={count: rate * 1e9 for count, rate in entry.ring_gb_per_s.items()},
             nvls_ring={count: rate * 1e9 for count, rate in entry.nvls_gb_per_s.items()},
@@ -307,14 +304,7 @@ class Catalog:
         )
 
     def network(self, name: str) -> Network:
-        found, entry = _find(name, "network", self.entries.networks)
-        return Network(
-            name=found,
-            kind=entry.kind,
-            bandwidth=entry.gb_per_s * 1e9,
-            efficiency=entry.efficiency,
-            latency_s=entry.latency_us * 1e-6,
-        )
+        return Network(**_wire(*_find(name, "network", self.entries.networks)))
 
     def _node(self, name: str, entry: NodeEntry) -> Node:
         inside, over_gloo = self.link(entry.inside), self.entries.nodes.get(f"{name}-gloo")
@@ -340,6 +330,11 @@ class Catalog:
                 f"  name it: 'NAME over NETWORK', one of {', '.join(self.entries.networks)}"
             )
         return None if name is None else self.network(name)
+
+
+def _wire(name: str, entry: NetworkEntry) -> dict[str, Any]:
+    rates = {"bandwidth": entry.gb_per_s * 1e9, "efficiency": entry.efficiency, "latency_s": entry.latency_us * 1e-6}
+    return {"name": name, "kind": entry.kind, **rates}
 
 
 def _device(name: str, entry: DeviceEntry) -> Device:

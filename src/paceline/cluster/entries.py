@@ -91,20 +91,6 @@ class DeviceEntry(CatalogEntry):
     tables_of: str | None = None
 
 
-class LinkEntry(CatalogEntry):
-    """A link inside a node; the tables are bus bandwidths by the number of devices that take part."""
-
-    kind: LinkKind
-    gb_per_s: Positive
-    efficiency: Share
-    latency_us: Positive
-    nvls: bool = False
-    ring_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
-    nvls_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
-    all_reduce_us: dict[int, dict[int, Positive]] = Field(default_factory=dict)
-    busy: Positive = 1.0
-
-
 class NetworkEntry(CatalogEntry):
     """A network: what a node has of it, one way."""
 
@@ -112,6 +98,18 @@ class NetworkEntry(CatalogEntry):
     gb_per_s: Positive
     latency_us: Positive
     efficiency: Share = 0.9
+
+
+class LinkEntry(NetworkEntry):
+    """A link inside a node; the tables are bus bandwidths by the number of devices that take part."""
+
+    kind: LinkKind
+    efficiency: Share
+    nvls: bool = False
+    ring_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
+    nvls_gb_per_s: dict[int, Positive] = Field(default_factory=dict)
+    all_reduce_us: dict[int, dict[int, Positive]] = Field(default_factory=dict)
+    busy: Positive = 1.0
 
 
 class NodeEntry(CatalogEntry):
@@ -180,19 +178,15 @@ def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml
         content: Any = load(text)
         return CatalogFile.model_validate({} if content is None else content)
     except yaml.YAMLError as error:
-        raise UsageError(f"{source} is not YAML: {_yaml_problem(error)}\n{rule}") from error
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
+        told = error if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
+        raise UsageError(f"{source} is not YAML: {told}\n{rule}") from error
     except ValidationError as error:
         places = [
             f"{'.'.join(map(str, each['loc'])) or 'the file'}: {_PROBLEMS.get(each['type'], each['msg'])}"
             for each in error.errors()[:5]
         ]
         raise UsageError(f"{source} is no catalog file: {'; '.join(places)}\n{rule}") from error
-
-
-def _yaml_problem(error: yaml.YAMLError) -> str:
-    """Says in one line what is wrong, and where."""
-    mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None)
-    return str(error) if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {problem}"
 
 
 def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:

@@ -40,8 +40,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias, get_args
 
+from paceline.cluster.costs import figure_between
 from paceline.cluster.devices import Device, ShapeRate
-from paceline.cluster.measured import figure_between
 
 _TILE = 128
 _BALANCE = 271.2e12 / 2.039e12  # FLOPs a byte of A100 SXM 80 GB in bf16

@@ -18,9 +18,8 @@ from functools import cache, partial
 from typing import TypeAlias, cast
 
 from paceline.cluster import costs
-from paceline.cluster.costs import Placement, Wire, Wires
+from paceline.cluster.costs import Placement, Wire, Wires, seconds_between
 from paceline.cluster.devices import Cluster
-from paceline.cluster.measured import seconds_between
 from paceline.cluster.nccl import Collective, Group, collective_seconds
 from paceline.errors import UsageError
 

@@ -26,8 +26,6 @@ _ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Meeting:
-    """How the ranks that a launcher started find one another: through a store, at the address in the environment."""
-
     def __init__(self, timeout_s: float) -> None:
         missing = [name for name in _ENVIRONMENT if name not in os.environ]
         if missing:

@@ -1,18 +1,239 @@
-"""Objects, numbers, means and clocks between ranks, built on the communicator's verbs: not for the step."""
+"""Objects, numbers, means and clocks between ranks, built on the communicator's verbs: not for the step.
+
+An object travels as bytes that are only data: what another rank sends is rebuilt, and nothing of it is run.
+
+    8 bytes, how long the text is; text (JSON); what the text refers to by place and length (tensors, arrays, bytes)
+
+A pickle says which functions to call; this says what a value is. Containers, numbers, texts, tensors, arrays, paths,
+enums, dataclasses, named tuples, configs and our errors are known. Of classes, only those are rebuilt that this process
+has loaded already, without a call of their constructors.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
+import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 import torch
 
 from paceline.comm.base import Communicator, ReduceOp, Work, control_device
-from paceline.comm.plain import from_bytes, to_bytes
-from paceline.errors import PacelineError, UsageError
+from paceline.errors import CommunicationError, PacelineError, UsageError
+
+_LENGTH_BYTES = 8
+_PLAIN: tuple[Any, ...] = (str, int, float, list, tuple, dict, set, frozenset)
+
+
+def to_bytes(value: object) -> bytes:
+    """Returns a value as bytes. Raises UsageError for what is not plain data."""
+    writer = _Writer()
+    text = json.dumps(writer.write(value), separators=(",", ":")).encode()
+    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "big"), text, *writer.parts])
+
+
+def from_bytes(content: bytes) -> Any:
+    """Returns the value of some bytes. Raises CommunicationError for what is none."""
+    length = int.from_bytes(content[:_LENGTH_BYTES], "big")
+    start = _LENGTH_BYTES + length
+    try:
+        return _Reader(memoryview(content)[start:]).read(json.loads(content[_LENGTH_BYTES:start]))
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, RecursionError, RuntimeError) as error:
+        raise CommunicationError(f"what another rank sent is damaged: {error}") from error
+
+
+class _Writer:
+    """Describes values in JSON: texts and numbers as they are, all else as an object whose one key says its kind."""
+
+    def __init__(self) -> None:
+        self.parts: list[bytes] = []
+        self._place = 0
+
+    def write(self, value: Any) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if type(value) is list:
+            return [self.write(each) for each in value]
+        for kind, (is_one, describe, _) in _KINDS.items():
+            if is_one(value):
+                return {kind: describe(self, value)}
+        for base in _PLAIN:
+            if isinstance(value, base):
+                return self.write(base(value))  # as its plain kind
+        raise UsageError(
+            f"a {type(value).__module__}.{type(value).__qualname__} cannot be sent to other ranks\n"
+            "  plain data can: numbers, texts, containers, tensors, arrays, paths, dataclasses, named tuples, enums"
+        )
+
+    def all(self, values: Any) -> list[Any]:
+        return [self.write(each) for each in values]
+
+    def pairs(self, values: dict[Any, Any]) -> list[Any]:
+        return [[self.write(key), self.write(each)] for key, each in values.items()]
+
+    def part(self, content: bytes) -> list[int]:
+        self.parts.append(content)
+        self._place += len(content)
+        return [self._place - len(content), len(content)]
+
+    def tensor(self, value: torch.Tensor) -> list[Any]:
+        flat = value.detach().cpu().contiguous().view(-1)
+        content = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        return [str(value.dtype).removeprefix("torch."), list(value.shape), *self.part(content)]
+
+    def array(self, value: Any) -> list[Any]:
+        found = np.asarray(value)
+        if found.dtype.hasobject:
+            raise UsageError("an array of objects cannot be sent to other ranks")
+        return [found.dtype.str, list(found.shape), *self.part(found.tobytes())]
+
+    def record(self, value: Any) -> list[Any]:
+        fields = [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
+        return [_name(type(value)), {name: self.write(getattr(value, name)) for name in fields}]
+
+    def model(self, value: Any) -> list[Any]:
+        return [_name(type(value)), self.write(value.__getstate__())]
+
+    def error(self, value: PacelineError) -> list[Any]:
+        return [_name(type(value)), self.all(value.args), self.write(value.__dict__)]
+
+
+class _Reader:
+    def __init__(self, parts: memoryview) -> None:
+        self._parts = parts
+
+    def read(self, text: Any) -> Any:
+        if isinstance(text, list):
+            return [self.read(each) for each in text]
+        if not isinstance(text, dict):
+            return text
+        ((kind, content),) = text.items()
+        return _KINDS[kind][2](self, content)
+
+    def pairs(self, content: Any) -> dict[Any, Any]:
+        return {self.read(key): self.read(each) for key, each in content}
+
+    def part(self, place: int, length: int) -> bytes:
+        if not 0 <= place <= place + length <= len(self._parts):
+            raise ValueError("a part lies outside")
+        return bytes(self._parts[place : place + length])
+
+    def tensor(self, content: Any) -> torch.Tensor:
+        name, shape, place, length = content
+        dtype, raw = _dtype(name), bytearray(self.part(place, length))
+        flat = torch.frombuffer(raw, dtype=torch.uint8).view(dtype) if raw else torch.empty(0, dtype=dtype)
+        return flat.view(shape)
+
+    def array(self, content: Any) -> Any:
+        dtype, shape, place, length = content
+        return np.frombuffer(self.part(place, length), dtype=np.dtype(dtype)).reshape(shape).copy()
+
+    def record(self, content: Any) -> Any:
+        cls, fields = _class(content[0], dataclasses.is_dataclass), content[1]
+        if not fields.keys() <= {field.name for field in dataclasses.fields(cls)}:
+            raise TypeError(f"{content[0]} has other fields")
+        made = object.__new__(cls)
+        for name, each in fields.items():
+            object.__setattr__(made, name, self.read(each))
+        return made
+
+    def model(self, content: Any) -> Any:
+        cls = _class(content[0], _is_model)
+        made = cls.__new__(cls)
+        made.__setstate__(self.read(content[1]))
+        return made
+
+    def error(self, content: Any) -> Any:
+        name, arguments, details = content
+        cls = _class(name, lambda found: issubclass(found, PacelineError))
+        made = cls.__new__(cls)
+        made.args = tuple(self.read(arguments))
+        made.__dict__.update(self.read(details))
+        return made
+
+    def named(self, content: Any) -> Any:
+        cls = _class(content[0], lambda found: issubclass(found, tuple) and hasattr(found, "_fields"))
+        return tuple.__new__(cls, self.read(content[1]))
+
+    def enum(self, content: Any) -> Any:
+        return _class(content[0], lambda found: issubclass(found, Enum))[content[1]]
+
+
+def _name(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _class(name: str, is_right: Callable[[type], bool]) -> Any:
+    """Returns a class that this process has loaded, if it is of the right kind."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or not is_right(found):
+        raise TypeError(f"this rank has no {name}")
+    return found
+
+
+def _is_model(cls: type) -> bool:
+    """Says whether a class is a section of our config, without loading what those are made with."""
+    return cls.__module__.startswith("paceline.") and hasattr(cls, "__pydantic_validator__")
+
+
+def _is_named(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+def _is(cls: Any) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, cls)
+
+
+def _is_just(cls: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is cls
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, (type, PacelineError))
+
+
+# By kind: which values are of it, how a writer describes them, how a reader rebuilds them.
+_Kind: TypeAlias = tuple[Callable[[Any], bool], Callable[[_Writer, Any], Any], Callable[[_Reader, Any], Any]]
+_KINDS: dict[str, _Kind] = {
+    "enum": (_is(Enum), lambda _, value: [_name(type(value)), value.name], _Reader.enum),
+    "tensor": (_is(torch.Tensor), _Writer.tensor, _Reader.tensor),
+    "array": (_is(np.ndarray), _Writer.array, _Reader.array),
+    "scalar": (_is(np.generic), _Writer.array, lambda reader, content: reader.array(content)[()]),
+    "named": (_is_named, lambda writer, value: [_name(type(value)), writer.all(value)], _Reader.named),
+    "shape": (_is(torch.Size), lambda _, value: list(value), lambda _, content: torch.Size(content)),
+    "tuple": (_is_just(tuple), _Writer.all, lambda reader, content: tuple(reader.read(content))),
+    "ordered": (_is_just(OrderedDict), _Writer.pairs, lambda reader, content: OrderedDict(reader.pairs(content))),
+    "dict": (_is_just(dict), _Writer.pairs, _Reader.pairs),
+    "set": (_is_just(set), _Writer.all, lambda reader, content: set(reader.read(content))),
+    "frozenset": (_is_just(frozenset), _Writer.all, lambda reader, content: frozenset(reader.read(content))),
+    "bytes": (_is_just(bytes), _Writer.part, lambda reader, content: reader.part(*content)),
+    "path": (_is(Path), lambda _, value: str(value), lambda _, content: Path(content)),
+    "dtype": (_is(torch.dtype), lambda _, value: str(value).removeprefix("torch."), lambda _, name: _dtype(name)),
+    "device": (_is(torch.device), lambda _, value: str(value), lambda _, content: torch.device(content)),
+    "complex": (_is_just(complex), lambda _, value: [value.real, value.imag], lambda _, content: complex(*content)),
+    "range": (_is_just(range), lambda _, value: [value.start, value.stop, value.step], lambda _, ends: range(*ends)),
+    "record": (_is_record, _Writer.record, _Reader.record),
+    "model": (lambda value: _is_model(type(value)), _Writer.model, _Reader.model),
+    "error": (_is(PacelineError), _Writer.error, _Reader.error),
+}
+
 
 T = TypeVar("T")
 
@@ -74,7 +295,6 @@ def send_object(comm: Communicator, value: object, to: int, tag: int = 0) -> lis
 
 
 def receive_object(comm: Communicator, source: int, tag: int = 0) -> Any:
-    """Returns what ``source`` sends."""
     comm.recv(length := _empty(comm, 1, torch.int64), source, tag).wait()
     comm.recv(payload := _empty(comm, int(length.item())), source, tag).wait()
     return _from_bytes(payload)

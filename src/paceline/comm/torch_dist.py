@@ -27,8 +27,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split
-from paceline.comm.group import reduce_in_order
+from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split, reduce_in_order
 from paceline.comm.meeting import Meeting, threads_that_do_not_preempt, wait_until_all_joined
 from paceline.comm.meeting import disconnect as disconnect
 from paceline.comm.shared.communicator import SharedMemoryCommunicator, share_memory
@@ -279,41 +278,6 @@ class _TorchWork:
         self._tensors = ()
 
 
-class _Pairs:
-    """Messages between two ranks over NCCL: each pair has a group of its own, and each message is a batch of one.
-
-    A communicator of NCCL has one stream, on which a message waits for those before it, whoever they are for: ranks
-    that all send to their neighbour first would wait for one another. Outside a batch torch makes a communicator for
-    each pair by itself, with a warning. Made here, and used in batches, it is the same one without.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, ranks: tuple[int, ...], rank: int, timeout_s: float) -> None:
-        self._group = group
-        self._ranks = ranks
-        self._rank = rank
-        self._timeout_s = timeout_s
-        self._made: dict[int, dist.ProcessGroup] = {}  # by the other rank
-
-    def message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
-        if getattr(self._group, "bound_device_id", None) is not None:
-            group, peer = self._group, other  # connected as a whole: new groups would need all ranks of the world
-        else:
-            group, peer = self._with(other), int(self._rank < other)
-        (work,) = dist.batch_isend_irecv([dist.P2POp(verb, tensor, group=group, group_peer=peer)])
-        return work
-
-    def _with(self, other: int) -> dist.ProcessGroup:
-        """Returns the group of this rank and another. Both find it under one name, whoever needs it first."""
-        if other not in self._made:
-            places = sorted({self._rank, other})
-            name = f"messages {places} of {self._group.group_name}"
-            made: Any = dist.distributed_c10d._world.pg_names
-            group = next((group for group, each in made.items() if each == name), None)
-            members = [self._ranks[place] for place in places]
-            self._made[other] = group or _make_group(name, members, self._timeout_s)
-        return self._made[other]
-
-
 class TorchCommunicator(Communicator):
     """A ``torch.distributed`` process group behind the communicator protocol."""
 
@@ -325,7 +289,8 @@ class TorchCommunicator(Communicator):
         self.why_gloo = ""  # where shared memory would have been faster
         sends_pairwise = dist.get_backend(group) == "gloo" and device.type == "cpu"
         self._exchanges = GlooExchanges(group, self.rank, self.size, timeout_s) if sends_pairwise else None
-        self._pairs = _Pairs(group, self.ranks, self.rank, timeout_s) if dist.get_backend(group) == "nccl" else None
+        self._is_nccl = dist.get_backend(group) == "nccl"
+        self._pairs: dict[int, dist.ProcessGroup] = {}  # of this rank and another one, over NCCL
         self._all_reduce_options = {name: _all_reduce_options(op) for name, op in _OPS.items()}
 
     def _all_reduce(self, call: Call) -> Work:
@@ -363,18 +328,37 @@ class TorchCommunicator(Communicator):
 
     def _send(self, call: Call) -> Work:
         """Sends a message. NCCL has no tags: there, order alone matches."""
-        kind = f"send to rank {self.ranks[call.peer]}"
-        if self._pairs is not None:
-            return self._attempt(kind, self._pairs.message, dist.isend, call.tensor.detach(), call.peer)
-        group = {"group": self._group, "tag": call.tag, "group_dst": call.peer}
-        return self._attempt(kind, dist.isend, call.tensor.detach(), **group)
+        kind, tensor = f"send to rank {self.ranks[call.peer]}", call.tensor.detach()
+        if self._is_nccl:
+            return self._attempt(kind, self._nccl_message, dist.isend, tensor, call.peer)
+        return self._attempt(kind, dist.isend, tensor, group=self._group, tag=call.tag, group_dst=call.peer)
 
     def _recv(self, call: Call) -> Work:
-        kind = f"recv from rank {self.ranks[call.peer]}"
-        if self._pairs is not None:
-            return self._attempt(kind, self._pairs.message, dist.irecv, call.tensor.detach(), call.peer)
-        group = {"group": self._group, "tag": call.tag, "group_src": call.peer}
-        return self._attempt(kind, dist.irecv, call.tensor.detach(), **group)
+        kind, tensor = f"recv from rank {self.ranks[call.peer]}", call.tensor.detach()
+        if self._is_nccl:
+            return self._attempt(kind, self._nccl_message, dist.irecv, tensor, call.peer)
+        return self._attempt(kind, dist.irecv, tensor, group=self._group, tag=call.tag, group_src=call.peer)
+
+    def _nccl_message(self, verb: Any, tensor: torch.Tensor, other: int) -> Any:
+        """Sends or receives: each pair of ranks has a group of its own, and each message is a batch of one.
+
+        A communicator of NCCL has one stream, on which a message waits for those before it, whoever they are for: ranks
+        that all send to their neighbour first would wait for one another. Outside a batch torch makes a communicator
+        for each pair by itself, with a warning. Made here, and used in batches, it is the same one without.
+        """
+        group, peer = self._group, other
+        # One that is connected as a whole has no groups of pairs: they would need all ranks of the world.
+        if getattr(group, "bound_device_id", None) is None:
+            if other not in self._pairs:  # both find it under one name, whoever needs it first
+                places = sorted({self.rank, other})
+                name = f"messages {places} of {group.group_name}"
+                made: Any = dist.distributed_c10d._world.pg_names
+                known = next((each for each, its_name in made.items() if its_name == name), None)
+                members = [self.ranks[place] for place in places]
+                self._pairs[other] = known or _make_group(name, members, self._timeout_s)
+            group, peer = self._pairs[other], int(self.rank < other)
+        (work,) = dist.batch_isend_irecv([dist.P2POp(verb, tensor, group=group, group_peer=peer)])
+        return work
 
     def barrier(self) -> None:
         where = {"device_ids": [self.device.index]} if self.device.type == "cuda" else {}

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from paceline.comm.base import Call, Communicator, Work
-from paceline.comm.group import WrappedCommunicator
+from paceline.comm.base import Call, Communicator, Work, WrappedCommunicator
 from paceline.comm.trace import Issued
 from paceline.comm.trace import Trace as Trace
 from paceline.comm.trace import TracedOperation as TracedOperation

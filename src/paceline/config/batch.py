@@ -163,7 +163,8 @@ def _fix(asked: _AskedBatch) -> str:
         if name == "global_batch":
             below = asked.total // asked.unit * asked.unit
             tried = [each for each in (asked.unit, below, below + asked.unit) if each]
-        fitting = sorted({each for each in tried if replace(asked, **{name: each}).fits()})
+        changes: list[dict[str, Any]] = [{name: each} for each in tried]
+        fitting = sorted({each[name] for each in changes if replace(asked, **each).fits()})
         near = [each for each in fitting if each < value][-1:] + [each for each in fitting if each > value][:1]
         if near:
             words = " or ".join(map(str, sorted(near, key=lambda each: abs(each - value))))

@@ -14,38 +14,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias, cast
 
+from paceline.config import data_checks, train_checks
 from paceline.config.batch import check_batch
-from paceline.config.data_checks import (
-    check_context,
-    check_documents,
-    check_mixture,
-    check_model_dimensions,
-    check_model_reads_data,
-    check_text_file,
-    no_file,
-)
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
 from paceline.config.layout import layout_problems
 from paceline.config.schema import Config, ParallelConfig
 from paceline.config.sections import GPTModelConfig, gpt_shape, head_problems
 from paceline.config.settings import check_backend_settings
-from paceline.config.train_checks import (
-    check_metric_names,
-    check_optimizer_keys,
-    check_precision,
-    check_recovery_keys,
-    check_roll_back,
-    check_trackers,
-    check_warmup,
-)
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect, text_of
 
 Check: TypeAlias = Callable[[Config], Iterable[Problem]]
 
 _LONGEST_NAME = 100
-_MOST_GROWTH = 4  # of a batch that is suggested
 _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file")
+_MOST_GROWTH = 4  # of a batch that is suggested
 
 
 class _BrokenSectionError(Exception):
@@ -128,7 +111,7 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
         )
         return [problem]
     microbatch = None if train.microbatch == "auto" else train.microbatch
-    if parallel.sharding_strategy == "auto":  # how many ranks share the batch is not decided yet
+    if parallel.strategy == "auto" and not _is_split(parallel):  # how many ranks share the batch is not decided yet
         return check_batch(train.global_batch, microbatch, train.accumulate, None)
     if not _is_split(parallel):
         return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
@@ -159,34 +142,32 @@ def check_gpt_heads(config: Config) -> Iterator[Problem]:
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
-    if parallel.strategy == "auto" and parallel.sharding_strategy == "manual" and _is_split(parallel):
-        keys = _degrees(parallel, "parallel.{0}", " and ")
+    if parallel.sharding_strategy == "auto":  # else it has been read as the strategy
         yield Problem(
-            what=f"parallel.strategy = auto with {_degrees(parallel)}",
-            rule="it chooses for models that each rank, or all ranks together, hold whole",
-            fix=f"set parallel.strategy = zero1 or ddp; or remove {keys} and set parallel.sharding_strategy = auto",
+            what=f"parallel.sharding_strategy = auto with parallel.strategy = {parallel.strategy}",
+            rule="it is an older way to write parallel.strategy = auto",
+            fix="remove one of them",
         )
-
-
-def check_auto_sharding(config: Config) -> Iterator[Problem]:
-    parallel = config.parallel
-    if parallel.sharding_strategy == "manual":
+    if parallel.strategy != "auto":
         return
-    open_values = {name: field.default for name, field in type(parallel).model_fields.items()} | {"strategy": "auto"}
-    for key in ("strategy", "pipeline", "tensor", "data", *_OF_A_PIPELINE, "sequence_parallel"):
-        if (value := getattr(parallel, key)) != open_values[key]:
-            change = "set parallel.strategy = auto" if key == "strategy" else f"remove parallel.{key}"
-            rest = " and parallel.pipeline = 2" if key in _OF_A_PIPELINE and parallel.pipeline == 1 else ""
-            yield Problem(
-                what=f"parallel.sharding_strategy = auto with parallel.{key} = {text_of(value)}",
-                rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
-                fix=f"{change}, or set parallel.sharding_strategy = manual{rest}",
-            )
+    needs = dict.fromkeys(_OF_A_PIPELINE, "pipeline") | {"sequence_parallel": "tensor"}
+    for key in ("pipeline", "tensor", *needs):
+        value, default = getattr(parallel, key), type(parallel).model_fields[key].default
+        if value == default:
+            continue
+        degree = needs.get(key, key)
+        rest = f" and parallel.{degree} = 2" if getattr(parallel, degree) == 1 else ""
+        is_older = "sharding_strategy" in parallel.model_fields_set
+        yield Problem(
+            what=f"parallel.strategy = auto with parallel.{key} = {text_of(value)}",
+            rule="auto chooses the strategy, the pipeline and tensor degrees, and how the pipeline runs",
+            fix=f"remove parallel.{key}" + ("" if is_older else f", or set parallel.strategy = ddp{rest}"),
+        )
 
 
 def check_schedule_file(config: Config) -> Iterator[Problem]:
     parallel, file = config.parallel, config.parallel.schedule_file
-    if file is None or parallel.sharding_strategy == "auto":
+    if file is None or parallel.strategy == "auto":
         return
     if parallel.pipeline == 1:
         rule, instead = "it belongs to pipeline parallelism", "set parallel.pipeline = 2"
@@ -200,7 +181,7 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
             )
     if not Path(file).is_file():
         kind = "a CSV file as paceline schedule --csv writes"
-        yield no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
+        yield data_checks.no_file("parallel.schedule_file", file, kind, "leave it out, and set parallel.schedule")
 
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
@@ -216,23 +197,23 @@ def _is_split(parallel: ParallelConfig) -> bool:
     return parallel.pipeline > 1 or parallel.tensor > 1
 
 
-def _degrees(parallel: ParallelConfig, form: str = "parallel.{0} = {1}", between: str = " x ") -> str:
+def _degrees(parallel: ParallelConfig) -> str:
     asked = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
-    return between.join(form.format(name, degree) for name, degree in asked.items() if degree > 1)
+    return " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
 
 
 CHECKS: tuple[Check, ...] = (
-    check_metric_names,
+    train_checks.check_metric_names,
     check_name,
-    check_trackers,
-    check_mixture,
-    check_documents,
-    check_model_reads_data,
-    check_model_dimensions,
+    train_checks.check_trackers,
+    data_checks.check_mixture,
+    data_checks.check_documents,
+    data_checks.check_model_reads_data,
+    data_checks.check_model_dimensions,
     check_gpt_size,
     check_gpt_heads,
-    check_context,
-    check_text_file,
+    data_checks.check_context,
+    data_checks.check_text_file,
     _refuse(
         when=lambda c: (c.comm.backend, c.parallel.device) == ("nccl", "cpu"),
         what="comm.backend = nccl with parallel.device = cpu",
@@ -264,8 +245,8 @@ CHECKS: tuple[Check, ...] = (
         fix="set comm.algorithm = auto, or leave comm.algorithm_table out",
     ),
     check_backend_settings,
-    check_warmup,
-    check_optimizer_keys,
+    train_checks.check_warmup,
+    train_checks.check_optimizer_keys,
     _refuse(
         when=lambda c: c.optim.kind == "sgd" and c.optim.nesterov and c.optim.momentum == 0,
         what="optim.nesterov = true with optim.momentum = 0",
@@ -290,7 +271,7 @@ CHECKS: tuple[Check, ...] = (
         rule="it says for which batch optim.lr is meant, for a rate that grows with the batch",
         fix="set optim.lr_scaling = linear or sqrt, or remove optim.lr_batch",
     ),
-    check_precision,
+    train_checks.check_precision,
     _refuse(
         when=lambda c: c.parallel.strategy == "auto" and c.comm.compression.policy != "none",
         what="comm.compression.policy = {c.comm.compression.policy} with parallel.strategy = auto",
@@ -298,7 +279,6 @@ CHECKS: tuple[Check, ...] = (
         fix="set parallel.strategy = ddp or hybrid, or comm.compression.policy = none",
     ),
     check_auto_strategy,
-    check_auto_sharding,
     check_schedule_file,
     check_auto_microbatch,
     _refuse(
@@ -327,8 +307,8 @@ CHECKS: tuple[Check, ...] = (
         rule="the average of the parameters is evaluated where one is kept",
         fix="set train.ema_decay = 0.999, or leave train.ema_eval out",
     ),
-    check_recovery_keys,
-    check_roll_back,
+    train_checks.check_recovery_keys,
+    train_checks.check_roll_back,
     _refuse(
         when=lambda c: c.train.steps is not None and c.train.epochs is not None,
         what="train.steps = {c.train.steps} and train.epochs = {c.train.epochs:g} are both given",

@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from paceline.config.data_sections import (
-    MixtureDataConfig,
-    RowsDataConfig,
-    SyntheticTokensDataConfig,
-    TextDataConfig,
-    TokensDataConfig,
-    known_shape,
-    sources_of,
-)
+from paceline.config import data_sections as sections
+from paceline.config.data_sections import known_shape, sources_of
 from paceline.config.schema import Config
 from paceline.config.sections import GPTModelConfig, MLPModelConfig, ResNetModelConfig, gpt_shape
 from paceline.config.suggest import near_files, nearest
 from paceline.errors import Problem
 from paceline.plan.rule_case import no_effect
 
-_WITH_CONTEXT = (TextDataConfig, TokensDataConfig, SyntheticTokensDataConfig, RowsDataConfig)
+_WITH_CONTEXT = (
+    sections.TextDataConfig,
+    sections.TokensDataConfig,
+    sections.SyntheticTokensDataConfig,
+    sections.RowsDataConfig,
+)
 _ROWS = ("jsonl", "parquet", "hf_dataset")
 _OWN = ("factory", "stream")
 _FITTING_DATA = {
@@ -52,7 +50,7 @@ def _smallest(kind: str) -> str:
 
 def check_mixture(config: Config) -> Iterator[Problem]:
     data = config.data
-    if not isinstance(data, MixtureDataConfig):
+    if not isinstance(data, sections.MixtureDataConfig):
         return
     for name in data.weights.keys() - data.sources.keys():
         near = nearest(name, tuple(data.sources))
@@ -72,7 +70,7 @@ def check_mixture(config: Config) -> Iterator[Problem]:
 def check_documents(config: Config) -> Iterator[Problem]:
     parallel = config.parallel
     for place, source in sources_of(config.data).items():
-        if not isinstance(source, TokensDataConfig):
+        if not isinstance(source, sections.TokensDataConfig):
             continue
         if source.documents == "joined":
             if source.end_token is not None:
@@ -84,8 +82,6 @@ def check_documents(config: Config) -> Iterator[Problem]:
             with_what = f"model.kind = {config.model.kind}"
         elif parallel.pipeline > 1 or parallel.tensor > 1:
             with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
-        elif parallel.sharding_strategy == "auto":
-            with_what = "parallel.sharding_strategy = auto, which may choose a pipeline"
         if with_what:
             yield Problem(
                 what=f"{place}.documents = apart with {with_what}",

@@ -244,7 +244,7 @@ def known_shape(data: DataConfig) -> DataShape:
     if isinstance(data, SyntheticClassificationDataConfig):
         return DataShape(kind="classes", features=data.features, classes=data.classes)
     if isinstance(data, SyntheticImagesDataConfig):
-        sizes = {"channels": data.channels, "size": data.size, "classes": data.classes}
+        sizes: dict[str, Any] = {"channels": data.channels, "size": data.size, "classes": data.classes}
         return DataShape(kind="classes", features=data.channels * data.size**2, **sizes)
     if isinstance(data, ImagesDataConfig):
         return DataShape(kind="classes", features=3 * (data.size or IMAGE_SIZE) ** 2, channels=3)

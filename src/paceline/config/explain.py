@@ -14,7 +14,7 @@ from paceline.config.hf_folder import image_size, tokenizer_file
 from paceline.config.layout import config_batch, layout_of, why_not_sharded
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.problems import MISSING, value_at
-from paceline.config.schema import Config, TrainConfig
+from paceline.config.schema import Config
 from paceline.config.sections import GPT_DIMENSIONS, GPTModelConfig, HFModelConfig, gpt_shape
 from paceline.config.settings import config_settings
 from paceline.plan.plan import BatchPlan
@@ -41,35 +41,24 @@ def explain(config: Config | LoadedConfig, ranks: int | None = None) -> list[Exp
 
     Raises ConfigError when the batch does not fit these ranks.
     """
-    loaded = config if isinstance(config, LoadedConfig) else LoadedConfig(config=config, sources=_given(config))
-    config = loaded.config
-    derived = {row.key: row for row in _derived(config, ranks)}
+    if isinstance(config, LoadedConfig):
+        sources, config = config.sources, config.config
+    else:
+        given = config.model_dump(mode="json", exclude_unset=True)
+        sources = {path: "default" if value_at(given, path) is MISSING else "given" for path in leaf_values(config)}
+    asked = config.parallel.ranks
+    known = ranks if ranks is not None or asked == "auto" else asked
+    found = [*_model(config), *_data(config)]
+    if ranks is not None and ranks != asked:
+        found.append(_row("parallel.ranks", ranks, f"asked for here, where the config says {asked}"))
+    found += [*_ranks(config, known), *_batch(config, known), *_length_and_precision(config)]
+    found += [*_learning_rate(config, known), *_offload_and_buckets(config), *_settings(config)]
+    derived = {row.key: row for row in found}
     rows = [
-        derived.pop(key, ExplainRow(key=key, value=value, origin=loaded.sources[key]))
+        derived.pop(key, ExplainRow(key=key, value=value, origin=sources[key]))
         for key, value in leaf_values(config).items()
     ]
     return rows + list(derived.values())
-
-
-def _given(config: Config) -> dict[str, str]:
-    given = config.model_dump(mode="json", exclude_unset=True)
-    return {path: "default" if value_at(given, path) is MISSING else "given" for path in leaf_values(config)}
-
-
-def _derived(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
-    asked = config.parallel.ranks
-    known = ranks if ranks is not None or asked == "auto" else asked
-    yield from _model(config)
-    yield from _data(config)
-    if ranks is not None and ranks != asked:
-        yield _row("parallel.ranks", ranks, f"asked for here, where the config says {asked}")
-    yield from _ranks(config, known)
-    yield from _batch(config, known)
-    yield from _precision(config)
-    yield from _length(config)
-    yield from _learning_rate(config, known)
-    yield from _offload_and_buckets(config)
-    yield from _settings(config)
 
 
 def _row(key: str, value: Any, formula: str) -> ExplainRow:
@@ -129,11 +118,6 @@ def _ranks(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         name = "parallel.data" if layout.is_split else "parallel.ranks"
         text = f"{name} / ranks of a shard group = {layout.data} / {layout.shards}"
         yield _row("derived.copies_of_the_model", layout.replicas, text)
-    yield from _split(config, ranks)
-
-
-def _split(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
-    parallel = config.parallel
     layout = layout_of(config)
     if layout.is_split and parallel.data is None:
         formula = "parallel.ranks / (parallel.pipeline x parallel.tensor)"
@@ -154,7 +138,11 @@ def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
     train = config.train
     plan = None if ranks is None else config_batch(config, ranks)
     if train.microbatch == "auto":
-        yield from _searched_batch(train, plan)
+        if train.global_batch is None:
+            yield _row("train.global_batch", DEFAULT_GLOBAL_BATCH, f"{DEFAULT_GLOBAL_BATCH}, as nothing else says it")
+        most = f", at most {plan.samples_per_rank}" if plan else ""
+        yield _row("train.microbatch", None, f"the most samples that fit into memory{most}; found when the run starts")
+        yield _row("train.accumulate", None, "train.global_batch / (train.microbatch x parallel.ranks)")
         return
     for key, formula in _batch_formulas(config, plan).items():
         if getattr(train, key) is None:
@@ -166,14 +154,6 @@ def _batch(config: Config, ranks: int | None) -> Iterator[ExplainRow]:
         if train.steps is not None:
             formula = f"train.steps x train.global_batch = {train.steps} x {plan.global_batch}"
             yield _row("derived.samples_of_the_run", train.steps * plan.global_batch, formula)
-
-
-def _searched_batch(train: TrainConfig, plan: BatchPlan | None) -> Iterator[ExplainRow]:
-    if train.global_batch is None:
-        yield _row("train.global_batch", DEFAULT_GLOBAL_BATCH, f"{DEFAULT_GLOBAL_BATCH}, as nothing else says it")
-    most = f", at most {plan.samples_per_rank}" if plan else ""
-    yield _row("train.microbatch", None, f"the most samples that fit into memory{most}; found when the run starts")
-    yield _row("train.accumulate", None, "train.global_batch / (train.microbatch x parallel.ranks)")
 
 
 def _batch_formulas(config: Config, plan: BatchPlan | None) -> dict[str, str]:
@@ -196,19 +176,13 @@ def _batch_formulas(config: Config, plan: BatchPlan | None) -> dict[str, str]:
     }
 
 
-def _precision(config: Config) -> Iterator[ExplainRow]:
-    train, device = config.train, config.parallel.device
-    if train.precision != "auto":
-        return
-    if device == "auto" and train.dtype == "float32":
+def _length_and_precision(config: Config) -> Iterator[ExplainRow]:
+    train, schedule, device = config.train, config.optim.schedule, config.parallel.device
+    if train.precision == "auto" and device == "auto" and train.dtype == "float32":
         formula = "bf16_master on GPUs that compute in bf16, else fp32; known with the device"
         yield _row("derived.precision", None, formula)
-    else:
+    elif train.precision == "auto":
         yield _row("derived.precision", train.precision_on(device), train.precision_reason(device))
-
-
-def _length(config: Config) -> Iterator[ExplainRow]:
-    train, schedule = config.train, config.optim.schedule
     if train.steps is None and train.epochs is None:
         yield _row("train.epochs", train.epochs_to_run, "1, as neither train.steps nor train.epochs is given")
     if schedule.length is None and schedule.kind != "constant":

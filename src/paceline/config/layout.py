@@ -91,15 +91,6 @@ def config_batch(config: Config, ranks: int) -> BatchPlan:
     return batch_plan(config.train, layout.data, layout.pipeline)
 
 
-def _model_shape(config: Config) -> ModelShape:
-    """Returns what a config says of its model, whose context is that of the data."""
-    model, context = config.model, known_shape(config.data).context or 0
-    if model.kind == "gpt" and (shape := gpt_shape(model)) is not None:
-        return replace(shape, context=context or shape.context)
-    layers = _LINEAR_LAYERS if model.kind == "mlp" else _RESNET_BLOCKS[model.depth] if model.kind == "resnet" else 0
-    return ModelShape(kind=model.kind, layers=layers, context=context)
-
-
 def layout_problems(
     config: Config,
     ranks: int | None = None,
@@ -114,9 +105,7 @@ def layout_problems(
     ``node_ranks`` of ``ranks`` are on a host (None: all; 0: not known yet).
     """
     parallel = config.parallel
-    undecided = {"strategy"} if parallel.strategy == "auto" else set()
-    if parallel.sharding_strategy == "auto":
-        undecided |= {"pipeline", "tensor"}
+    undecided = {"strategy", "pipeline", "tensor"} if parallel.strategy == "auto" else set()
 
     def is_wanted(rule: Rule) -> bool:
         read = {CONFIG_KEYS[name].rstrip(".") for name in rule.reads}
@@ -127,11 +116,16 @@ def layout_problems(
         layout = layout_of(config)
     except UsageError as error:  # of a schedule's file
         return [Problem(what=str(error))] if not only_of and (sections is None or "parallel" in sections) else []
+    model, context = config.model, known_shape(config.data).context or 0
+    layers = _LINEAR_LAYERS if model.kind == "mlp" else _RESNET_BLOCKS[model.depth] if model.kind == "resnet" else 0
+    shape = ModelShape(kind=model.kind, layers=layers, context=context)
+    if model.kind == "gpt" and (known := gpt_shape(model)) is not None:
+        shape = replace(known, context=context or known.context)
     return rules(
         layout,
         ranks=ranks,
         node_ranks=node_ranks,
-        model=_model_shape(config),
+        model=shape,
         keys=CONFIG_KEYS,
         strategy=parallel.strategy,
         only=is_wanted,

@@ -98,10 +98,11 @@ class ParallelConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _open_strategy(cls, values: Any) -> Any:
-        """Where all of it is chosen and no strategy is given, that is open too."""
-        if isinstance(values, dict) and values.get("sharding_strategy") == "auto":
-            return {"strategy": "auto", **values}
+    def _read_older_key(cls, values: Any) -> Any:
+        """Reads ``sharding_strategy: auto`` as the strategy, unless another one is given beside it."""
+        is_open = isinstance(values, dict) and values.get("sharding_strategy") == "auto"
+        if is_open and values.get("strategy", "auto") == "auto":
+            return {**values, "strategy": "auto", "sharding_strategy": "manual"}
         return values
 
 

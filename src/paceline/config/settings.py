@@ -12,9 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, get_args
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from paceline.config.schema import NcclAlgorithm, NcclSubsystem
+from paceline.bounded_yaml import load_shipped
 from paceline.errors import Problem, did_you_mean
 
 if TYPE_CHECKING:
@@ -22,57 +24,16 @@ if TYPE_CHECKING:
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
-# Keys of comm.nccl. A variable that disables says the opposite of its key.
-NCCL_VARIABLES = {
-    "p2p": "NCCL_P2P_DISABLE",
-    "p2p_level": "NCCL_P2P_LEVEL",
-    "shared_memory": "NCCL_SHM_DISABLE",
-    "min_channels": "NCCL_MIN_NCHANNELS",
-    "max_channels": "NCCL_MAX_NCHANNELS",
-    "socket_interface": NCCL_INTERFACE,
-    "socket_threads": "NCCL_SOCKET_NTHREADS",
-    "sockets_per_thread": "NCCL_NSOCKS_PERTHREAD",
-    "ib": "NCCL_IB_DISABLE",
-    "ib_hca": "NCCL_IB_HCA",
-    "ib_gid_index": "NCCL_IB_GID_INDEX",
-    "ib_timeout": "NCCL_IB_TIMEOUT",
-    "gdr_level": "NCCL_NET_GDR_LEVEL",
-    "cross_nic": "NCCL_CROSS_NIC",
-    "algorithms": "NCCL_ALGO",
-    "protocols": "NCCL_PROTO",
-    "debug": "NCCL_DEBUG",
-    "debug_subsystems": "NCCL_DEBUG_SUBSYS",
-}
-# Other names of the same thing, which NCCL reads as well.
-ALIASES = {
-    "NCCL_MIN_NCHANNELS": ("NCCL_MIN_CTAS", "NCCL_MIN_NRINGS"),
-    "NCCL_MAX_NCHANNELS": ("NCCL_MAX_CTAS", "NCCL_MAX_NRINGS"),
-    "NCCL_NET_GDR_LEVEL": ("NCCL_IB_GDR_LEVEL",),
-}
 _MOST_SOCKETS = 64
-_LEVELS = ("LOC", "NVL", "PIX", "PXB", "PHB", "SYS")
-_WORDS = {
-    "NCCL_P2P_LEVEL": _LEVELS,
-    "NCCL_NET_GDR_LEVEL": _LEVELS,
-    "NCCL_DEBUG": ("VERSION", "WARN", "INFO", "TRACE"),
-    "NCCL_ALGO": get_args(NcclAlgorithm),
-    "NCCL_PROTO": ("LL", "LL128", "Simple"),
-    "NCCL_DEBUG_SUBSYS": get_args(NcclSubsystem),
-}
-_NUMBERS = {
-    "NCCL_P2P_DISABLE": (0, 1),
-    "NCCL_SHM_DISABLE": (0, 1),
-    "NCCL_IB_DISABLE": (0, 1),
-    "NCCL_MIN_NCHANNELS": (1, 32),
-    "NCCL_MAX_NCHANNELS": (1, 1024),
-    "NCCL_SOCKET_NTHREADS": (1, 16),
-    "NCCL_NSOCKS_PERTHREAD": (1, 64),
-    "NCCL_IB_TIMEOUT": (1, 31),
-    "NCCL_IB_GID_INDEX": (-1, 255),
-    "NCCL_CROSS_NIC": (0, 2),
-}
 _INTERFACE = re.compile(r"[A-Za-z0-9][\w.@-]{0,14}")  # Linux allows 15 characters
 _CARD = re.compile(r"[A-Za-z0-9][\w.-]*(:\d+)?")
+
+
+@cache
+def nccl_variables() -> dict[str, dict[str, Any]]:
+    """Returns what ``nccl.yaml`` says of each variable, with its ``key``, by its name."""
+    rows = load_shipped((Path(__file__).parent / "nccl.yaml").read_text(encoding="utf-8"))
+    return {row["variable"]: {"key": key, **row} for key, row in rows.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +69,16 @@ def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
         found[GLOO_INTERFACE] = BackendSetting(variable=GLOO_INTERFACE, value=comm.interface, **shared)
         if comm.nccl.socket_interface is None:
             found[NCCL_INTERFACE] = BackendSetting(variable=NCCL_INTERFACE, value=f"={comm.interface}", **shared)
-    for key, variable in NCCL_VARIABLES.items():
-        given = getattr(comm.nccl, key)
+    for variable, row in nccl_variables().items():
+        given, key = getattr(comm.nccl, row["key"]), f"comm.nccl.{row['key']}"
+        if isinstance(given, bool):
+            value, written = str(int(given != variable.endswith("_DISABLE"))), str(given).lower()
+        elif isinstance(given, tuple):
+            value, written = ",".join(given), f"[{', '.join(given)}]"
+        else:
+            value = written = str(given)
         if given is not None:
-            value, written = _value(variable, given), _written(given)
-            found[variable] = BackendSetting(variable=variable, value=value, key=f"comm.nccl.{key}", written=written)
+            found[variable] = BackendSetting(variable=variable, value=value, key=key, written=written)
     return found
 
 
@@ -136,18 +102,6 @@ def same_value(variable: str, one: str, other: str) -> bool:
     if variable in ("NCCL_ALGO", "NCCL_PROTO", "NCCL_DEBUG_SUBSYS"):
         return set(one.lower().split(",")) == set(other.lower().split(","))
     return one.strip().lower() == other.strip().lower()
-
-
-def _value(variable: str, given: Any) -> str:
-    if isinstance(given, bool):
-        return str(int(given != variable.endswith("_DISABLE")))
-    return ",".join(given) if isinstance(given, tuple) else str(given)
-
-
-def _written(given: Any) -> str:
-    if isinstance(given, bool):
-        return str(given).lower()
-    return f"[{', '.join(given)}]" if isinstance(given, tuple) else str(given)
 
 
 def check_backend_settings(config: Config) -> Iterator[Problem]:
@@ -179,7 +133,7 @@ def check_exported(config: Config, environment: Mapping[str, str], *, uses_nccl:
             fix=f"unset {theirs.variable}, or {ours.removal}",
         )
         for variable, ours in given.items()
-        for name in (variable, *ALIASES.get(variable, ()))
+        for name in (variable, *nccl_variables().get(variable, {}).get("also", ()))
         if (theirs := exported.get(name)) is not None and not same_value(variable, ours.value, theirs.value)
     ]
     # Those of one side alone are reported elsewhere: when the config is loaded, and by the doctor.
@@ -224,8 +178,8 @@ def contradictions(settings: BackendSettings) -> list[Problem]:
 
 def unknown_variables(settings: BackendSettings) -> list[Problem]:
     """Lists exported variables whose name is almost that of a known one: NCCL ignores what it does not know."""
-    names = {*NCCL_VARIABLES.values(), GLOO_INTERFACE}
-    aliases = {alias for each in ALIASES.values() for alias in each}
+    names = {*nccl_variables(), GLOO_INTERFACE}
+    aliases = {alias for row in nccl_variables().values() for alias in row.get("also", ())}
     found = []
     for each in settings.values():
         fix = did_you_mean(each.variable, names, cutoff=0.9)
@@ -272,9 +226,10 @@ def _repaired(parts: list[str], marks: str) -> str:
 
 def _check_value(setting: BackendSetting) -> Iterator[Problem]:
     variable, value = setting.variable, setting.value.strip()
-    words = _WORDS.get(variable)
-    if variable in _NUMBERS:
-        low, high = _NUMBERS[variable]
+    row = nccl_variables().get(variable, {})
+    words = row.get("words")
+    if "numbers" in row:
+        low, high = row["numbers"]
         if not re.fullmatch(r"-?\d+", value) or not low <= int(value) <= high:
             rule = f"it is a whole number from {low} to {high}"
             yield Problem(what=f"{setting} cannot be read", rule=rule, fix=setting.removal)

@@ -10,7 +10,7 @@ from typing import Any
 
 from paceline.bounded_yaml import load_shipped
 from paceline.config.fields import KnownField, fields_at, known_fields
-from paceline.config.settings import NCCL_VARIABLES
+from paceline.config.settings import nccl_variables
 
 
 @cache
@@ -22,8 +22,8 @@ def other_names() -> dict[str, Any]:
 def key_called(word: str) -> str | None:
     """Returns the key that others call so: by their own names, or by a variable of NCCL, in full or without NCCL_."""
     names = {name: key for key, theirs in other_names()["keys"].items() for name in theirs.split()}
-    variables = {variable.lower().removeprefix("nccl_"): f"comm.nccl.{key}" for key, variable in NCCL_VARIABLES.items()}
-    return names.get(word) or variables.get(word.removeprefix("nccl_"))
+    row = nccl_variables().get(f"NCCL_{word.removeprefix('nccl_')}".upper())
+    return names.get(word) or (f"comm.nccl.{row['key']}" if row else None)
 
 
 def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[str]:

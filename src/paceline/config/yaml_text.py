@@ -74,7 +74,13 @@ def _read_document(text: str, source: str) -> Document:
     if values is None:
         return Document(values={})
     if not isinstance(values, dict):
-        raise ConfigError([_top_problem(values)], source=source)
+        found = f"a list of {len(values)}" if isinstance(values, list) else f"the value {values!r}"
+        problem = Problem(
+            what=f"the top of the file is {found}",
+            rule="a config is a section with the keys name, model, data, parallel, ...",
+            fix="write 'model:' at the start of a line, and its keys indented below it",
+        )
+        raise ConfigError([problem], source=source)
     return Document(values=values, lines=survey.lines)
 
 
@@ -147,12 +153,3 @@ def _syntax_problem(error: yaml.YAMLError) -> Problem:
         hint = "YAML is indented with spaces: replace the tab"
     reason = " ".join(part for part in (error.context, error.problem) if part)
     return Problem(what=f"line {mark.line + 1}, column {mark.column + 1}: this is not YAML", rule=reason, fix=hint)
-
-
-def _top_problem(values: Any) -> Problem:
-    found = f"a list of {len(values)}" if isinstance(values, list) else f"the value {values!r}"
-    return Problem(
-        what=f"the top of the file is {found}",
-        rule="a config is a section with the keys name, model, data, parallel, ...",
-        fix="write 'model:' at the start of a line, and its keys indented below it",
-    )

@@ -10,7 +10,6 @@ own code have a number: ``CheckedSamples``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,10 +125,8 @@ def _outside(values: torch.Tensor, limit: int | None, name: str, noun: str, but:
 
 def _named(values: torch.Tensor, wrong: torch.Tensor, name: str, rule: str) -> dict[int, str]:
     """Returns each row that has something wrong, with its first value that is."""
-    return {row: f"{name}{place} is {value:g}{rule}" for row, place, value in _first_of_rows(values, wrong)}
-
-
-def _first_of_rows(values: torch.Tensor, wrong: torch.Tensor) -> Iterator[tuple[int, str, float]]:
+    found = {}
     for row in wrong.reshape(len(wrong), -1).any(1).nonzero().flatten().tolist():
         place = tuple(wrong[row].nonzero()[0].tolist())
-        yield row, "".join(f"[{each}]" for each in place), values[row][place].item()
+        found[row] = f"{name}{''.join(f'[{each}]' for each in place)} is {values[row][place].item():g}{rule}"
+    return found

@@ -129,15 +129,6 @@ def batches_of(segments: Sequence[Segment]) -> Iterator[tuple[Segment, GlobalBat
             yield segment, batch
 
 
-def recompute(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns hash and count as the segments of a state say that they are: equal, unless samples were lost or twice."""
-    known, count = (0, 0), 0
-    for segment, batch in batches_of(segments_of(state)):
-        indices = batch.indices[: segment.last - batch.position]
-        known, count = extend_hash(known, indices), count + len(indices)
-    return {"hash": hash_text(known), "count": count}
-
-
 def _extend(known: int, values: NDArray[np.uint64], added: int, factor: int) -> int:
     mixed = values + np.uint64(added)
     mixed ^= mixed >> np.uint64(30)

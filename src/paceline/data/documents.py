@@ -192,19 +192,15 @@ def decode_text(content: bytes, path: Path, place: int = 0) -> str:
         ) from error
 
 
-def _parquet() -> Any:
+def _open_parquet(path: str) -> Any:
     try:
         import pyarrow.parquet
+
+        return pyarrow.parquet.ParquetFile(path)
     except ImportError as error:
         raise DataError(
             "parquet needs the package pyarrow, which is not installed\n  pip install 'paceline[data]'"
         ) from error
-    return pyarrow.parquet
-
-
-def _open_parquet(path: str) -> Any:
-    try:
-        return _parquet().ParquetFile(path)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read as parquet: {error}\n  it may be cut off\n  copy it again") from error
 

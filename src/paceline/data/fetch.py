@@ -127,7 +127,13 @@ class LoaderSource:
                 return
             except RuntimeError as error:
                 self.close()
-                raise _worker_died(error) from error
+                if "DataLoader worker" not in str(error):
+                    raise
+                raise DataError(
+                    f"a loader worker died: {error}\n  workers end only when the loader is closed\n"
+                    "  it may have run out of memory (dmesg says so), or of shared memory (df /dev/shm); try fewer\n"
+                    "  data.workers, or data.workers = 0 to see its own error"
+                ) from error
             if isinstance(batch, _UnreadBatch):
                 self.close()
                 raise (BadSampleError if batch.is_permanent else DataError)(batch.message) from batch.cause
@@ -326,13 +332,3 @@ def _portable(error: BaseException | None) -> BaseException | None:
         copy = RuntimeError(f"{type(error).__name__}: {error}")
     copy.add_note("in a loader worker:\n" + "".join(traceback.format_exception(error)))
     return copy
-
-
-def _worker_died(error: RuntimeError) -> Exception:
-    if "DataLoader worker" not in str(error):
-        return error
-    return DataError(
-        f"a loader worker died: {error}\n  workers end only when the loader is closed\n"
-        "  it may have run out of memory (dmesg says so), or of shared memory (df /dev/shm); try fewer data.workers,\n"
-        "  or data.workers = 0 to see its own error"
-    )

@@ -11,7 +11,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -82,9 +82,18 @@ def parse_manifest(content: bytes) -> DataManifest:
     if values.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
     try:
-        return _checked(values)
+        shards = tuple(TokenShard(**each) for each in values.pop("shards"))
+        found = DataManifest(**{**values, "shards": shards, "source": tuple(values["source"])})
     except (TypeError, KeyError) as error:
         raise ValueError(f"it lacks a name, or has one too many: {error}") from error
+    for shard in shards:
+        file_inside(Path(os.curdir), plain_name(shard.file))
+        if not is_count(shard.tokens) or not is_count(shard.documents) or not isinstance(shard.sha256, str):
+            raise ValueError(f"its shard {shard.file!r} has no counts")
+    is_right = found.dtype in ("uint16", "uint32") and is_count(found.vocab_size, 2**32)
+    if not is_right or not (found.end_token is None or is_count(found.end_token, found.vocab_size - 1)):
+        raise ValueError("its dtype, vocabulary or end token is none")
+    return found
 
 
 def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
@@ -116,16 +125,3 @@ def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
 def hash_file(path: Path) -> str:
     with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _checked(values: dict[str, Any]) -> DataManifest:
-    shards = tuple(TokenShard(**each) for each in values.pop("shards"))
-    found = DataManifest(**{**values, "shards": shards, "source": tuple(values["source"])})
-    for shard in shards:
-        file_inside(Path(os.curdir), plain_name(shard.file))
-        if not is_count(shard.tokens) or not is_count(shard.documents) or not isinstance(shard.sha256, str):
-            raise ValueError(f"its shard {shard.file!r} has no counts")
-    end_is_right = found.end_token is None or (is_count(found.end_token) and found.end_token < found.vocab_size)
-    if found.dtype not in ("uint16", "uint32") or not is_count(found.vocab_size, 2**32) or not end_is_right:
-        raise ValueError("its dtype, vocabulary or end token is none")
-    return found

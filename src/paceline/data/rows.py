@@ -13,7 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
@@ -28,19 +28,6 @@ from paceline.errors import BadSampleError, DataError
 from paceline.untrusted import file_inside, open_regular, parse_json_object, read_regular, reason_of
 
 _BLOCK = 2**22
-
-
-class Rows(Protocol):
-    """A table whose rows are asked for by number."""
-
-    def __len__(self) -> int:
-        """Returns the number of rows."""
-
-    def read(self, indices: Indices) -> list[dict[str, Any]]:
-        """Returns rows by the names of their fields. Raises ``DataError`` with file and place."""
-
-    def place(self, index: int) -> str:
-        """Returns where a row is, for messages."""
 
 
 class RowDataset(EpochDataset):
@@ -71,7 +58,10 @@ class RowDataset(EpochDataset):
 
     def read(self, indices: Indices, epoch: int) -> Pair:  # noqa: ARG002  # the same in all
         if self._first is None:
-            self._first = self._find_first()
+            usable = ((index, sample) for index in range(len(self)) if (sample := self._sample(index)) is not None)
+            self._first = next(usable, None)
+            if self._first is None:
+                raise DataError(f"{self.rows.place(0)} and all other rows cannot be used\n  a run needs samples")
         samples = [self._sample(index) for index in indices.tolist()]
         like = self._first[1]
         empty = torch.zeros_like(like[0]), torch.full_like(like[1], IGNORED)
@@ -84,13 +74,6 @@ class RowDataset(EpochDataset):
             is_class = targets != IGNORED
             targets[is_class] = torch.tensor(self.labels)[targets[is_class]]
         return inputs, targets
-
-    def _find_first(self) -> tuple[int, Pair]:
-        """Returns the first row that can be used, whose form all others have."""
-        for index in range(len(self)):
-            if (sample := self._sample(index)) is not None:
-                return index, sample
-        raise DataError(f"{self.rows.place(0)} and all other rows cannot be used\n  a run needs samples")
 
     def _sample(self, index: int) -> Pair | None:
         try:
@@ -178,6 +161,7 @@ class JsonLines:
         return len(self._starts) - 1
 
     def read(self, indices: Indices) -> list[dict[str, Any]]:
+        """Returns rows by the names of their fields. Raises ``DataError`` with file and place."""
         rows = []
         with open_regular(self.path) as file:
             for index in indices.tolist():
@@ -187,6 +171,7 @@ class JsonLines:
         return rows
 
     def place(self, index: int) -> str:
+        """Returns where a row is, for messages."""
         return f"{self.path}: line {index + 1}"
 
 
@@ -252,6 +237,7 @@ class ArrowRows:
         return list(self.columns)
 
 
+Rows: TypeAlias = JsonLines | ArrowRows
 _KINDS = {
     "parquet": "a file of parquet, or a folder of them",
     "hf_dataset": "a folder that save_to_disk of a Dataset wrote, with state.json; of a DatasetDict, one split's",

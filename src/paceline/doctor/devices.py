@@ -35,15 +35,10 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
         "ranks compute with it" if not is_old else "the engines use what newer versions have",
         problem=f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer" if is_old else "",
     )
-    yield from _backends()
-
-
-def _backends() -> Iterator[MachineFinding]:
     from paceline.comm.backends import available_backends, nccl_version
 
-    found = available_backends()
-    version = nccl_version()
-    shown = [f"{name} {version}" if name == "nccl" and version else name for name in found]
+    found, nccl = available_backends(), nccl_version()
+    shown = [f"{name} {nccl}" if name == "nccl" and nccl else name for name in found]
     yield finding(
         "backends",
         ", ".join(shown) or "none",
@@ -75,17 +70,25 @@ def driver(_: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def gpus(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports the GPUs, or why there is none."""
     import torch
 
     if not torch.cuda.is_available():
         hardware = sorted(path.name for path in _DEVICES.glob("nvidia[0-9]*"))
         yield no_gpu(hardware, torch.version.cuda, surroundings.environment.get("CUDA_VISIBLE_DEVICES"))
         return
-    for index in range(torch.cuda.device_count()):
-        yield _gpu(index)
-    if torch.cuda.device_count() > 1:
-        yield _peers(torch.cuda.device_count())
+    count = torch.cuda.device_count()
+    for index in range(count):
+        properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        is_taken = free < total / 2
+        capability = f"{properties.major}.{properties.minor}"
+        yield finding(
+            f"gpu {index}",
+            f"{properties.name}, compute {capability}, {format_bytes(free)} free of {format_bytes(total)}",
+            "others use more than half of its memory" if is_taken else f"one rank computes on it, cuda:{index}",
+            note="see who with nvidia-smi, or leave it out with CUDA_VISIBLE_DEVICES" if is_taken else "",
+        )
+    if count > 1:
+        yield _peers(count)
 
 
 def no_gpu(hardware: list[str], cuda: str | None, visible: str | None) -> MachineFinding:
@@ -123,21 +126,6 @@ def _cuda_error() -> str:
     except Exception as error:
         return str(error).partition("\n")[0]
     return "no error is told"
-
-
-def _gpu(index: int) -> MachineFinding:
-    import torch
-
-    properties = torch.cuda.get_device_properties(index)
-    free, total = torch.cuda.mem_get_info(index)
-    is_taken = free < total / 2
-    capability = f"{properties.major}.{properties.minor}"
-    return finding(
-        f"gpu {index}",
-        f"{properties.name}, compute {capability}, {format_bytes(free)} free of {format_bytes(total)}",
-        "others use more than half of its memory" if is_taken else f"one rank computes on it, cuda:{index}",
-        note="see who with nvidia-smi, or leave it out with CUDA_VISIBLE_DEVICES" if is_taken else "",
-    )
 
 
 def _peers(count: int) -> MachineFinding:

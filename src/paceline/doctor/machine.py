@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -26,7 +27,6 @@ _LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
 
 
 def python(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Checks that Python is new enough."""
     version = platform.python_version()
     is_old = sys.version_info[:2] < _OLDEST_PYTHON
     yield finding(
@@ -79,7 +79,6 @@ def cpu_quota(text: str) -> float | None:
 
 
 def memory(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports how much memory is free, also inside a container."""
     found, limit = psutil.virtual_memory(), host_memory()
     used = _read(_CGROUP / "memory.current").strip()
     is_limited = limit < found.total
@@ -201,24 +200,20 @@ def compiler(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def packages(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports the libraries that some runs use."""
     uses = {"tensorboard": "monitor.tensorboard", "scikit-learn": "data.kind = digits"}
-    versions = {name: _version(name) for name in ("numpy", "pydantic", "safetensors", "rich", *uses)}
-    absent = [f"{name} (for {uses[name]})" for name in uses if versions[name] is None]
-    shown = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    versions = {}
+    for name in ("numpy", "pydantic", "safetensors", "rich", *uses):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
+    missing = [name for name in uses if name not in versions]
+    absent = [f"{name} (for {uses[name]})" for name in missing]
+    shown = ", ".join(f"{name} {version}" for name, version in versions.items())
     yield finding(
         "packages",
         shown + (f"; not installed: {', '.join(absent)}" if absent else ""),
         "runs that use these would be refused" if absent else "what optional parts use is there",
-        note=f"pip install {' '.join(name for name in uses if versions[name] is None)}" if absent else "",
+        note=f"pip install {' '.join(missing)}" if absent else "",
     )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _read(path: Path) -> str:

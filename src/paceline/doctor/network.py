@@ -37,7 +37,6 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        """Says whether it leads nowhere but here."""
         return any(is_loopback(address) for address in self.addresses)
 
 
@@ -53,7 +52,6 @@ class Resolution:
 
 
 def is_loopback(address: str) -> bool:
-    """Says whether an address is one of this host alone."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -105,7 +103,6 @@ def _can_listen(address: str) -> bool:
 
 
 def interfaces(_: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports the interfaces that are up."""
     found = find_interfaces()
     shown = [f"{each.name} ({', '.join(a for a in each.addresses if '%' not in a)})" for each in found]
     has_loopback = any(each.is_loopback for each in found)
@@ -133,7 +130,6 @@ def host_name(_: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def name_finding(found: Resolution) -> MachineFinding:
-    """Says what a resolution means for ranks on several hosts."""
     fix = "set comm.interface (GLOO_SOCKET_IFNAME) to the interface between the hosts, or correct /etc/hosts"
     shown = f"{found.host} is {', '.join(found.addresses)}" if found.addresses else f"{found.host}: {found.error}"
     took = f" (after {format_seconds(found.seconds)})" if found.seconds > _SLOW_S else ""
@@ -180,7 +176,6 @@ def nccl_interfaces(settings: Mapping[str, BackendSetting], present: list[Interf
 
 
 def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
-    """Reports which interfaces Gloo and NCCL would take."""
     present, settings = find_interfaces(), settings_of(surroundings)
     gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
     asked = settings.get(GLOO_INTERFACE)
@@ -228,11 +223,13 @@ def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     present, settings = find_interfaces(), settings_of(surroundings)
     asked = settings.get(GLOO_INTERFACE)
     given = [name for name in (SECRET, SECRET_FILE) if name in surroundings.environment]
+    loopbacks = [each.name for each in present if each.is_loopback]
+    leaves_host = asked is not None and any(name not in loopbacks for name in asked.value.split(","))
     yield finding(
         "listening, one host",
         "the launcher: a unix socket in a folder of mode 0700; Gloo and NCCL: the loopback",
         "no other host reaches what paceline train listens on, unless comm.interface or GLOO_SOCKET_IFNAME says so",
-        note=f"unset {GLOO_INTERFACE} for runs on one host" if _leaves_host(settings, present) else "",
+        note=f"unset {GLOO_INTERFACE} for runs on one host" if leaves_host else "",
     )
     secret = f"the job's secret is in {given[0]}" if given else "the job's secret is in the run's folder"
     yield finding(
@@ -241,12 +238,6 @@ def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         "control connections prove the secret; those of Gloo and NCCL, and torchrun's store, are open to whoever "
         "reaches them: keep the network between the hosts to yourself",
     )
-
-
-def _leaves_host(settings: Mapping[str, BackendSetting], present: list[Interface]) -> bool:
-    asked = settings.get(GLOO_INTERFACE)
-    names = [each.name for each in present if each.is_loopback]
-    return asked is not None and any(name not in names for name in asked.value.split(","))
 
 
 def settings_of(surroundings: DoctorInputs) -> dict[str, BackendSetting]:

@@ -1,4 +1,7 @@
-"""A short self-test of the ranks themselves, on as many hosts as they are: can they talk, how fast, and are they alike?
+"""Ranks that meet and add up: can they talk, how fast, and are they alike?
+
+``handshake`` starts two on this host: over the loopback, in shared memory, over the interface a group would take.
+``self_test`` is for any ranks, on as many hosts as they are:
 
 paceline doctor --ranks 4                                              on this host
 torchrun --nnodes 2 --nproc-per-node 8 ... -m paceline doctor --ranks 16     between hosts
@@ -18,13 +21,94 @@ import torch
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import clock_offset, gather_objects
-from paceline.doctor.findings import MachineFinding, finding
-from paceline.errors import PacelineError
+from paceline.config.settings import GLOO_INTERFACE
+from paceline.doctor.findings import DoctorInputs, MachineFinding, finding
+from paceline.doctor.network import find_interfaces, gloo_interface, resolve_host, settings_of
+from paceline.errors import CommunicationError, PacelineError
+from paceline.run.processes import RankHost, run_processes
 from paceline.units import format_seconds
 
-_ROUNDS = 10
+PATIENCE_S = 240.0  # interpreters that import torch, on a machine that may be busy
 _LARGE = 4 * 2**20  # elements of an all-reduce that shows the bandwidth
 _FAR_S = 0.5  # clocks that differ by more make logs of two hosts hard to read side by side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Greeting:
+    """What one rank saw: seconds of an all-reduce through Gloo and in shared memory, or why not there."""
+
+    gloo_s: float
+    shared_s: float | None
+    problem: str = ""
+
+
+def handshake(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
+    """Starts two ranks that talk, once for each interface that matters."""
+    if surroundings.is_quick:
+        return
+    yield from shake_hands(None)
+    present, settings = find_interfaces(), settings_of(surroundings)
+    chosen = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
+    loopbacks = [each.name for each in present if each.is_loopback]
+    if chosen is not None and chosen not in loopbacks:
+        yield from shake_hands(settings[GLOO_INTERFACE].value if GLOO_INTERFACE in settings else chosen)
+
+
+def shake_hands(interface: str | None, timeout_s: float = PATIENCE_S) -> Iterator[MachineFinding]:
+    """Lets two new processes add up over an interface; None: the loopback, and then in shared memory.
+
+    Never takes longer than it may.
+    """
+    name = "handshake" + (f" over {interface}" if interface else "")
+    places = [RankHost(enter=_stay, interface=interface)] * 2 if interface else None
+    start = time.monotonic()
+    try:
+        greetings = run_processes(_greet, 2, args=(interface is None,), timeout_s=timeout_s, places=places)
+    except PacelineError as error:
+        yield finding(
+            name,
+            f"two ranks cannot talk: {_two_lines(error)}",
+            "a run would fail, or hang, in the same place",
+            problem="allow connections between processes of this host (firewall, sandbox), or set comm.interface",
+        )
+        return
+    seconds = format_seconds(time.monotonic() - start)
+    latency = format_seconds(max(each.gloo_s for each in greetings))
+    yield finding(
+        name,
+        f"two ranks started, met and agreed in {seconds}; an all-reduce through Gloo takes {latency}",
+        "processes of this host can start and talk",
+    )
+    if interface is not None:
+        return
+    times = [each.shared_s for each in greetings if each.shared_s is not None]
+    if len(times) < len(greetings):
+        why = next(each.problem for each in greetings if each.shared_s is None)
+        meaning = "ranks of this host talk through Gloo instead, which is slower"
+        yield finding("shared handshake", why, meaning, note="see shared memory above")
+    else:
+        found = f"an all-reduce in shared memory takes {format_seconds(max(times))}"
+        yield finding("shared handshake", found, "comm.backend = auto takes it for CPU ranks of one host")
+
+
+def _stay() -> None:
+    """Does nothing: the rank runs where it was started."""
+
+
+def _greet(comm: Communicator, also_shared: bool) -> Greeting:
+    """Adds up with the other rank; raises where the sum is wrong."""
+    from paceline.comm.shared.communicator import share_memory
+
+    gloo_s, problem = _latency(comm, 20), ""
+    if also_shared:
+        try:
+            shared = share_memory(comm, timeout_s=10.0)
+            if shared is not comm:
+                return Greeting(gloo_s=gloo_s, shared_s=_latency(shared, 20))
+            problem = "these ranks cannot share memory"
+        except CommunicationError as error:  # on both ranks alike
+            problem = str(error).partition("\n")[0]
+    return Greeting(gloo_s=gloo_s, shared_s=None, problem=problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +130,7 @@ def self_test(comm: Communicator) -> list[RankReport]:
 
     Raises PacelineError where a sum is wrong.
     """
-    latency_s = statistics.median(sum_up(comm, 1) for _ in range(_ROUNDS))
+    latency_s = _latency(comm, 10)
     large_s = min(sum_up(comm, _LARGE) for _ in range(3))
     ahead_s, error_s = clock_offset(comm)
     report = RankReport(
@@ -63,7 +147,6 @@ def self_test(comm: Communicator) -> list[RankReport]:
 
 
 def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
-    """Says what the ranks saw, and what is odd about it."""
     hosts = Counter(report.host for report in reports)
     latency = format_seconds(max(report.latency_s for report in reports))
     speed = f"{min(report.bandwidth for report in reports) / 1e9:.2f} GB/s"
@@ -81,15 +164,12 @@ def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
         "all ranks run the same" if len(versions) == 1 else "ranks of different versions may not agree",
         problem="" if len(versions) == 1 else "install the same Python and torch on every host",
     )
-    if len(hosts) > 1:
-        yield _clock_finding(reports)
-
-
-def _clock_finding(reports: list[RankReport]) -> MachineFinding:
+    if len(hosts) == 1:
+        return
     worst = max(reports, key=lambda report: abs(report.clock_ahead_s))
     apart = format_seconds(abs(worst.clock_ahead_s))
     is_far = abs(worst.clock_ahead_s) - worst.clock_error_s > _FAR_S
-    return finding(
+    yield finding(
         "clocks",
         f"at most {apart} apart ({worst.host}, to within {format_seconds(worst.clock_error_s)})",
         "logs and records of these hosts do not line up" if is_far else "times of two hosts can be compared",
@@ -98,18 +178,21 @@ def _clock_finding(reports: list[RankReport]) -> MachineFinding:
 
 
 def failed_test(error: PacelineError) -> MachineFinding:
-    """Makes a finding of ranks that could not be tested."""
     return finding(
         "self-test",
-        two_lines(error),
+        _two_lines(error),
         "a run between these ranks would fail, or hang, in the same place",
         problem="open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO",
     )
 
 
-def two_lines(error: PacelineError) -> str:
-    """Returns the first two lines of a message as one."""
+def _two_lines(error: PacelineError) -> str:
     return " ".join([line.strip() for line in str(error).splitlines() if line.strip()][:2])
+
+
+def _latency(comm: Communicator, rounds: int) -> float:
+    """Returns the median of the seconds in which the ranks add up one number."""
+    return statistics.median(sum_up(comm, 1) for _ in range(rounds))
 
 
 def sum_up(comm: Communicator, numel: int) -> float:

@@ -90,5 +90,4 @@ def run(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def problem_finding(name: str, problem: Problem) -> MachineFinding:
-    """Returns a problem of a config as a finding."""
     return MachineFinding(name=name, status="problem", found=problem.what, meaning=problem.rule, fix=problem.fix)

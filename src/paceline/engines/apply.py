@@ -24,7 +24,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.batchnorm import synchronise_batchnorm
-from paceline.engines.buckets.choice import choose_for_link
+from paceline.engines.buckets.buckets import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.compiled import compile_model
@@ -41,14 +41,14 @@ from paceline.engines.precision import Precision, check_precision, precision_nam
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, UsageError
-from paceline.free_memory import measure_room
+from paceline.free_memory import measure_machine
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
 from paceline.models.unfilled import allocate_unfilled, is_unfilled
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts
-from paceline.search.choice import Choice, take_first
+from paceline.search.automatic import Choice, take_first
 from paceline.search.ladder import whole_ladder
 from paceline.units import GIB, MIB
 
@@ -252,8 +252,8 @@ def choose_for_module(
     """
     decided: Choice | UsageError | None = None
     if comm.rank == 0:
-        room = measure_room(comm.device.type, comm.size, comm.size)
-        room = replace(room, device_bytes=round(room.device_bytes * (1 - _FOR_ACTIVATIONS)))
+        machine = measure_machine(comm.device.type, comm.size, comm.size)
+        machine = replace(machine, device_bytes=round(machine.device_bytes * (1 - _FOR_ACTIVATIONS)))
         itemsize = max((p.element_size() for p in model.parameters()), default=4)
         states = StateFacts(itemsize=itemsize, device=comm.device.type)
         sizes = [num_parameters(block) for block in blocks]
@@ -266,7 +266,8 @@ def choose_for_module(
         )
         keep = frozenset({"checkpoint_activations"})
         try:
-            decided = take_first(whole_ladder(facts, Layout(precision=precision), room, states, keep), facts, room)
+            ladder = whole_ladder(facts, Layout(precision=precision), machine, states, keep)
+            decided = take_first(ladder, facts, machine)
         except ConfigError as error:
             decided = UsageError(f"strategy = 'auto'\n  {error.problems[0]}")
     decided = broadcast_object(comm, decided)

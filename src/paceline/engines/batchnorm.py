@@ -57,10 +57,7 @@ def synchronise_batchnorm(module: nn.Module, comm: Communicator) -> nn.Module:
 
 
 def standing_in(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Stands in for the layers of ``module`` in a pass of the other ranks: around what the engine itself does there.
-
-    That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
-    """
+    """Stands in for the layers of ``module`` in a pass of the other ranks: around what the engine itself does there."""
     exchange = next((layer.exchange for layer in module.modules() if isinstance(layer, SyncBatchNorm)), None)
     return contextlib.nullcontext() if exchange is None else exchange.standing_in()
 
@@ -197,7 +194,7 @@ class Exchange:
         self._kind: _PassKind | None = None
         self._num_forward = self._num_backward = 0
         self._num_calls: dict[_PassKind, tuple[int, int]] = {}
-        module.register_forward_pre_hook(lambda *_: self._begin())
+        module.register_forward_pre_hook(self._begin)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Exchange:
         return self
@@ -261,8 +258,7 @@ class Exchange:
         for work in backward:
             work.wait()
 
-    def _begin(self) -> None:
-        """Starts a pass of this rank."""
+    def _begin(self, *_: Any) -> None:
         self._remember()
         self._kind = self._kind_now()
 

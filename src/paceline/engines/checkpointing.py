@@ -45,7 +45,20 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
         return
     step = int(policy.removeprefix("every_")) if policy.startswith("every_") else 1
     chosen = list(dict.fromkeys(blocks))[::step]
-    _check_blocks(chosen, policy)
+    if not chosen:
+        raise UsageError(
+            f"checkpoint_activations = {policy!r}, but the model has no blocks\n"
+            "  a model is checkpointed block by block: what its method blocks() returns, or the children of its\n"
+            "  largest ModuleList or Sequential whose children are all of one type\n"
+            "  give the model a method blocks() that returns its repeated parts, or set checkpoint_activations = none"
+        )
+    for block in chosen:
+        if any(getattr(module.forward, "func", None) is _run for module in block.modules()):
+            raise UsageError(
+                f"a block ({type(block).__name__}) is checkpointed already, or contains one that is\n"
+                "  each would run again inside the other's second run\n"
+                "  call checkpoint_blocks once, on blocks of which none contains another"
+            )
     for block in chosen:
         layers = tuple(module for module in block.modules() if isinstance(module, _BatchNorm))
         # A partial, not a closure: a deep copy of the model must run its own blocks.
@@ -140,20 +153,3 @@ def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Checkpoi
     del context, args, kwargs
     name = str(operator).removeprefix("aten.")
     return CheckpointPolicy.MUST_SAVE if name.startswith(_PRODUCTS) else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def _check_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
-    if not blocks:
-        raise UsageError(
-            f"checkpoint_activations = {policy!r}, but the model has no blocks\n"
-            "  a model is checkpointed block by block: what its method blocks() returns, or the children of its\n"
-            "  largest ModuleList or Sequential whose children are all of one type\n"
-            "  give the model a method blocks() that returns its repeated parts, or set checkpoint_activations = none"
-        )
-    for block in blocks:
-        if any(getattr(module.forward, "func", None) is _run for module in block.modules()):
-            raise UsageError(
-                f"a block ({type(block).__name__}) is checkpointed already, or contains one that is\n"
-                "  each would run again inside the other's second run\n"
-                "  call checkpoint_blocks once, on blocks of which none contains another"
-            )

@@ -93,20 +93,6 @@ class CombinedParallel(Engine):
         return True
 
     @property
-    def splits_matrices(self) -> bool:
-        return self.groups.tensor.size > 1
-
-    @property
-    def random_stream(self) -> int:
-        """One for each stage and share of the batch: what tensor ranks do not split, they compute alike."""
-        return self.groups.pipeline.rank * self.gradient_comm.size + self.gradient_comm.rank
-
-    @property
-    def reports_samples(self) -> bool:
-        """Whether this rank is the first of those that have the same samples."""
-        return self.groups.pipeline.rank == 0 and self.groups.tensor.rank == 0
-
-    @property
     def _spread(self) -> str:
         axes = f"pipeline {self.groups.pipeline.size} x tensor {self.groups.tensor.size} x data {self.batch_comm.size}"
         return f"{axes}, {next(iter(self.stages.values()))._spread}"

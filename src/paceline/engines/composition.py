@@ -20,17 +20,17 @@ from paceline.engines.flat.flat import mark_alone
 from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.pipeline import Pipeline
-from paceline.engines.stages.bounds import LayerCost, bounds_from_layers, bounds_from_names, choose_bounds
 from paceline.engines.stages.costs import estimate_layers, measure_layers
-from paceline.engines.stages.stages import split_model, tied_names
+from paceline.engines.stages.stages import bounds_from_layers, bounds_from_names, split_model, tied_names
 from paceline.engines.tensor.apply import apply_tensor_parallel
 from paceline.engines.tensor.layout import TensorLayout
 from paceline.errors import UsageError
-from paceline.free_memory import measure_room
+from paceline.free_memory import measure_machine
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_blocks
 from paceline.models.unfilled import allocate_unfilled
 from paceline.plan.layout import Layout
+from paceline.predict.memory.facts import LayerCost, choose_bounds
 from paceline.schedule.check import check_schedule
 from paceline.schedule.grid import Schedule
 from paceline.schedule.schedules import make_schedule
@@ -48,8 +48,7 @@ def combine(
     numbers = {p: p.numel() * (1 if expert_dim(p) is None else asked.expert) for p in model.parameters()}
     sizes = sum(numbers.values()), sum(number for p, number in numbers.items() if p.requires_grad)
     layers = model_layers(model) if schedule.stages > 1 else ()
-    share_of_states = asked.sharing.share_of_states(groups.gradients.size) / asked.tensor
-    bounds = _bounds(model, layers, asked, schedule, comm, share_of_states) if layers else (0, 1)
+    bounds = _bounds(model, layers, asked, schedule.stages, groups) if layers else (0, 1)
     layout: TensorLayout | None = None
     if asked.tensor > 1:
         sequence, gathers = asked.sequence_parallel, asked.gathers_logits
@@ -80,29 +79,23 @@ def _schedule(asked: Layout, microbatches: int) -> Schedule:
 
 
 def _bounds(
-    model: nn.Module,
-    layers: tuple[PipelineLayer, ...],
-    asked: Layout,
-    schedule: Schedule,
-    comm: Communicator,
-    share_of_states: float,
+    model: nn.Module, layers: tuple[PipelineLayer, ...], asked: Layout, stages: int, groups: Groups
 ) -> tuple[int, ...]:
     """Returns where the model is cut: as asked, or by cost so that every stage fits into a rank's memory."""
-    stages = schedule.stages
     if asked.stage_layers is not None:
         return bounds_from_layers(layers, asked.stage_layers, model_blocks(model), stages=stages)
     if isinstance(asked.stages, tuple):
         return bounds_from_names(layers, asked.stages, stages=stages)
-    # Times and free memory differ between ranks: the first one tells.
-    costs: tuple[LayerCost, ...] = ()
-    room = 0
+    # Times and free memory differ between ranks: rank 0 decides.
+    comm, costs, free_bytes = groups.world, tuple[LayerCost, ...](), 0
     if comm.rank == 0:
         is_measured = asked.stages == "measured"
         costs = _measure(model, layers, comm) if is_measured else estimate_layers(model, layers)
-        room = measure_room(comm.device.type, comm.size, comm.size).device_bytes
-    costs, room = broadcast_object(comm, (costs, room))
+        free_bytes = measure_machine(comm.device.type, comm.size, comm.size).device_bytes
+    costs, free_bytes = broadcast_object(comm, (costs, free_bytes))
+    share_of_states = asked.sharing.share_of_states(groups.gradients.size) / asked.tensor
     held = [replace(cost, state_bytes=int(cost.state_bytes * share_of_states)) for cost in costs]
-    return choose_bounds(held, stages, memory_bytes=room * asked.pipeline / stages)
+    return choose_bounds(held, stages, memory_bytes=free_bytes * asked.pipeline / stages)
 
 
 def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communicator) -> tuple[LayerCost, ...]:

@@ -328,22 +328,18 @@ class DataParallel(ModuleEngine):
             self._build()  # once more, with other buckets
             return
         is_first = arrivals.expected is None
-        if is_first:
-            self._learn_order()
+        if is_first:  # for the order in which gradients arrived on rank 0; the counts are each rank's own
+            place = {index: position for position, index in enumerate(self._trainable)}
+            order = arrival_order([place[index] for index in arrivals.seen], len(self._trainable))
+            agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.gradient_comm))
+            self.gradient_comm.broadcast(agreed).wait()
+            self._order = [self._trainable[i] for i in agreed.tolist()]
+            self._build()
         arrivals.learn()
         if not is_first and tuner is not None and tuner.end_overlapped():
             self._tuner = None
             self.bucket_choice = tuner.choose(self._sizes(), self._order)  # the size that the ranks find best
             self._build()
-
-    def _learn_order(self) -> None:
-        """Rebuilds the buckets for the order in which gradients arrived on rank 0; the counts are each rank's own."""
-        place = {index: position for position, index in enumerate(self._trainable)}
-        order = arrival_order([place[index] for index in self._arrivals.seen], len(self._trainable))
-        agreed = torch.tensor(order, dtype=torch.int64, device=control_device(self.gradient_comm))
-        self.gradient_comm.broadcast(agreed).wait()
-        self._order = [self._trainable[i] for i in agreed.tolist()]
-        self._build()
 
     # Buckets.
 

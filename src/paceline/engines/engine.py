@@ -28,7 +28,7 @@ from paceline.schedule.lowering import RankProgram
 from paceline.shards import Shard
 
 if TYPE_CHECKING:
-    from paceline.engines.buckets.choice import BucketChoice
+    from paceline.engines.buckets.buckets import BucketChoice
     from paceline.engines.flat.flat import FlatGroup
     from paceline.engines.float8 import Float8Layers
 
@@ -48,12 +48,10 @@ class LossSum(Protocol):
     """What a loss returns: a sum over elements, and how many there are."""
 
     @property
-    def total(self) -> torch.Tensor:
-        """The sum."""
+    def total(self) -> torch.Tensor: ...
 
     @property
-    def count(self) -> torch.Tensor | float:
-        """The number of elements."""
+    def count(self) -> torch.Tensor | float: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +116,7 @@ class Engine(ABC):
     pipeline: StageRunner | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
-    can_leave_pass: ClassVar[bool] = (
-        False  # whether a rank whose pass failed may join the rest of that pass without samples
-    )
+    can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may join the rest of it without samples
 
     @property
     def world(self) -> Communicator:
@@ -148,13 +144,16 @@ class Engine(ABC):
 
     @property
     def random_stream(self) -> int:
-        """Which stream of random numbers this rank draws from: ranks that compute the same draw the same."""
-        return self.gradient_comm.rank
+        """Which stream of random numbers this rank draws from: one for each stage and share of the batch.
+
+        What tensor ranks do not split, they compute alike.
+        """
+        return self.groups.pipeline.rank * self.gradient_comm.size + self.gradient_comm.rank
 
     @property
     def reports_samples(self) -> bool:
         """Whether this rank's samples count, or are those of another rank that has another part of the model."""
-        return True
+        return self.groups.pipeline.rank == 0 and self.groups.tensor.rank == 0
 
     @property
     @abstractmethod
@@ -174,7 +173,7 @@ class Engine(ABC):
     @property
     def splits_matrices(self) -> bool:
         """Whether ranks compute with parts of matrices that nobody holds whole."""
-        return False
+        return self.groups.tensor.size > 1
 
     @property
     @abstractmethod

@@ -23,11 +23,10 @@ of g8, w8 and x8. A compiler writes the cast and its transposed copy in one pass
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,6 +35,7 @@ from torch.autograd.function import Function
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from paceline.errors import UsageError
+from paceline.models.lora import mixed
 
 MULTIPLE = 16  # of which all sizes of a product are multiples: what tensor cores take at once
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -245,7 +245,8 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
     for name in found.chosen:
         module: Any = model.get_submodule(name)
         if not hasattr(module, "float8_by_row"):  # a layer that is split over ranks computes its products itself
-            module.__class__ = _mixed(cast("Any", type(module)))
+            own: Any = type(module)
+            module.__class__ = Float8Linear if own is nn.Linear else mixed(Float8Linear, own)
             module.by_row = by_row
         else:
             module.float8_by_row = by_row
@@ -256,14 +257,6 @@ def swap_linears(model: nn.Module, blocks: Sequence[nn.Module], *, by_row: bool)
 def travels_as_float8(parameter: nn.Parameter) -> bool:
     """Says whether nothing but products of 8 bits with one scale reads a parameter."""
     return getattr(parameter, "_paceline_float8", False)
-
-
-@functools.cache
-def _mixed(own: Any) -> Any:
-    """Makes the class that is both; always the same, as compiled code looks at it."""
-    if own is nn.Linear:
-        return Float8Linear
-    return type(f"Float8{own.__name__}", (Float8Linear, own), {})
 
 
 def _is_plain(module: nn.Linear) -> bool:

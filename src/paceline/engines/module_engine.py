@@ -93,7 +93,7 @@ class ModuleEngine(Engine):
             self.replica_watch.end_pass(() if self.holds_parts else alike)
 
     def _run_module(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; in a loop of the user's own, the ledger is told of the phase before and after it."""
+        """Runs the module; in a loop of the user's own, the ledger notes the phase before and after it."""
         if self.replica_watch is not None and torch.is_grad_enabled():
             self.replica_watch.see((args, kwargs))
         ledger = self.gradient_comm.ledger
@@ -146,7 +146,8 @@ class ModuleEngine(Engine):
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
         state = self._gather_state(rank0_only=rank0_only and not self.experts)
-        return self._kept({name: self.experts.whole(name, value) for name, value in state.items()}, rank0_only)
+        whole = {name: self.experts.whole(name, value) for name, value in state.items()}
+        return {} if rank0_only and self.gradient_comm.rank else whole
 
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self._load_state({name: self.experts.part(name, value) for name, value in state.items()})
@@ -156,9 +157,8 @@ class ModuleEngine(Engine):
 
     def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         packed = self._gather_optimizer_state(optimizer, rank0_only=rank0_only and not self.experts)
-        return self._kept(
-            self.experts.change_states(optimizer, packed, self._names_by_id(), self.experts.whole), rank0_only
-        )
+        whole = self.experts.change_states(optimizer, packed, self._names_by_id(), self.experts.whole)
+        return {} if rank0_only and self.gradient_comm.rank else whole
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         mine = self.experts.change_states(optimizer, state, self._names_by_id(), self.experts.part)
@@ -217,9 +217,6 @@ class ModuleEngine(Engine):
 
     def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
-
-    def _kept(self, state: dict[str, Any], rank0_only: bool) -> dict[str, Any]:
-        return {} if rank0_only and self.gradient_comm.rank else state
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""

@@ -139,7 +139,7 @@ class Pipeline:
         return result
 
     def share_values(self, values: Sequence[LossSum]) -> LossSum:
-        """Returns the summed loss and count of a step on every rank of the pipeline: the last stage tells them."""
+        """Returns the summed loss and count of a step on every rank of the pipeline: the last stage has them."""
         device = self.pipe.device
         rows = [torch.stack([on_device(v.total, device), on_device(v.count, device)]) for v in values]
         sums = torch.stack(rows).sum(0) if rows else torch.zeros(2, dtype=torch.float64, device=device)

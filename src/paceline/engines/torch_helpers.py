@@ -39,17 +39,6 @@ from paceline.shards import are_states_own
 _Engines = weakref.WeakKeyDictionary[Engine, frozenset[int]]
 _Parameter = weakref.ref[nn.Parameter]
 
-_A_VECTOR = (
-    "a vector of the parameters of an engine that holds parts of them\n"
-    "  it would be another vector on every rank\n"
-    "  take engine.full_state_dict() on all ranks, which has whole tensors, and engine.load_full_state_dict(state)"
-)
-_AN_AVERAGE = (
-    "AveragedModel with an engine that holds parts of the parameters\n"
-    "  whole averages cannot be updated from parts\n"
-    "  average what the rank updates, and swap it in to evaluate: paceline.WeightAverage(engine, decay)"
-)
-
 
 class _Watch:
     """The engines of this process, what they replaced, and the optimizers that were looked at."""
@@ -175,28 +164,33 @@ def adopt_optimizer(
         engine.load_full_optimizer_state(optimizer, dict(state))
 
 
-def _whole_state(function: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+def _around(ours: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a wrapper of a function of torch: ``ours`` is called in its place, with that function as first argument."""
+
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return ours(function, *args, **kwargs)
+
+        return call
+
+    return wrap
+
+
+@_around
+def _whole_state(function: Callable[..., Any], optimizer: torch.optim.Optimizer) -> Any:
     """Gives the state as one process would have it, and not that of a rank's parts, which no other rank could load."""
-
-    @functools.wraps(function)
-    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
-        engine = _WATCH.engine_elsewhere(self)
-        return function(self) if engine is None else engine.full_optimizer_state(self)
-
-    return state_dict
+    engine = _WATCH.engine_elsewhere(optimizer)
+    return function(optimizer) if engine is None else engine.full_optimizer_state(optimizer)
 
 
-def _loading_whole(function: Callable[..., None]) -> Callable[..., None]:
-
-    @functools.wraps(function)
-    def load_state_dict(self: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        engine = _WATCH.engine_elsewhere(self)
-        if engine is None:
-            function(self, state_dict)
-        else:
-            engine.load_full_optimizer_state(self, state_dict)
-
-    return load_state_dict
+@_around
+def _loading_whole(function: Callable[..., Any], optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    engine = _WATCH.engine_elsewhere(optimizer)
+    if engine is None:
+        function(optimizer, state_dict)
+    else:
+        engine.load_full_optimizer_state(optimizer, state_dict)
 
 
 # Modules.
@@ -235,26 +229,6 @@ def _refuse_loading(module: nn.Module, *_: Any) -> None:
 # Other helpers.
 
 
-def _install() -> None:
-    register_optimizer_step_pre_hook(_check_step)
-    optimizers: Any = torch.optim.Optimizer
-    optimizers.state_dict = _whole_state(optimizers.state_dict)
-    optimizers.load_state_dict = _loading_whole(optimizers.load_state_dict)
-    _replace_inside(clip_grad, "_get_total_norm", _total_norm)
-    _replace_inside(clip_grad, "clip_grad_norm_", _checked)
-    _replace_inside(clip_grad, "clip_grad_value_", _checked)
-    names: dict[str, Any] = vars(convert_parameters)
-    vector = names["_check_param_device"]
-    names["_check_param_device"] = _refusing(vector, lambda param, *_, **__: [param], _A_VECTOR)
-    averages: Any = AveragedModel
-    average = averages.update_parameters
-    averages.update_parameters = _refusing(average, lambda _, model: model.parameters(), _AN_AVERAGE)
-    scaler: Any = torch.amp.GradScaler
-    scaler._unscale_grads_ = _unscaled(scaler._unscale_grads_)
-    modules: Any = nn.Module
-    modules.zero_grad = _forgetting(modules.zero_grad)
-
-
 def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Replaces a function of torch for all who have imported it: torch's own wrapper of it calls another one then."""
     outer = getattr(module, name)
@@ -270,87 +244,101 @@ def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]],
                 setattr(owner, key, ours)
 
 
-def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
+@_around
+def _checked(function: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
     """Refuses parameters that an engine has replaced: these have no gradients."""
-
-    @functools.wraps(function)
-    def check(parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        num_replaced = _WATCH.num_replaced(given)
-        if num_replaced:
-            raise UsageError(
-                f"{function.__name__} was given {num_replaced} parameters that an engine has replaced\n"
-                "  gradients are at the engine's own parameters, and these have none\n"
-                "  call engine.clip_grad_norm_(max_norm), or give engine.parameters()"
-            )
-        return function(given, *args, **kwargs)
-
-    return check
+    given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    num_replaced = _WATCH.num_replaced(given)
+    if num_replaced:
+        raise UsageError(
+            f"{function.__name__} was given {num_replaced} parameters that an engine has replaced\n"
+            "  gradients are at the engine's own parameters, and these have none\n"
+            "  call engine.clip_grad_norm_(max_norm), or give engine.parameters()"
+        )
+    return function(given, *args, **kwargs)
 
 
-def _total_norm(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+@_around
+def _total_norm(function: Callable[..., Any], tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> Any:
     """Gives the norm over all ranks: one number with this norm takes the place of an engine's gradients."""
-
-    @functools.wraps(function)
-    def measure(tensors: Any, norm_type: float = 2.0, *args: Any, **kwargs: Any) -> torch.Tensor:
-        given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        for engine in _WATCH.parts():
-            ours = {id(p.grad): p.grad.numel() for p in engine.parameters() if p.grad is not None}
-            found = ours.keys() & {id(tensor) for tensor in given}
-            if not found:
-                continue
-            if any(size for number, size in ours.items() if number not in found):
-                raise UsageError(
-                    f"a norm of {len(found)} of the engine's {len(ours)} gradients\n"
-                    "  a rank holds a part of each gradient, and the ranks know the norm of all of them\n"
-                    "  call engine.clip_grad_norm_(max_norm), with infinity to measure, or give the gradients of all "
-                    "engine.parameters()"
-                )
-            norm = engine.clip_grad_norm_(math.inf, float(norm_type))
-            given = [tensor for tensor in given if id(tensor) not in found]
-            given.insert(0, norm.reshape(1))
-        return function(given, norm_type, *args, **kwargs)
-
-    return measure
+    given = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    for engine in _WATCH.parts():
+        ours = {id(p.grad): p.grad.numel() for p in engine.parameters() if p.grad is not None}
+        found = ours.keys() & {id(tensor) for tensor in given}
+        if not found:
+            continue
+        if any(size for number, size in ours.items() if number not in found):
+            raise UsageError(
+                f"a norm of {len(found)} of the engine's {len(ours)} gradients\n"
+                "  a rank holds a part of each gradient, and the ranks know the norm of all of them\n"
+                "  call engine.clip_grad_norm_(max_norm), with infinity to measure, or give the gradients of all "
+                "engine.parameters()"
+            )
+        norm = engine.clip_grad_norm_(math.inf, float(norm_type))
+        given = [norm.reshape(1), *(tensor for tensor in given if id(tensor) not in found)]
+    return function(given, norm_type, *args, **kwargs)
 
 
-def _refusing(
-    function: Callable[..., Any], parameters: Callable[..., Iterable[torch.Tensor]], problem: str
-) -> Callable[..., Any]:
-    """Refuses parts of parameters, and parameters that an engine has replaced, among what a function is given."""
-
-    @functools.wraps(function)
-    def check(*args: Any, **kwargs: Any) -> Any:
-        given = list(parameters(*args, **kwargs))
-        if _WATCH.engines_of(given) or _WATCH.num_replaced(given):
-            raise UsageError(problem)
-        return function(*args, **kwargs)
-
-    return check
+def _refuse_parts(parameters: Iterable[torch.Tensor], problem: str) -> None:
+    """Refuses parts of parameters, and parameters that an engine has replaced."""
+    given = list(parameters)
+    if _WATCH.engines_of(given) or _WATCH.num_replaced(given):
+        raise UsageError(problem)
 
 
-def _unscaled(function: Callable[..., dict[torch.device, torch.Tensor]]) -> Callable[..., Any]:
+@_around
+def _one_of_vector(function: Callable[..., Any], param: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    _refuse_parts(
+        [param],
+        "a vector of the parameters of an engine that holds parts of them\n  it would be another vector on every rank\n"
+        "  take engine.full_state_dict() on all ranks, which has whole tensors, and engine.load_full_state_dict(state)",
+    )
+    return function(param, *args, **kwargs)
+
+
+@_around
+def _average(function: Callable[..., Any], averages: Any, model: Any) -> Any:
+    _refuse_parts(
+        model.parameters(),
+        "AveragedModel with an engine that holds parts of the parameters\n"
+        "  whole averages cannot be updated from parts\n"
+        "  average what the rank updates, and swap it in to evaluate: paceline.WeightAverage(engine, decay)",
+    )
+    return function(averages, model)
+
+
+@_around
+def _unscaled(
+    function: Callable[..., Any], scaler: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
+) -> Any:
     """Lets all ranks know of gradients that are not finite on one of them."""
-
-    @functools.wraps(function)
-    def unscale(self: Any, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        found = function(self, optimizer, *args, **kwargs)
-        for engine in _WATCH.engines_of(p for group in optimizer.param_groups for p in group["params"]):
-            device = engine.world.device
-            bad = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
-            engine.world.all_reduce(bad, "max").wait()
-        return found
-
-    return unscale
+    found = function(scaler, optimizer, *args, **kwargs)
+    for engine in _WATCH.engines_of(p for group in optimizer.param_groups for p in group["params"]):
+        device = engine.world.device
+        bad = found.setdefault(device, torch.zeros(1, dtype=torch.float32, device=device))
+        engine.world.all_reduce(bad, "max").wait()
+    return found
 
 
-def _forgetting(function: Callable[..., None]) -> Callable[..., None]:
+@_around
+def _forgetting(function: Callable[..., Any], module: nn.Module, set_to_none: bool = True) -> None:
     """Lets a module's zero_grad() reach what an engine updates in the place of its parameters."""
+    function(module, set_to_none)
+    now = [parameter for parameter in _WATCH.replacements(module.parameters()) if parameter is not None]
+    forget_gradients(now, set_to_none)
 
-    @functools.wraps(function)
-    def zero_grad(self: Any, set_to_none: bool = True) -> None:
-        function(self, set_to_none)
-        now = [parameter for parameter in _WATCH.replacements(self.parameters()) if parameter is not None]
-        forget_gradients(now, set_to_none)
 
-    return zero_grad
+def _install() -> None:
+    register_optimizer_step_pre_hook(_check_step)
+    _replace_inside(clip_grad, "_get_total_norm", _total_norm)
+    _replace_inside(clip_grad, "clip_grad_norm_", _checked)
+    _replace_inside(clip_grad, "clip_grad_value_", _checked)
+    for owner, name, wrap in (
+        (torch.optim.Optimizer, "state_dict", _whole_state),
+        (torch.optim.Optimizer, "load_state_dict", _loading_whole),
+        (convert_parameters, "_check_param_device", _one_of_vector),
+        (AveragedModel, "update_parameters", _average),
+        (torch.amp.GradScaler, "_unscale_grads_", _unscaled),
+        (nn.Module, "zero_grad", _forgetting),
+    ):
+        setattr(owner, name, wrap(getattr(owner, name)))

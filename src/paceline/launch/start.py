@@ -19,12 +19,12 @@ from paceline.config import Config, check_hosts, load_config, with_precision
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
 from paceline.launch.job import LaunchJob, launches_folder, reserve
 from paceline.launch.target import Target, TargetMachines, find_target
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.run.folder import check_folder, is_taken
 from paceline.run.location import run_folder, runs_of
-from paceline.search.automatic import choose
-from paceline.search.choice import Room, apply_choice
-from paceline.search.make_plan import RunMachine, make_plan
+from paceline.search.automatic import apply_choice, choose
+from paceline.search.make_plan import make_plan
 from paceline.search.memory_verdict import MemoryVerdict, needed
 from paceline.units import format_bytes
 
@@ -172,12 +172,12 @@ def _with_memory(config: Config, machines: TargetMachines, each: int) -> tuple[C
     has = machines.device_bytes if device == "cuda" else host
     if has is not None and is_open:
         of_rank, ranks = has if device == "cuda" else has / each, config.parallel.decided_ranks
-        room = Room(
+        there = RunMachine(
             device=device, device_bytes=int(of_rank), host_bytes=int(host or 2**60), ranks=ranks, node_ranks=each
         )
         model = describe_model(config, device)
-        known = Machine(processor="", cores=each, memory_bytes=float(room.host_bytes))
-        config = config if model is None else apply_choice(config, choose(config, model, room, known))
+        known = Machine(processor="", cores=each, memory_bytes=float(there.host_bytes))
+        config = config if model is None else apply_choice(config, choose(config, model, there, known))
     need = needed(config, node_ranks=each)
     if need is None:
         return config, "not known before the run (a model of your own code, or a microbatch that ranks find)"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from paceline.comm.base import Communicator, Work
 from paceline.comm.traced import Trace, TracedCommunicator
 from paceline.comm.virtual.communicator import run_virtual
+from paceline.learn.exercise import Said, says
 
 _TIMEOUT_S = 20.0  # of a rank that computes without talking: a loop that does not end
 
@@ -72,13 +73,18 @@ def all_close(values: Sequence[torch.Tensor], expected: torch.Tensor) -> bool:
     return all(torch.allclose(value, expected) for value in values)
 
 
-def odd_shape(values: Sequence[Any], shape: torch.Size) -> tuple[int, Any] | None:
-    """Returns the first rank that has no tensor of this shape, with the shape or the type of what it has."""
+def compare(values: Sequence[Any], expected: torch.Tensor, usual: Mapping[str, torch.Tensor]) -> Said | None:
+    """Compares what ranks returned with what was expected, and with what usual mistakes give; None: all is right."""
+    ranks = len(values)
     for rank, value in enumerate(values):
         is_tensor = isinstance(value, torch.Tensor)
-        if not is_tensor or value.shape != shape:
-            return rank, tuple(value.shape) if is_tensor else type(value).__name__
-    return None
+        if not is_tensor or value.shape != expected.shape:
+            shape = tuple(value.shape) if is_tensor else type(value).__name__
+            return says("shape", rank=rank, ranks=ranks, shape=shape, expected=expected.numel())
+    if all_close(values, expected):
+        return None
+    name = next((name for name, value in usual.items() if all_close(values, value)), "otherwise")
+    return says("differ" if name == "otherwise" and not all_close(values, values[0]) else name, ranks=ranks)
 
 
 def tensor_of(rank: int, elements: int) -> torch.Tensor:

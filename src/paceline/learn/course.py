@@ -1,7 +1,13 @@
-"""What happens with an answer to an exercise: it is converted, judged and reported.
+"""What happens with an answer to an exercise: it is converted, judged and reported, and kept if it is right.
 
 The checks of a lesson are in a file of its own (lesson_1.py), under ``CHECKS``, by the numbers of its exercises. Only
 the lesson that is asked for is imported, because most of them need torch.
+
+Which exercises a reader has passed, and how many hints were shown, is kept in one small JSON file:
+
+    {"passed": ["1.1", "1.2"], "hints": {"1.2": 1}}
+
+The file is a convenience: a broken one counts as empty, and one that cannot be written stops nothing.
 """
 
 from __future__ import annotations
@@ -9,17 +15,24 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import json
 import linecache
 import math
+import os
+import runpy
+import sys
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from paceline.errors import PacelineError, RankFailedError, UsageError
 from paceline.learn.exercise import Exercise, Said, Verdict, lessons
 from paceline.terminal import echo
+from paceline.untrusted import is_count, parse_json_object, read_regular
 
+_MOST_BYTES = 2**16  # of the file
 _MOST_EXACT = 2**53  # up to here every whole number is a float
 
 
@@ -77,6 +90,45 @@ def ask(number: str) -> None:
 def hint(number: str, place: int = 1) -> None:
     """Prints a hint of an exercise: the first, or the one at ``place``; past the last one, the last."""
     echo(hint_text(find(number), place))
+
+
+def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:
+    """Runs a file and returns the function that the exercise asks for.
+
+    Raises UsageError where there is no such file, it fails by itself, or it does not define the function.
+    """
+    if not path.is_file():
+        raise UsageError(
+            f"there is no file {str(path)!r}\n"
+            f"  exercise {exercise.number} asks for a Python file that defines {exercise.function}\n"
+            f"  write the function into a file, and run: paceline learn check {exercise.number} FILE.py"
+        )
+    defined = _run_file(path)
+    found = defined.get(exercise.function)
+    if not callable(found):
+        names = [name for name, value in defined.items() if callable(value) and not name.startswith("_")]
+        near = difflib.get_close_matches(exercise.function, names, n=1)
+        fix = f"did you mean it by {near[0]}? Rename that" if near else f"define it: def {exercise.function}(...):"
+        raise UsageError(
+            f"{path} defines no function {exercise.function}\n"
+            f"  exercise {exercise.number} calls the function of that name\n  {fix}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+def _run_file(path: Path) -> dict[str, Any]:
+    """Runs a file with its folder on the path of imports. Nothing is cached, so that an edit always counts."""
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        return runpy.run_path(str(path), run_name="answer")
+    except (Exception, SystemExit) as error:
+        where = last_line(error, str(path))
+        raise UsageError(
+            f"{path} raised {type(error).__name__}: {error}\n"
+            f"  {where or 'the file fails by itself'}\n  run it alone first: python {path}"
+        ) from error
 
 
 def sentence(exercise: Exercise, verdict: Verdict) -> str:
@@ -171,3 +223,52 @@ def _shown(answer: Any) -> str:
 
 
 _CONVERTERS: dict[str, Callable[[Exercise, Any], Any]] = {"number": _number, "word": _word, "function": _function}
+
+
+# Progress.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """The exercises that were passed, and the number of hints shown for each."""
+
+    passed: frozenset[str] = frozenset()
+    hints: dict[str, int] = field(default_factory=dict)
+
+    def with_passed(self, number: str) -> Progress:
+        """Returns the progress with one exercise passed."""
+        return replace(self, passed=self.passed | {number})
+
+    def with_hint(self, number: str) -> Progress:
+        """Returns the progress with one more hint shown."""
+        return replace(self, hints={**self.hints, number: self.hints.get(number, 0) + 1})
+
+
+def load_progress(path: Path) -> Progress:
+    """Reads the file; an empty progress where there is none, or where it cannot be read."""
+    try:
+        return parse_progress(read_regular(path, _MOST_BYTES))
+    except (OSError, ValueError):
+        return Progress()
+
+
+def parse_progress(text: bytes) -> Progress:
+    """Reads progress from JSON. Raises ValueError for anything else; values of another kind are left out."""
+    found = parse_json_object(text, _MOST_BYTES)
+    passed, hints = found.get("passed"), found.get("hints")
+    numbers = [each for each in passed if isinstance(each, str)] if isinstance(passed, list) else []
+    counts = hints.items() if isinstance(hints, dict) else ()
+    return Progress(passed=frozenset(numbers), hints={key: count for key, count in counts if is_count(count, 1000)})
+
+
+def save_progress(path: Path, progress: Progress) -> bool:
+    """Writes the file, whole or not at all; returns whether it was written."""
+    text = json.dumps({"passed": sorted(progress.passed), "hints": progress.hints}, indent=1)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text + "\n", encoding="utf-8")
+        temporary.replace(path)
+    except OSError:
+        return False
+    return True

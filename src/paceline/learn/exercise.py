@@ -94,6 +94,17 @@ def judge_number(
     return says("otherwise", far=_how_far(answer, truth))
 
 
+def judge_first(answer: str, needs: Mapping[str, float], most: float, **gaps: Any) -> Said:
+    """Compares a strategy with the first of those in ``needs`` that needs no more than ``most``."""
+    word = answer.replace("-", "").replace(" ", "")
+    word = {"zero3": "fsdp", "dp": "ddp", "dataparallel": "ddp"}.get(word, word)
+    if word not in needs:
+        return says("unknown", answer=answer, known=", ".join(needs))
+    first = next(name for name, need in needs.items() if need <= most)
+    name = "right" if word == first else "too_large" if needs[word] > most else "too_late"
+    return says(name, answer=word, need=needs[word], **gaps)
+
+
 def _how_far(number: float, truth: float) -> str:
     """Says on which side an answer is, and roughly how far, without the value itself."""
     if number <= 0:

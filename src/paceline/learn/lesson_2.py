@@ -17,7 +17,6 @@ _HOST_BYTES = 100_000_000
 
 
 def check_ring_bytes(answer: float) -> Said:
-    """Compares with the formula of the ring."""
     truth = sent_bytes("ring", _RING_BYTES, Placement(ranks=_RING_RANKS), 0)
     mistakes = {"elements": truth / 4, "half": truth / 2, "rounds": 2 * _RING_BYTES, "all_ranks": truth * _RING_RANKS}
     return judge_number(answer, truth, mistakes | {"star": (_RING_RANKS - 1) * _RING_BYTES})

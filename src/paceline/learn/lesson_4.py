@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from paceline.learn.counted import all_close, odd_shape, run_counted, shown_calls
-from paceline.learn.exercise import RIGHT, Said, judge_number, says
+from paceline.learn.counted import compare, run_counted, shown_calls
+from paceline.learn.exercise import RIGHT, Said, judge_first, judge_number, says
 from paceline.plan.layout import Layout, Strategy
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts, estimate_memory
@@ -26,7 +26,6 @@ def state_bytes(parameters: int, strategy: Strategy, ranks: int) -> int:
 
 
 def check_states(answer: float) -> Said:
-    """Compares with what the estimate of memory says of ZeRO 1."""
     needs: dict[str, float] = {name: state_bytes(_PARAMETERS, name, _RANKS) / _GB for name in _LADDER}
     truth, kind = needs.pop("zero1"), 4 * _PARAMETERS / _GB
     mistakes = {
@@ -51,7 +50,14 @@ def check_step(function: Any) -> Said:
             return function(comm, before.clone(), own[comm.rank].clone(), 0.1)
 
         found = run_counted(work, ranks)
-        if said := _values_wrong(found.results, before, gradients):
+        mean = sum(gradients[1:], gradients[0]) / ranks
+        usual = {
+            "sum": before - 0.1 * ranks * mean,
+            "unchanged": before,
+            "uphill": before + 0.1 * mean,
+            "own": before - 0.1 * torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(gradients)]),
+        }
+        if said := compare(found.results, before - 0.1 * mean, usual):
             return said
         calls = found.comms[0].calls
         if calls.get("all_reduce"):
@@ -61,33 +67,9 @@ def check_step(function: Any) -> Said:
     return RIGHT
 
 
-def _values_wrong(values: list[Any], before: torch.Tensor, gradients: list[torch.Tensor]) -> Said | None:
-    ranks = len(values)
-    if odd := odd_shape(values, before.shape):
-        return says("shape", rank=odd[0], ranks=ranks, shape=odd[1], expected=before.numel())
-    mean = sum(gradients[1:], gradients[0]) / ranks
-    if all_close(values, before - 0.1 * mean):
-        return None
-    usual = {
-        "sum": before - 0.1 * ranks * mean,
-        "unchanged": before,
-        "uphill": before + 0.1 * mean,
-        "own": before - 0.1 * torch.cat([each.chunk(ranks)[rank] for rank, each in enumerate(gradients)]),
-    }
-    name = next((name for name, value in usual.items() if all_close(values, value)), "otherwise")
-    return says("differ" if name == "otherwise" and not all_close(values, values[0]) else name, ranks=ranks)
-
-
 def check_strategy(answer: str) -> Said:
-    """Compares with the first strategy that fits, by the estimate of memory."""
-    word = answer.replace("-", "").replace(" ", "")
-    word = {"zero3": "fsdp", "dp": "ddp", "dataparallel": "ddp"}.get(word, word)
     needs: dict[str, float] = {name: state_bytes(_LARGE, name, _RANKS) / _GB + _ACTIVATIONS_GB for name in _LADDER}
-    if word not in needs:
-        return says("unknown", answer=answer, known=", ".join(needs))
-    first = next(name for name, need in needs.items() if need <= _DEVICE_GB)
-    name = "right" if word == first else "too_large" if needs[word] > _DEVICE_GB else "too_late"
-    return says(name, word=word, needs=needs[word], device=_DEVICE_GB)
+    return judge_first(answer, needs, _DEVICE_GB, device=_DEVICE_GB)
 
 
 CHECKS = {"4.1": check_states, "4.2": check_step, "4.3": check_strategy}

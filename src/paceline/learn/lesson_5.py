@@ -39,7 +39,6 @@ def count_gathers(blocks: int, microbatches: int) -> int:
 
 
 def check_gathers(answer: float) -> Said:
-    """Compares with what the engine does."""
     truth, units = count_gathers(_BLOCKS, _MICROBATCHES), _BLOCKS + 1
     mistakes = {
         "twice": 2 * units * _MICROBATCHES,
@@ -137,7 +136,6 @@ def tokens_to_hide(element_bytes: float, flops: float, bandwidth: float, ranks: 
 
 
 def check_tokens(answer: float) -> Said:
-    """Compares with the tokens that hide a gather."""
     truth = tokens_to_hide(_ELEMENT_BYTES, _FLOPS, _BANDWIDTH, _RANKS)
     mistakes = {
         "own_slice": truth * _RANKS / (_RANKS - 1),

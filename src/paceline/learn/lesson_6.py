@@ -13,7 +13,7 @@ from paceline.cluster.costs import Placement, sent_bytes
 from paceline.cluster.devices import load_cluster
 from paceline.comm.base import ReduceOp, Work
 from paceline.config.sections import GPT_SIZES
-from paceline.learn.counted import CountingCommunicator, all_close, odd_shape, run_counted, shown_calls
+from paceline.learn.counted import CountingCommunicator, all_close, compare, run_counted, shown_calls
 from paceline.learn.exercise import RIGHT, Said, judge_number, says
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Running, Workload
@@ -31,7 +31,6 @@ def block_bytes(ranks: int, stream_bytes: int) -> float:
 
 
 def check_bytes(answer: float) -> Said:
-    """Compares with the bytes of four all-reduces."""
     stream = _SAMPLES * _LENGTH * _WIDTH * _ELEMENT_BYTES
     truth = block_bytes(_RANKS, stream)
     mistakes = {
@@ -69,27 +68,18 @@ def check_mlp(function: Any) -> Said:
     for ranks in (2, 4):
         summands.clear()
         found = run_counted(work, ranks, Keeping)
-        if said := _output_wrong(found.results, product, bias) or _sums_wrong(found.comms[0], product.nbytes):
+        usual = {
+            "biases": product + ranks * bias,
+            "no_bias": product,
+            "averaged": product / ranks + bias,
+            "whole_and_summed": ranks * product + bias,
+        }
+        said = compare(found.results, product + bias, usual) or _sums_wrong(found.comms[0], product.nbytes)
+        if said is not None:
             return said
         if all_close(list(summands.values()), summands[0]):
             return says("whole")
     return RIGHT
-
-
-def _output_wrong(values: list[Any], product: torch.Tensor, bias: torch.Tensor) -> Said | None:
-    ranks = len(values)
-    if odd := odd_shape(values, product.shape):
-        return says("shape", rank=odd[0], ranks=ranks, shape=odd[1])
-    if all_close(values, product + bias):
-        return None
-    usual = {
-        "biases": product + ranks * bias,
-        "no_bias": product,
-        "averaged": product / ranks + bias,
-        "whole_and_summed": ranks * product + bias,
-    }
-    name = next((name for name, value in usual.items() if all_close(values, value)), "otherwise")
-    return says("differ" if name == "otherwise" and not all_close(values, values[0]) else name, ranks=ranks)
 
 
 def _sums_wrong(first: CountingCommunicator, expected: int) -> Said | None:

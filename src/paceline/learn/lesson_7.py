@@ -35,7 +35,6 @@ def fewest_microbatches(stages: int, most: float, *, idle_over: Literal["step", 
 
 
 def check_microbatches(answer: float) -> Said:
-    """Compares with the fewest microbatches."""
     truth = fewest_microbatches(_STAGES, _MOST_BUBBLE)
     mistakes = {
         "of_work": fewest_microbatches(_STAGES, _MOST_BUBBLE, idle_over="work"),

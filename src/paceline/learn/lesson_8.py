@@ -27,7 +27,6 @@ def mfu_percent(flops_per_parameter_and_token: float = 6.0, *, devices: int = 8,
 
 
 def check_mfu(answer: float) -> Said:
-    """Compares with the MFU by 6 P T."""
     mistakes = {
         "share": mfu_percent() / 100,
         "forward": mfu_percent(2.0),
@@ -93,7 +92,6 @@ def balanced_width(num_bytes: float = 4.0, *, flops: float = 2.0, dtype: str = "
 
 
 def check_width(answer: float) -> Said:
-    """Compares with the width at which both take as long."""
     mistakes = {
         "two_bytes": balanced_width(6.0),
         "one_byte": balanced_width(3.0),

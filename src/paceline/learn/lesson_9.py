@@ -12,7 +12,7 @@ from typing import Any
 
 from paceline.cluster.devices import load_cluster
 from paceline.config import config_from_dict
-from paceline.learn.exercise import RIGHT, Said, judge_number, says
+from paceline.learn.exercise import RIGHT, Said, judge_first, judge_number, says
 from paceline.predict.formulas.saving import best_interval, time_between_failures
 from paceline.predict.memory.memory import rank_estimates
 
@@ -46,8 +46,6 @@ def check_days(answer: float) -> Said:
 
 
 STRATEGIES = ("ddp", "zero1", "zero2", "fsdp")
-# Other ways to write them.
-_NAMES = {"zero 1": "zero1", "zero-1": "zero1", "zero 2": "zero2", "zero-2": "zero2", "zero3": "fsdp", "zero-3": "fsdp"}
 _THIRTEEN = {"size": "gpt-7b", "layers": 40, "heads": 40, "kv_heads": 40, "width": 5120, "mlp_width": 13_824}
 
 
@@ -67,16 +65,9 @@ def state_bytes(strategy: str, ranks: int) -> int:
 
 
 def check_strategy(answer: str) -> Said:
-    """Compares with the first strategy whose states fit."""
     cluster = load_cluster(_NODE)
-    answer = _NAMES.get(answer, answer)
-    if answer not in STRATEGIES:
-        return says("unknown", answer=answer, known=", ".join(STRATEGIES))
-    need = {name: state_bytes(name, cluster.devices) for name in STRATEGIES}
-    memory = cluster.device.memory_bytes
-    if answer == next(name for name in STRATEGIES if need[name] <= memory):
-        return RIGHT
-    return says("too_large" if need[answer] > memory else "too_late", answer=answer, need=need[answer] / 1e9)
+    needs = {name: state_bytes(name, cluster.devices) / 1e9 for name in STRATEGIES}
+    return judge_first(answer, needs, cluster.device.memory_bytes / 1e9)
 
 
 _SAVES = ((40.0, 1.8e8, 8), (40.0, 1.8e8, 80), (5.0, 1e7, 512), (120.0, 6e7, 16))

@@ -24,8 +24,7 @@ from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.plan.layout import STRATEGIES, Layout
 from paceline.plan.plan import MemoryEstimate
 from paceline.search.candidates import CHECKPOINTS, TrainingTask
-from paceline.search.from_config import PRECISIONS, why_not_written, workload_as_written
-from paceline.search.request import request_for
+from paceline.search.request import PRECISIONS, request_for, why_not_written, workload_as_written
 from paceline.search.search import Ranked, budget_of, rank_one
 from paceline.units import format_bytes, format_count, format_seconds
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from paceline.errors import UsageError
 from paceline.models.head_loss import head_loss
+from paceline.models.lora import output_layer
 
 _CHANGES_LOGITS = ("final_logit_softcapping", "logit_scale", "logits_scaling")  # keys of Hugging Face's configs
 
@@ -24,19 +25,19 @@ class _WithHeadLoss(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, *, counts: bool = False) -> Any:
         """Returns the logits; with ``targets`` their summed cross entropy, with ``counts`` right answers too."""
-        hidden, head = _hidden(self, tokens), cast("nn.Linear", _head(self))
+        hidden, head = _hidden(self, tokens), output_layer(self)
         return head(hidden) if targets is None else head_loss(hidden, head.weight, targets, counts=counts)
 
     def loss_vocabulary(self) -> int:
         """Returns the number of logits of a token."""
-        return cast("nn.Linear", _head(self)).weight.shape[0]
+        return int(output_layer(self).weight.shape[0])
 
 
 def is_causal(model: nn.Module) -> bool:
     """Says whether a model has the parts of a causal language model of Hugging Face."""
     base, config = getattr(model, "base_model", None), getattr(model, "config", None)
     has_parts = isinstance(base, nn.Module) and base is not model and hasattr(config, "vocab_size")
-    return has_parts and _head(model) is not None
+    return has_parts and isinstance(output_layer(model), nn.Linear)
 
 
 def with_head_loss(model: nn.Module) -> nn.Module:
@@ -52,7 +53,7 @@ def with_head_loss(model: nn.Module) -> nn.Module:
             "  it needs base_model, get_output_embeddings() that returns a linear layer, and config.vocab_size\n"
             "  give it loss_vocabulary() and a forward that takes targets: see docs/fused-loss.md"
         )
-    head = cast("nn.Linear", _head(model))
+    head: nn.Linear = output_layer(model)
     bias: Tensor | None = head.bias
     if bias is not None or not _is_product(model, head):
         raise UsageError(
@@ -62,12 +63,6 @@ def with_head_loss(model: nn.Module) -> nn.Module:
         )
     model.__class__ = type(name, (_WithHeadLoss, type(model)), {"__module__": type(model).__module__})
     return model
-
-
-def _head(model: nn.Module) -> nn.Linear | None:
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
-    return head if isinstance(head, nn.Linear) else None
 
 
 def _hidden(model: Any, tokens: Tensor) -> Tensor:

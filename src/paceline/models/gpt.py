@@ -51,7 +51,7 @@ def gpt_config(size: str | None = None, **overrides: Any) -> ModelShape:
         _check_complete(given)
     else:
         given.setdefault("vocab_size", SIZES[size].vocab_size)
-    # The rules are those of the config room. Not validated there: all problems are told at once.
+    # The rules are those of the config room. Not validated there: all problems are reported at once.
     shape = cast("ModelShape", gpt_shape(GPTModelConfig.model_construct(kind="gpt", size=size, **given)))
     _check_gpt(shape)
     return shape

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.errors import UsageError
+from paceline.models.lora import output_layer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +224,7 @@ def _causal_layers(model: Any) -> list[PipelineLayer] | None:
     """Returns the layers of a causal language model of Hugging Face; None for any other model."""
     base, settings = getattr(model, "base_model", None), getattr(model, "config", None)
     family = _FAMILIES.get(str(getattr(settings, "model_type", None)))
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = output_layer(model)
     if family is None or not isinstance(base, nn.Module) or base is model or not isinstance(head, nn.Linear):
         return None
     if getattr(settings, "_attn_implementation", None) == "eager":

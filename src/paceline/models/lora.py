@@ -59,8 +59,7 @@ def add_lora(
     linear layer but the output layer. ``trained`` are patterns of parameters that stay trainable besides, such as a
     new head. Raises UsageError where a pattern fits no linear layer.
     """
-    ask = getattr(model, "get_output_embeddings", None)
-    head = ask() if callable(ask) else None
+    head = output_layer(model)
     layers = {n: m for n, m in model.named_modules() if _sizes(m) is not None and m is not head}
     lost = [pattern for pattern in targets if not any(matches(name, pattern) for name in layers)]
     if lost or not layers:
@@ -78,6 +77,12 @@ def add_lora(
     for layer in chosen.values():
         _adapt(layer, rank, alpha / rank, dropout)
     return list(chosen)
+
+
+def output_layer(model: Any) -> Any:
+    """Returns the layer that makes the logits of a model of Hugging Face; None where it says of none."""
+    ask = getattr(model, "get_output_embeddings", None)
+    return ask() if callable(ask) else None
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, is_transposed: bool) -> Tensor:
@@ -125,13 +130,13 @@ def _adapt(layer: nn.Module, rank: int, scale: float, dropout: float) -> None:
     device = "cpu" if weight.is_meta else weight.device
     a = torch.empty(rank, inputs, dtype=weight.dtype, device=device)
     nn.init.kaiming_uniform_(a, a=math.sqrt(5))
-    layer.__class__ = _mixed(cast("Any", type(layer)))
+    layer.__class__ = mixed(Adapted, cast("Any", type(layer)))
     layer.register_parameter(A, nn.Parameter(a))
     layer.register_parameter(B, nn.Parameter(torch.zeros(outputs, rank, dtype=weight.dtype, device=device)))
     vars(layer).update(lora_scale=scale, lora_dropout=dropout)
 
 
 @functools.cache
-def _mixed(own: Any) -> Any:
+def mixed(kind: Any, own: Any) -> Any:
     """Makes the class that is both; always the same, as compiled code looks at it."""
-    return type(f"Adapted{own.__name__}", (Adapted, own), {})
+    return type(f"{kind.__name__}{own.__name__}", (kind, own), {})

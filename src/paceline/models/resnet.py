@@ -45,7 +45,11 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         _check(depth, num_classes=num_classes, in_channels=in_channels, width=width, norm=norm, stem=stem)
-        self.stem = _make_stem(stem, in_channels, width, norm)
+        if stem == "small":
+            self.stem = nn.Sequential(Conv(in_channels, width, 3), _make_norm(norm, width), nn.ReLU())
+        else:
+            conv, pool = Conv(in_channels, width, 7, stride=2), nn.MaxPool2d(3, stride=2, padding=1)
+            self.stem = nn.Sequential(conv, _make_norm(norm, width), nn.ReLU(), pool)
         self.layers = nn.ModuleList()
         channels = width
         for stage, num_blocks in enumerate(_STAGES[depth]):
@@ -166,13 +170,6 @@ class GroupNorm(nn.GroupNorm):
 
 def _make_norm(norm: Norm, channels: int, scale: float = 1.0) -> nn.Module:
     return BatchNorm(channels, scale) if norm == "batch" else GroupNorm(channels, scale)
-
-
-def _make_stem(stem: Stem, in_channels: int, width: int, norm: Norm) -> nn.Sequential:
-    if stem == "small":
-        return nn.Sequential(Conv(in_channels, width, 3), _make_norm(norm, width), nn.ReLU())
-    conv = Conv(in_channels, width, 7, stride=2)
-    return nn.Sequential(conv, _make_norm(norm, width), nn.ReLU(), nn.MaxPool2d(3, stride=2, padding=1))
 
 
 def _make_shortcut(in_channels: int, out_channels: int, stride: int, norm: Norm) -> nn.Module:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, get_args
 
 from paceline.errors import Problem
@@ -22,38 +24,7 @@ WORDS: dict[str, tuple[str, ...]] = {
 }
 """What fields may be that are one of some words; a schedule may also be one's own."""
 
-MEANINGS = {
-    "strategy": "ddp: every rank holds the whole model; zero1, zero2, zero3 (the same as fsdp): the ranks share "
-    "optimizer state, gradients too, parameters too; hybrid: fsdp inside groups; auto: the cheapest that fits",
-    "data": "ranks that share the batch; null: ranks / (pipeline x tensor)",
-    "pipeline": "ranks that run the model's layers one after another, in stages",
-    "tensor": "ranks that share each layer: heads, features, vocabulary",
-    "shard_ranks": "hybrid: ranks that hold one copy of the model together; null: node_ranks",
-    "units": "fsdp: modules that are gathered as one, by name; null: the model's repeated blocks",
-    "unit_mb": "fsdp: gather modules together up to this size, in MiB; null: the model's blocks",
-    "prefetch": "fsdp: units that are gathered ahead of their use",
-    "reshard_after_forward": "fsdp: free gathered parameters after forward, keep them, or spread them over this many "
-    "ranks",
-    "bucket_mb": "gradients reduced together, in MiB; auto: what the first steps show to wait least",
-    "first_bucket_mb": "size of the first bucket, in MiB: small starts early",
-    "overlap": "reduce gradients while backward still runs",
-    "schedule": "pipeline: in which order microbatches run forward and backward",
-    "chunks": "pipeline: stages of each rank; null: 1, or 2 for interleaved and zb-v",
-    "stages": "pipeline: auto cuts by estimated cost, measured by timing the layers; or names of the layers at which "
-    "a new stage begins",
-    "stage_layers": "pipeline: how many blocks each stage runs; null: see stages",
-    "sequence_parallel": "tensor: between split layers, each rank works on a part of the tokens",
-    "precision": "fp32: computes in dtype; bf16, fp16: autocast; bf16_master: bf16 parameters with fp32 masters; fp8: "
-    "so, and linear layers of blocks in 8 bits, scaled tensor by tensor; fp8_row: scaled row by row; auto: "
-    "bf16_master on GPUs with bf16, else fp32",
-    "checkpoint_activations": "what backward computes again: nothing, blocks (all but their inputs), all but matrix "
-    "products, or every n-th block",
-    "fused_loss": "compute the loss with the output layer, in chunks, so that there are never the logits of all "
-    "tokens; auto: on a GPU, for vocabularies of 8192 and more",
-    "buffers": "buffers such as batch-norm statistics: rank 0's for all, or each its own",
-    "sync_batchnorm": "batch norm takes its statistics over all ranks, as one process would",
-    "accumulate": "microbatches of a step; null: global_batch / (microbatch x ranks), or 1",
-}
+MEANINGS: dict[str, str] = json.loads(Path(__file__).with_name("meanings.json").read_text(encoding="utf-8"))
 """What fields mean that a config and the command line may set, in a sentence each."""
 
 _AT_LEAST = {  # whole numbers
@@ -109,7 +80,6 @@ def _problems(name: str, value: Any) -> Iterator[Problem]:
 
 
 def _mixed(name: str, value: Any) -> Iterator[Problem]:
-    """Checks fields that may be of several types."""
     rules = {
         "reshard_after_forward": (isinstance(value, int), "True, False, or a number of ranks"),
         "schedule": (isinstance(value, Schedule), "the name of a schedule, or a schedule"),

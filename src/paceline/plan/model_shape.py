@@ -66,7 +66,6 @@ class ModelShape:
 
     @property
     def head_width(self) -> int:
-        """Features of one head."""
         return self.head_dim or self.width // self.heads
 
     @property
@@ -89,7 +88,6 @@ class ModelShape:
 
     @property
     def matrices(self) -> int:
-        """Matrices of an MLP."""
         return 3 if self.gated else 2
 
     @property

@@ -15,6 +15,31 @@ from typing import Any
 
 from paceline.plan.layout import Layout
 
+MARGIN = 0.1  # of a device's memory is kept free: allocators lose some, and estimates are estimates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunMachine:
+    """What there is for a run: ranks on devices, ``node_ranks`` of them on a host (None: all), and their memory.
+
+    ``device_bytes`` are those of each rank, ``host_bytes`` those of all ranks of a host; 0 where nobody asks.
+    """
+
+    device: str  # cpu or cuda
+    ranks: int
+    node_ranks: int | None = None
+    device_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def local_ranks(self) -> int:
+        return self.node_ranks or self.ranks
+
+    @property
+    def budget_bytes(self) -> int:
+        """What a layout may take of a rank's device."""
+        return round(self.device_bytes * (1 - MARGIN))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchPlan:
@@ -27,7 +52,6 @@ class BatchPlan:
 
     @property
     def samples_per_rank(self) -> int:
-        """The samples of one step that each rank processes."""
         return self.microbatch * self.accumulate
 
 

@@ -40,7 +40,6 @@ class RuleCase:
 
     @property
     def degrees(self) -> str:
-        """The degrees by which the model itself is split."""
         split = [name for name in ("pipeline", "tensor") if getattr(self.layout, name) > 1]
         return self.said(*(split or ["pipeline"]))
 

@@ -19,10 +19,6 @@ from paceline.plan.layout import OF_FULL_SHARDING, Compression, Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.rule_case import Rule, RuleCase, named_twice, nearest_divisor, no_effect
 
-_COUNTS = (
-    *("data", "pipeline", "tensor", "shard_ranks", "node_ranks", "chunks"),
-    *("prefetch", "microbatch", "accumulate"),
-)
 _OF_COMPRESSION = {"ratio": ("topk", "randomk"), "factor_rank": ("powersgd",), "threshold": ("threshold",)}
 
 
@@ -60,13 +56,6 @@ def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, mode
 
 
 # The mesh.
-
-
-def _sizes_are_counts(case: RuleCase) -> Iterator[Problem]:
-    for name in _COUNTS:
-        if getattr(case.layout, name) < 0:
-            fix = f"leave {case.key(name)} out, or give 1 or more"
-            yield Problem(what=case.said(name), rule="it is a count", fix=fix)
 
 
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
@@ -141,7 +130,6 @@ def _smaller_group_divides(case: RuleCase) -> Iterator[Problem]:
 
 
 def _several_hosts(case: RuleCase) -> Iterator[Problem]:
-    """The hierarchical algorithm has hosts to go between."""
     ranks, asked = case.ranks, case.layout.node_ranks
     if ranks is None or ranks == 1 or case.layout.algorithm != "hierarchical":
         return
@@ -161,7 +149,6 @@ def _several_hosts(case: RuleCase) -> Iterator[Problem]:
 
 
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
-    """No field of sharding is changed that the strategy does not read."""
     layout = case.layout
     owners = {} if layout.is_fully_sharded else dict.fromkeys(OF_FULL_SHARDING, "fsdp and hybrid")
     if layout.strategy != "hybrid":
@@ -173,20 +160,16 @@ def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:
         yield from case.unread(name, owner, case.said("strategy"), other)
 
 
-def _one_way_to_cut(case: RuleCase) -> Iterator[Problem]:
-    layout = case.layout
-    if layout.units is not None and layout.unit_mb is not None:
+def _units_are_asked_once(case: RuleCase) -> Iterator[Problem]:
+    layout, units = case.layout, case.layout.units
+    if units is None:
+        return
+    if layout.unit_mb is not None:
         yield Problem(
             what=f"{case.said('units')} and {case.key('unit_mb')} = {layout.unit_mb:g} are both given",
             rule="a model is cut into units by name or by size",
             fix="remove one of them",
         )
-
-
-def _units_are_names(case: RuleCase) -> Iterator[Problem]:
-    units = case.layout.units
-    if units is None:
-        return
     twice = named_twice(units)
     is_slip = not units and case.keys  # in code, () asks for one unit: the root
     if is_slip or twice:
@@ -227,7 +210,6 @@ def _compression_has_replicas(case: RuleCase) -> Iterator[Problem]:
 
 
 def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
-    """No number of the compression is changed that its policy does not read."""
     given, default, place = case.layout.compression, Compression(), case.key("compression")
     for name in (each.name for each in fields(given) if each.name != "policy"):
         owners = _OF_COMPRESSION.get(name, (given.policy,))
@@ -240,7 +222,6 @@ def _compression_is_read(case: RuleCase) -> Iterator[Problem]:
 
 
 def _residuals_have_one_unit(case: RuleCase) -> Iterator[Problem]:
-    """What one step did not send is in the unit of the next."""
     given, place = case.layout.compression, case.key("compression")
     if given.is_any and given.error_feedback and case.layout.precision == "fp16":
         yield Problem(
@@ -262,7 +243,6 @@ def _buckets_ordered(case: RuleCase) -> Iterator[Problem]:
 
 
 def _has_blocks(case: RuleCase) -> Iterator[Problem]:
-    """Activations are checkpointed block by block, and a perceptron has no repeated blocks."""
     if case.layout.checkpoint_activations != "none" and case.model.kind == "mlp":
         yield Problem(
             what=f"{case.said('checkpoint_activations')} with model.kind = mlp",
@@ -272,7 +252,6 @@ def _has_blocks(case: RuleCase) -> Iterator[Problem]:
 
 
 def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
-    """The loss is fused with an output layer over a vocabulary, which one rank has whole beside the model's stream."""
     if case.layout.fused_loss is not True:
         return
     what, fix = case.said("fused_loss"), f"leave {case.key('fused_loss')} out"
@@ -297,7 +276,6 @@ def _fused_loss_has_the_output_layer(case: RuleCase) -> Iterator[Problem]:
 
 
 def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
-    """Products of 8 bits are those of linear layers inside blocks."""
     if case.layout.precision in ("fp8", "fp8_row") and case.model.kind in ("mlp", "resnet"):
         yield Problem(
             what=f"{case.said('precision')} with model.kind = {case.model.kind}",
@@ -307,7 +285,6 @@ def _has_linear_blocks(case: RuleCase) -> Iterator[Problem]:
 
 
 def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
-    """Context parallelism can be predicted, and not run."""
     if case.layout.context > 1:
         yield Problem(
             what=f"context = {case.layout.context}",
@@ -317,7 +294,6 @@ def _engines_have_the_axes(case: RuleCase) -> Iterator[Problem]:
 
 
 def _experts_fit(case: RuleCase) -> Iterator[Problem]:
-    """Experts are laid over the ranks that share the batch, and over those that share the shards."""
     layout, expert = case.layout, case.layout.expert
     if expert == 1:
         return
@@ -337,7 +313,6 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
 
 
 RULES: tuple[Rule, ...] = (
-    Rule(reads=("ranks",), find=_sizes_are_counts),
     Rule(reads=("first_bucket_mb", "bucket_mb"), find=_buckets_ordered),
     Rule(reads=("algorithm", "ranks"), find=_several_hosts),
     Rule(reads=("compression", "strategy"), find=_compression_has_replicas),
@@ -347,8 +322,7 @@ RULES: tuple[Rule, ...] = (
     Rule(reads=("ranks", "strategy"), find=_hybrid_has_groups),
     Rule(reads=("ranks", "strategy"), find=_smaller_group_divides),
     Rule(reads=("strategy",), find=_sharding_is_read),
-    Rule(reads=("units",), find=_one_way_to_cut),
-    Rule(reads=("units",), find=_units_are_names),
+    Rule(reads=("units",), find=_units_are_asked_once),
     Rule(reads=("strategy", "offload"), find=_offload_has_shards),
     Rule(reads=("ranks",), find=_degrees_divide),
     Rule(reads=("pipeline", "tensor"), find=split_rules.split_is_read),

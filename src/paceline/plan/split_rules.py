@@ -12,7 +12,6 @@ _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers")
 
 
 def split_is_read(case: RuleCase) -> Iterator[Problem]:
-    """No field of a pipeline is changed without one, and none of tensor parallelism."""
     layout = case.layout
     owners = dict.fromkeys(_OF_A_PIPELINE, "pipeline") if layout.pipeline == 1 else {}
     if layout.tensor == 1:
@@ -28,7 +27,6 @@ def split_is_read(case: RuleCase) -> Iterator[Problem]:
 
 
 def schedule_fits(case: RuleCase) -> Iterator[Problem]:
-    """The schedule takes the chunks, and has a row for each rank."""
     layout = case.layout
     if layout.pipeline == 1:
         return
@@ -51,7 +49,6 @@ def schedule_fits(case: RuleCase) -> Iterator[Problem]:
 
 
 def weights_stay(case: RuleCase) -> Iterator[Problem]:
-    """A schedule that runs backward in two parts finds the weights in the second."""
     layout = case.layout
     if layout.splits_backward and layout.is_fully_sharded:
         yield Problem(
@@ -72,7 +69,6 @@ def stages_are_asked_once(case: RuleCase) -> Iterator[Problem]:
 
 
 def stages_fit(case: RuleCase) -> Iterator[Problem]:
-    """Every stage has a layer; counts and names are for as many stages as there are."""
     layout = case.layout
     if layout.pipeline == 1 or not isinstance(layout.schedule, str):
         return
@@ -89,22 +85,17 @@ def _enough_layers(case: RuleCase) -> Iterator[Problem]:
     if not layers or stages <= layers:
         return
     chunks = stages // layout.pipeline
+    fewer = f"{case.key('pipeline')} = {max(1, layers // chunks)}"
+    if chunks > 1 and layers // chunks <= 1:  # a pipeline of one rank is none
+        fewer = f"{case.key('chunks')} = {max(1, layers // layout.pipeline)}"
     noun = "linear layers" if case.model.kind == "mlp" else "layers, blocks and both ends"
     yield Problem(
         what=case.said("pipeline")
         + (f" x {case.key('chunks')} = {chunks}" if chunks > 1 else "")
         + f" makes {stages} stages of a model with {layers} {noun}",
         rule="every stage runs at least one whole layer",
-        fix=f"try {_fewer_stages(case, layers, chunks)}, or a deeper model",
+        fix=f"try {fewer}, or a deeper model",
     )
-
-
-def _fewer_stages(case: RuleCase, layers: int, chunks: int) -> str:
-    """Names the degree that has so many layers for its stages; a pipeline of one rank is none, with fewer chunks."""
-    pipeline = layers // chunks
-    if pipeline > 1 or chunks == 1:
-        return f"{case.key('pipeline')} = {max(1, pipeline)}"
-    return f"{case.key('chunks')} = {max(1, layers // case.layout.pipeline)}"
 
 
 def _counts_fit(case: RuleCase, counts: tuple[int, ...]) -> Iterator[Problem]:
@@ -138,7 +129,6 @@ def _names_fit(case: RuleCase, names: tuple[str, ...]) -> Iterator[Problem]:
 
 
 def tensor_fits(case: RuleCase) -> Iterator[Problem]:
-    """The model has a plan of what is split, and its heads and tokens divide."""
     degree, model = case.layout.tensor, case.model
     if degree == 1:
         return
@@ -167,7 +157,6 @@ def tensor_fits(case: RuleCase) -> Iterator[Problem]:
 
 
 def split_suits_the_rest(case: RuleCase) -> Iterator[Problem]:
-    """What works on whole models only is not asked of a split one."""
     layout, key = case.layout, case.key
     if not layout.is_split:
         return

@@ -52,7 +52,6 @@ class Running:
 
     @property
     def is_wide(self) -> bool:
-        """Whether numbers take four bytes."""
         return self.compute in ("fp32", "tf32")
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from paceline.comm.objects import clock_offset
-from paceline.comm.traced import Trace
 from paceline.engines.pipeline import Pipeline
-from paceline.profile.spans import ANCHOR, Operator, RankSpans, TraceSpan
+from paceline.profile.merge import ANCHOR, Operator, RankSpans, TraceSpan
 from paceline.run.variables import profile_request
 from paceline.schedule.grid import Action
 from paceline.train.step import StepResult
@@ -40,7 +40,7 @@ class StepProfiler:
         self._folder = profile_request()
         self._profile: profile | None = None
         self._spans: dict[str, list[TraceSpan]] = {name: [] for name in ("steps", "phases", "waits", "actions")}
-        self._since = self._step_since = self._action_since = 0.0
+        self._since = self._step_since = self._action_since = self._wait_since = 0.0
         self._anchor_s = 0.0
         self._clock = (0.0, 0.0)
 
@@ -62,12 +62,15 @@ class StepProfiler:
         self._clock = clock_offset(world, time.perf_counter)
         world.barrier()
         meter, trace = trainer.parts.meter, world.trace
-        meter.lap = self._noting_phases(meter.lap)  # type: ignore[method-assign, assignment]
+        meter.lap = partial(self._lap, meter.lap)  # type: ignore[method-assign, assignment]
         if trace is not None:
             trace.operations.clear()
             trace.keep = True
-            self._note_waits(trace)
-        self._note_actions(trainer)
+            trace.begin_wait = partial(self._begin_wait, trace.begin_wait)  # type: ignore[method-assign]
+            trace.end_wait = partial(self._end_wait, trace.end_wait)  # type: ignore[method-assign]
+        pipeline = getattr(trainer.parts.engine, "pipeline", None)
+        if isinstance(pipeline, Pipeline):
+            pipeline.on_action = self._note_action
         activities = [ProfilerActivity.CPU]
         if world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -77,46 +80,32 @@ class StepProfiler:
         with record_function(ANCHOR):
             self._anchor_s = time.perf_counter()
 
-    def _noting_phases(self, lap: Callable[[str], None]) -> Callable[[str], None]:
-        def noting_lap(phase: str) -> None:
-            lap(phase)
-            now = time.perf_counter()
-            self._spans["phases"].append(TraceSpan(name=phase, start_s=self._since, end_s=now))
-            self._since = now
-            if phase == "data":
-                self._action_since = now
-
-        return noting_lap
-
-    def _note_waits(self, trace: Trace) -> None:
-        """Notes when the host stands still for an operation. On CUDA it does not, and kernels tell."""
-        begin_wait, end_wait, since = trace.begin_wait, trace.end_wait, [0.0]
-
-        def noting_begin() -> Any:
-            start = begin_wait()
-            if start is not None:
-                since[0] = time.perf_counter()
-            return start
-
-        def noting_end(start: Any) -> None:
-            end_wait(start)
-            if start is not None:
-                self._spans["waits"].append(TraceSpan(name="wait", start_s=since[0], end_s=time.perf_counter()))
-
-        trace.begin_wait, trace.end_wait = noting_begin, noting_end  # type: ignore[method-assign]
-
-    def _note_actions(self, trainer: Trainer) -> None:
-        """Notes the actions of a pipeline's schedule, where there is one: each from the end of the one before."""
-        pipeline = getattr(trainer.parts.engine, "pipeline", None)
-        if not isinstance(pipeline, Pipeline):
-            return
-
-        def note(action: Action) -> None:
-            now = time.perf_counter()
-            self._spans["actions"].append(TraceSpan(name=str(action), start_s=self._action_since, end_s=now))
+    def _lap(self, lap: Callable[[str], None], phase: str) -> None:
+        lap(phase)
+        now = time.perf_counter()
+        self._spans["phases"].append(TraceSpan(name=phase, start_s=self._since, end_s=now))
+        self._since = now
+        if phase == "data":
             self._action_since = now
 
-        pipeline.on_action = note
+    def _begin_wait(self, begin_wait: Callable[[], Any]) -> Any:
+        """Notes when the host stands still for an operation. On CUDA it does not, and kernels tell."""
+        start = begin_wait()
+        if start is not None:
+            self._wait_since = time.perf_counter()
+        return start
+
+    def _end_wait(self, end_wait: Callable[[Any], None], start: Any) -> None:
+        end_wait(start)
+        if start is not None:
+            span = TraceSpan(name="wait", start_s=self._wait_since, end_s=time.perf_counter())
+            self._spans["waits"].append(span)
+
+    def _note_action(self, action: Action) -> None:
+        """Notes an action of a pipeline's schedule, from the end of the one before."""
+        now = time.perf_counter()
+        self._spans["actions"].append(TraceSpan(name=str(action), start_s=self._action_since, end_s=now))
+        self._action_since = now
 
     def _stop(self, trainer: Trainer, folder: Path) -> None:
         world = trainer.parts.engine.world

@@ -1,4 +1,6 @@
-"""One time line of all ranks: what each of them saw, moved onto the clock of rank 0.
+"""What profiled ranks saw, as plain data that passes through files; and all of them on one time line.
+
+The time line has the clock of rank 0:
 
 time of a span             reading of its rank's clock - how far that is ahead - beginning of the first step
 time of an event of torch  the same, by the anchor: an event of torch whose reading of the rank's clock is known
@@ -10,19 +12,75 @@ import gzip
 import io
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from paceline.chrome_trace import TRACKS, Event, counter, name_process, name_track, name_tracks, span
 from paceline.errors import UsageError
-from paceline.profile.spans import ANCHOR, RankSpans
 from paceline.untrusted import parse_json, read_regular
 
+ANCHOR = "paceline.anchor"  # the event of torch by which its clock and ours are compared
 _FIRST_OF_TORCH = 10  # the track number after our own
 _MOST_BYTES = 2**30
 _DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceSpan:
+    """Something that lasted, in seconds of its rank's clock. Collectives have bytes, and the ranks of their group."""
+
+    name: str
+    start_s: float
+    end_s: float
+    num_bytes: int = 0
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operator:
+    """An operator of torch: its calls, and the time of its own without that of operators inside it."""
+
+    name: str
+    calls: int
+    host_s: float
+    device_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSpans:
+    """All of one rank. Its clock is ``ahead_s`` before that of rank 0, and read ``anchor_s`` at the anchor event."""
+
+    rank: int
+    device: str
+    ahead_s: float
+    clock_error_s: float
+    anchor_s: float
+    tracks: Mapping[str, list[TraceSpan]] = field(default_factory=dict)
+    operators: tuple[Operator, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        tracks = {
+            name: [TraceSpan(**{**each, "ranks": tuple(each["ranks"])}) for each in spans]
+            for name, spans in values["tracks"].items()
+        }
+        operators = tuple(Operator(**each) for each in values["operators"])
+        return cls(**{**values, "tracks": tracks, "operators": operators})
+
+    def corrected(self, name: str) -> list[TraceSpan]:
+        """Returns the spans of a track on the clock of rank 0."""
+        ahead = self.ahead_s
+        spans = self.tracks.get(name, ())
+        return [replace(each, start_s=each.start_s - ahead, end_s=each.end_s - ahead) for each in spans]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,13 +143,13 @@ def place_rank(spans: RankSpans, trace: Mapping[str, Any]) -> RankProfile:
         and each.get("cat") not in (None, "Trace", "python_function")
         and each["name"] != ANCHOR
     ]
-    memory = [_memory_point(each["args"], at_s(float(each["ts"]))) for each in found if each.get("name") == "[memory]"]
+    memory = []
+    for each in (each for each in found if each.get("name") == "[memory]"):
+        args = each["args"]
+        device = "CPU" if int(args.get("Device Type", 0)) == 0 else f"CUDA {args.get('Device Id', 0)}"
+        size = int(args.get("Total Allocated", 0))
+        memory.append(MemoryPoint(at_s=at_s(float(each["ts"])), device=device, num_bytes=size))
     return RankProfile(spans=spans, events=tuple(events), memory=tuple(sorted(memory, key=lambda each: each.at_s)))
-
-
-def _memory_point(args: Mapping[str, Any], at_s: float) -> MemoryPoint:
-    device = "CPU" if int(args.get("Device Type", 0)) == 0 else f"CUDA {args.get('Device Id', 0)}"
-    return MemoryPoint(at_s=at_s, device=device, num_bytes=int(args.get("Total Allocated", 0)))
 
 
 def merged_events(ranks: Sequence[RankProfile]) -> list[Event]:

@@ -11,8 +11,7 @@ from paceline.config import Config
 from paceline.config.train_checks import short_run
 from paceline.errors import UsageError
 from paceline.profile.hook import WARM_UP
-from paceline.profile.merge import RankProfile, place_rank
-from paceline.profile.spans import RankSpans
+from paceline.profile.merge import RankProfile, RankSpans, place_rank
 from paceline.run.result import RunOptions
 from paceline.run.train import train
 from paceline.untrusted import parse_json, read_regular

@@ -14,13 +14,13 @@ For each rank, over the profiled steps:
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from paceline.profile.merge import MemoryPoint, RankProfile, begin_s, largest_by_time
-from paceline.profile.spans import Operator, TraceSpan
+from paceline.profile.merge import MemoryPoint, Operator, RankProfile, TraceSpan, begin_s, largest_by_time
+from paceline.schedule.clock import time_in_all
 from paceline.units import format_bytes, format_seconds
 
 Interval = tuple[float, float]
@@ -62,7 +62,6 @@ class ProfileSummary:
 
     @property
     def step_s(self) -> float:
-        """The mean length of a step."""
         return fmean(each.steps_s for each in self.ranks) / max(self.steps, 1)
 
     @property
@@ -80,14 +79,12 @@ class ProfileSummary:
         return dict(sorted(causes.items(), key=lambda each: -each[1]))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values."""
         ranks = [asdict(each) | {"hidden_s": each.hidden_s} for each in self.ranks]
         more = {"ranks": ranks, "step_s": self.step_s, "idle": self.idle}
         memory = {str(rank): [asdict(point) for point in points] for rank, points in self.memory.items()}
         return asdict(self) | more | {"memory": memory, "actions": dict(self.actions)}
 
     def lines(self) -> list[str]:
-        """Returns it for people."""
         error = f"clocks agree to within {format_seconds(self.clock_error_s)}"
         lines = [f"{self.steps} steps of {format_seconds(self.step_s)} on {len(self.ranks)} ranks; {error}", ""]
         lines.append(f"{'rank':<6}{'communication':>14}{'exposed':>11}{'hidden':>11}{'memory':>12}  peak in")
@@ -117,40 +114,18 @@ class ProfileSummary:
 
 
 def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
-    """Adds up what the ranks saw."""
     late = _late_intervals(ranks)
     zero_s = begin_s(ranks)
-    own: defaultdict[str, float] = defaultdict(float)
-    calls: Counter[str] = Counter()
-    for each in ranks:
-        for operator in each.spans.operators:
-            own[operator.name] += operator.host_s
-            calls[operator.name] += operator.calls
-    kernels: dict[str, list[float]] = defaultdict(list)
-    for each in ranks:
-        for event in each.events:
-            if event.is_device_work:
-                kernels[event.name].append(event.end_s - event.start_s)
+    operators = (each for one in ranks for each in one.spans.operators)
+    kernels = (each for one in ranks for each in one.events if each.is_device_work)
     actions: dict[str, list[float]] = defaultdict(list)
-    for each in ranks:
-        for action in each.spans.tracks.get("actions", ()):
-            actions[action.name.rstrip("0123456789.")].append(action.seconds)
+    for action in (action for one in ranks for action in one.spans.tracks.get("actions", ())):
+        actions[action.name.rstrip("0123456789.")].append(action.seconds)
     return ProfileSummary(
         steps=max((len(each.spans.tracks.get("steps", ())) for each in ranks), default=0),
         ranks=tuple(_rank_times(each, late[each.spans.rank]) for each in ranks),
-        operators=tuple(
-            Operator(name=name, calls=calls[name], host_s=seconds, device_s=0.0)
-            for name, seconds in sorted(own.items(), key=lambda each: -each[1])[:50]
-        ),
-        kernels=tuple(
-            sorted(
-                (
-                    Operator(name=name, calls=len(times), host_s=0.0, device_s=sum(times))
-                    for name, times in kernels.items()
-                ),
-                key=lambda each: -each.device_s,
-            )[:50]
-        ),
+        operators=_costliest((each.name, each.calls, each.host_s, 0.0) for each in operators),
+        kernels=_costliest((each.name, 1, 0.0, each.end_s - each.start_s) for each in kernels),
         actions={kind: fmean(seconds) for kind, seconds in sorted(actions.items())},
         memory={
             each.spans.rank: tuple(
@@ -162,6 +137,16 @@ def summarize_profile(ranks: Sequence[RankProfile]) -> ProfileSummary:
     )
 
 
+def _costliest(rows: Iterable[tuple[str, int, float, float]]) -> tuple[Operator, ...]:
+    """Adds up calls, seconds of the host and of the device by name; the fifty names that took longest."""
+    found: dict[str, Operator] = {}
+    for name, calls, host_s, device_s in rows:
+        had = found.get(name) or Operator(name=name, calls=0, host_s=0.0, device_s=0.0)
+        host_s, device_s = had.host_s + host_s, had.device_s + device_s
+        found[name] = Operator(name=name, calls=had.calls + calls, host_s=host_s, device_s=device_s)
+    return tuple(sorted(found.values(), key=lambda each: -(each.host_s + each.device_s))[:50])
+
+
 def _rank_times(profile: RankProfile, late: Sequence[Interval]) -> RankTimes:
     spans = profile.spans
     steps = _intervals(spans.corrected("steps"))
@@ -169,24 +154,24 @@ def _rank_times(profile: RankProfile, late: Sequence[Interval]) -> RankTimes:
     if busy:  # the device's own time
         ways = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" in e.name.lower()]
         compute = [(e.start_s, e.end_s) for e in profile.events if e.is_device_work and "nccl" not in e.name.lower()]
-        communication_s = length(ways)
-        exposed_s = communication_s - length_in_both(ways, compute)
-        late_s = min(exposed_s, length_in_both(ways, late))
+        communication_s = time_in_all(ways)
+        exposed_s = communication_s - time_in_all(ways, compute)
+        late_s = min(exposed_s, time_in_all(ways, late))
     else:
         ways, waits = _intervals(spans.corrected("collectives")), _intervals(spans.corrected("waits"))
-        communication_s, exposed_s = length_in_both([*ways, *waits], steps), length_in_both(waits, steps)
-        late_s = min(exposed_s, length_in_both(waits, late))
+        communication_s, exposed_s = time_in_all([*ways, *waits], steps), time_in_all(waits, steps)
+        late_s = min(exposed_s, time_in_all(waits, late))
     peak = max(profile.memory, key=lambda each: each.num_bytes, default=None)
     phases = [] if peak is None else [p.name for p in spans.corrected("phases") if p.start_s <= peak.at_s <= p.end_s]
     return RankTimes(
         rank=spans.rank,
-        steps_s=length(steps),
+        steps_s=time_in_all(steps),
         communication_s=communication_s,
         exposed_s=exposed_s,
         late_rank_s=late_s,
         network_s=max(0.0, exposed_s - late_s),
         data_s=sum(each.seconds for each in spans.tracks.get("phases", ()) if each.name == "data"),
-        device_idle_s=length(steps) - length_in_both(steps, busy) if busy else None,
+        device_idle_s=time_in_all(steps) - time_in_all(steps, busy) if busy else None,
         peak_bytes=0 if peak is None else peak.num_bytes,
         peak_phase=phases[0] if phases else "",
     )
@@ -212,24 +197,3 @@ def _late_intervals(ranks: Sequence[RankProfile]) -> dict[int, list[Interval]]:
 
 def _intervals(spans: Sequence[TraceSpan]) -> list[Interval]:
     return [(each.start_s, each.end_s) for each in spans]
-
-
-def joined(intervals: Sequence[Interval]) -> list[Interval]:
-    """Returns the same time as intervals that do not touch, in order."""
-    found: list[Interval] = []
-    for start, end in sorted(each for each in intervals if each[1] > each[0]):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return found
-
-
-def length(intervals: Sequence[Interval]) -> float:
-    """Returns how long at least one of the intervals lasts."""
-    return sum(end - start for start, end in joined(intervals))
-
-
-def length_in_both(one: Sequence[Interval], other: Sequence[Interval]) -> float:
-    """Returns how long an interval of each kind lasts at once: |A| + |B| - |A or B|."""
-    return length(one) + length(other) - length([*one, *other])

@@ -192,7 +192,7 @@ def gains_of(folder: Path, run: RunRecord, cluster: str) -> Gains:
 
     @cache
     def samples_per_s(*overrides: str) -> float | None:
-        from paceline.search.from_config import task_of, workload_as_written
+        from paceline.search.request import task_of, workload_as_written
         from paceline.search.search import rank_one
 
         try:

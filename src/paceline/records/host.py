@@ -8,7 +8,10 @@ system.memory.usage, .limit     bytes          of the host
 process.memory.usage/RANK       bytes          resident memory of a rank's process
 system.network.io/DIRECTION     bytes/s        receive, transmit: all interfaces but loopback
 system.disk.io/DIRECTION        bytes/s        read, write: all disks
-hw.gpu.*, hw.power, hw.temperature             of each GPU: see ``records/gpus.py``
+hw.gpu.*, hw.power, hw.temperature             of each GPU: how busy, full, warm and fast it is, and what slows it down
+
+NVML is asked for GPUs through ``pynvml``, a few microseconds to a millisecond a value, in a process that trains
+nothing. What a GPU does not tell is left out.
 """
 
 from __future__ import annotations
@@ -16,14 +19,76 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import psutil
 
-from paceline.records.gpus import Gpus
 from paceline.records.records import HostRecord
 
 _LOOPBACK = ("lo", "lo0")
+_THROTTLED = {  # the bits of NVML's reasons for lower clocks, by what is the matter
+    "power": 0x04 | 0x80,  # the power limit, the power brake of the host
+    "thermal": 0x20 | 0x40,
+    "hardware": 0x08,
+    "sync": 0x10,  # another GPU of its group is slow
+}
+
+
+class Gpus:
+    """The GPUs of this host. ``library`` is ``pynvml``. Raises its NVMLError where there is no driver."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+        library.nvmlInit()
+        self._handles = [library.nvmlDeviceGetHandleByIndex(index) for index in range(library.nvmlDeviceGetCount())]
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def read(self) -> dict[str, float]:
+        """Reads all values, named as ``HostRecord`` says: ``hw.gpu.utilization/0``."""
+        return {f"{name}/{index}": x for index, handle in enumerate(self._handles) for name, x in self._values(handle)}
+
+    def close(self) -> None:
+        with contextlib.suppress(self._library.NVMLError):
+            self._library.nvmlShutdown()
+
+    def _values(self, handle: Any) -> Iterator[tuple[str, float]]:
+        library, ask = self._library, self._ask
+        if (used := ask(library.nvmlDeviceGetUtilizationRates, handle)) is not None:
+            yield "hw.gpu.utilization", used.gpu / 100
+        if (memory := ask(library.nvmlDeviceGetMemoryInfo, handle)) is not None:
+            yield "hw.gpu.memory.usage", float(memory.used)
+            yield "hw.gpu.memory.limit", float(memory.total)
+        if (power := ask(library.nvmlDeviceGetPowerUsage, handle)) is not None:
+            yield "hw.power", power / 1e3
+        if (warmth := ask(library.nvmlDeviceGetTemperature, handle, library.NVML_TEMPERATURE_GPU)) is not None:
+            yield "hw.temperature", float(warmth)
+        for name, clock in (("sm", library.NVML_CLOCK_SM), ("memory", library.NVML_CLOCK_MEM)):
+            if (megahertz := ask(library.nvmlDeviceGetClockInfo, handle, clock)) is not None:
+                yield f"hw.gpu.clock.{name}", megahertz * 1e6
+        reasons = ask(library.nvmlDeviceGetCurrentClocksThrottleReasons, handle) or 0
+        yield from ((f"hw.gpu.throttle.{name}", 1.0) for name, bits in _THROTTLED.items() if reasons & bits)
+
+    def _ask(self, question: Callable[..., Any], *arguments: Any) -> Any:
+        """Returns the answer; None where this GPU or driver has none."""
+        try:
+            return question(*arguments)
+        except self._library.NVMLError:
+            return None
+
+
+def open_gpus() -> tuple[Gpus | None, str]:
+    """Returns the GPUs of this host, or None and the reason why nothing can be read of them."""
+    try:
+        import pynvml
+    except ImportError:
+        return None, "nvidia-ml-py is not installed"
+    try:
+        return Gpus(pynvml), ""
+    except pynvml.NVMLError as error:
+        return None, f"NVML does not answer ({error})"
 
 
 class HostSampler:

@@ -28,9 +28,8 @@ from typing import Any, Literal
 
 from paceline.health.straggler import Straggler
 from paceline.notebook import Shown
-from paceline.records.facts import MemoryUse, catalog_name, find_facts
+from paceline.records.facts import Goodput, MemoryUse, catalog_name, find_facts
 from paceline.records.gains import gains_of
-from paceline.records.goodput import Goodput
 from paceline.records.limits import UNKNOWN, Limits, judge_run
 from paceline.records.records import CommRecord, RunRecord, strict_json
 from paceline.records.summary import FINAL_STEPS, RankAttempt, RankSummary, RunRecords, open_run

@@ -153,12 +153,10 @@ class TensorBoardSink:
             for record in records:
                 if isinstance(record, RunRecord):
                     self._has_started = False  # steps may come again
-                elif isinstance(record, StepRecord | EvalRecord | CommRecord):
-                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in scalars(record)])
                 elif isinstance(record, EventRecord) and record.name == "histogram":
                     self._write_values(record, list(self._histograms(record.detail)))
-                elif isinstance(record, EventRecord) and record.name == "scalars":
-                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in record.detail.items()])
+                elif isinstance(record, _Stepped) and (values := list(scalars(record))):
+                    self._write_values(record, [self._value(tag, simple_value=x) for tag, x in values])
             self._file.flush()  # somebody may be looking
 
     def flush(self) -> None:

@@ -341,9 +341,14 @@ class RunRecords:
 
     @property
     def end(self) -> EndRecord | None:
-        """The worst end among the ranks: one that failed, else none at all, else one that was stopped."""
-        known = [own[-1].end for rank, own in self.ranks.items() if rank < self.run.world_size]
-        failed = next((end for end in known if end is not None and end.status == "failed"), None)
-        if failed is not None or None in known:
-            return failed
-        return next((end for end in known if end is not None and end.status == "stopped"), known[0])
+        """The worst end among the ranks of the last attempt."""
+        return worst_end(own[-1].end for rank, own in self.ranks.items() if rank < self.run.world_size)
+
+
+def worst_end(ends: Iterable[EndRecord | None]) -> EndRecord | None:
+    """Returns the worst end of some ranks: one that failed, else none at all, else one that was stopped."""
+    known = list(ends)
+    found = {end.status: end for end in reversed(known) if end is not None}
+    if "failed" in found or None in known or not known:
+        return found.get("failed")
+    return found.get("stopped", known[0])

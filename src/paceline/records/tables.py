@@ -15,8 +15,7 @@ from rich.table import Column, Table
 from rich.text import Text
 
 from paceline.records.console import format_loss, format_percent, parameters_text
-from paceline.records.facts import MemoryUse
-from paceline.records.goodput import Goodput
+from paceline.records.facts import Goodput, MemoryUse
 from paceline.records.records import CommRecord
 from paceline.records.report import STARTING, RunSummary
 from paceline.records.summary import FINAL_STEPS, PHASES, RankSummary

@@ -15,7 +15,7 @@ there; where there is none, the part is left out.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from string import Formatter
 from typing import Any
 
@@ -39,7 +39,7 @@ class _UnitFormatter(Formatter):
         return text.replace("%", " %") if spec.endswith("%") else text
 
 
-_UNITS: dict[str, Any] = {
+_UNITS: dict[str, Callable[[Any], str]] = {
     "B": format_bytes,
     "N": format_count,
     "S": format_seconds,

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.config import Config, config_from_dict, load_config
 from paceline.errors import UsageError
-from paceline.search.plan_for import plan_for
 from paceline.search.request import PlanRequest, request_for, request_for_hugging_face
-from paceline.search.result import PlanResult
+from paceline.search.result import PlanResult, plan_for
 from paceline.units import GIB
 
 if TYPE_CHECKING:
@@ -98,22 +97,16 @@ def read_source(
             "  a plan is for a config, its path or values, a config.json, or a function that makes a module\n"
             "  pass one of these"
         )
-    config = _config_of(model, overrides)
+    if isinstance(model, Config) and overrides:
+        raise UsageError(
+            f"overrides {', '.join(overrides)} of a config that is read already\n"
+            "  they replace values of a file\n  pass the path of the file, or a config with these values"
+        )
+    if isinstance(model, str | Path):
+        model = load_config(Path(model), list(overrides))
+    config = model if isinstance(model, Config) else config_from_dict(model, "plan", overrides)
     facts = _measure(config) if config.model.kind in ("factory", "hf") else None
     return request_for(config, cluster, precision=precision, facts=facts)
-
-
-def _config_of(model: Config | str | Path | Mapping[str, Any], overrides: Sequence[str]) -> Config:
-    if isinstance(model, str | Path):
-        return load_config(Path(model), list(overrides))
-    if isinstance(model, Config):
-        if overrides:
-            raise UsageError(
-                f"overrides {', '.join(overrides)} of a config that is read already\n"
-                "  they replace values of a file\n  pass the path of the file, or a config with these values"
-            )
-        return model
-    return config_from_dict(model, "plan", overrides)
 
 
 def _of_factory(

@@ -20,8 +20,8 @@ from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.predict.replay.program import Program
 from paceline.predict.replay.replay import check_slow, replay
 from paceline.predict.replay.replayed import ReplayedStep
+from paceline.rehearse.dryrun.parts import with_stand_in
 from paceline.rehearse.dryrun.record import record_stages, with_fitting_microbatch
-from paceline.rehearse.dryrun.stand_in import with_stand_in
 from paceline.search.expect import check_measured
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 
-from paceline.chaos.notes import VARIABLE
+from paceline.chaos.faults import VARIABLE
 from paceline.checkpoint import open_checkpoint
 from paceline.checkpoint.storage import FileStore
 from paceline.comm.base import Communicator
@@ -45,11 +45,10 @@ from paceline.run.records import (
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
-from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.survive.consensus import ConsensusHook
 from paceline.train.survive.recovery import StopRequest
 from paceline.train.survive.saving import Saver
-from paceline.train.trainer import Hook, Trainer, find_together
+from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
 
 if TYPE_CHECKING:
     from paceline.chaos.inject import Injector

@@ -22,17 +22,17 @@ from paceline.comm.base import Communicator
 from paceline.config import Config, check_hosts, check_ranks, why_not_sharded, with_precision
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, RunMachine
 from paceline.run.console import say
 from paceline.run.prediction import entry_problem, machine_entry
 from paceline.run.rank_process import node_ranks
 from paceline.run.warm import CPU_RANKS
-from paceline.search.make_plan import RunMachine, make_plan
-from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, needed_in_turns, ways_out
+from paceline.search.make_plan import make_plan
+from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.train.resolve import resolve_strategy, resolve_together
 
 if TYPE_CHECKING:
-    from paceline.search.choice import Choice
+    from paceline.search.automatic import Choice
 
 _ANYWAY = "to start it all the same: --no-memory-check"
 
@@ -149,15 +149,15 @@ def _has_bf16(device: str) -> bool:
 
 
 def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
-    """Decides ``strategy`` or ``sharding_strategy: auto`` of a config whose ranks are decided, by the memory there is.
+    """Decides ``strategy: auto`` of a config whose ranks are decided, by the memory there is.
 
     Raises ConfigError where nothing fits into memory.
     """
     if config.parallel.strategy != "auto":
         return config, None
     ranks = config.parallel.decided_ranks
-    room = free_memory.measure_room(config.parallel.device, ranks, config.parallel.node_ranks or ranks)
-    return resolve_strategy(config, room)
+    where = free_memory.measure_machine(config.parallel.device, ranks, config.parallel.node_ranks or ranks)
+    return resolve_strategy(config, where)
 
 
 def check_host(config: Config, ranks_of_host: int | None = None) -> None:
@@ -186,7 +186,7 @@ def check_memory(config: Config, *, is_told: bool = True) -> None:
 
 def check_virtual(config: Config) -> None:
     """Raises UsageError for virtual ranks whose states alone are more than there is; device and ranks are decided."""
-    need = needed_in_turns(config)
+    need = needed(config, in_turns=True)
     if need is None:
         return
     verdict = _compare(config, need)
@@ -235,7 +235,7 @@ def _refuse(problems: list[Problem]) -> None:
 def _compare(config: Config, need: MemoryNeed) -> MemoryVerdict:
     """Compares what a run needs with what this machine has and has free."""
     if config.parallel.device == "cuda":
-        has = float(free_memory.measure_room("cuda", 1, 1).device_bytes)
+        has = float(free_memory.measure_machine("cuda", 1, 1).device_bytes)
         return MemoryVerdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
     import psutil
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.chaos.notes import VARIABLE
+from paceline.chaos.faults import VARIABLE
 from paceline.errors import CheckpointError, RunFolderError, UsageError
 from paceline.run.console import say
 from paceline.run.folder import RunFolder, check_folder, claim_folder, find_write_error, is_taken, name_of

@@ -14,8 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.records.gpus import open_gpus
-from paceline.records.host import HostSampler
+from paceline.records.host import HostSampler, open_gpus
 from paceline.records.records import EndRecord, EventRecord, RunRecord, follow_records
 from paceline.records.sinks import JsonlSink
 from paceline.run.console import tell

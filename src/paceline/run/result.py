@@ -24,7 +24,7 @@ from paceline.run.signals import polling
 
 if TYPE_CHECKING:
     from paceline.run.nodes import Nodes
-    from paceline.search.choice import Choice
+    from paceline.search.automatic import Choice
 
 _LOOK_S = 1.0  # at whether the folder is still there
 

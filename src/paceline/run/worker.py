@@ -21,7 +21,7 @@ from paceline.comm.torch_dist import connect, disconnect
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.config import Config, load_config
 from paceline.errors import RankFailedError
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, RunMachine
 from paceline.run.attempt import RankRunner, StartTimes
 from paceline.run.folder import config_of, read_plan
 from paceline.run.logs import rank_logs
@@ -36,7 +36,7 @@ from paceline.run.rank_process import (
 )
 from paceline.run.signals import hear_requests
 from paceline.run.warm_server import PARENT
-from paceline.search.make_plan import RunMachine, decided_config, make_plan
+from paceline.search.make_plan import decided_config, make_plan
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ Cost: O(actions).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NoReturn
 
 from paceline.errors import UsageError
@@ -28,17 +27,6 @@ _Cells = dict[Action, tuple[int, int]]
 
 def check_schedule(schedule: Schedule) -> None:
     """Raises UsageError, which names the cell, unless the schedule is complete, in order and free of deadlock."""
-    _check_shape(schedule)
-    cells = _check_cells(schedule)
-    _check_complete(schedule, cells)
-    _check_order(schedule, cells)
-    _check_reduces(schedule, cells)
-    if schedule.has_messages:
-        _check_messages(schedule, cells)
-    _check_deadlock(schedule, cells)
-
-
-def _check_shape(schedule: Schedule) -> None:
     if not schedule.rows or not schedule.placement or schedule.microbatches < 1:
         raise UsageError(
             f"schedule {schedule.name!r} has {schedule.ranks} ranks, {schedule.stages} stages and "
@@ -50,6 +38,12 @@ def _check_shape(schedule: Schedule) -> None:
                 f"schedule {schedule.name!r} places stage {stage} on rank {rank}, and has {schedule.ranks} ranks\n"
                 "  placement is the rank of each stage"
             )
+    cells = _check_cells(schedule)
+    _check_complete(schedule, cells)
+    _check_order(schedule, cells)
+    if schedule.has_messages:
+        _check_messages(schedule, cells)
+    _check_deadlock(schedule, cells)
 
 
 def _refuse(schedule: Schedule, cell: tuple[int, int], action: Action, what: str, rule: str) -> NoReturn:
@@ -58,13 +52,13 @@ def _refuse(schedule: Schedule, cell: tuple[int, int], action: Action, what: str
 
 
 def _refuse_order(schedule: Schedule, cells: _Cells, action: Action, before: Action, rule: str) -> NoReturn:
-    """Refuses an action that stands before one that it needs."""
     _refuse(schedule, cells[action], action, f"comes before {before}, which is in slot {cells[before][1]}", rule)
 
 
 def _check_cells(schedule: Schedule) -> _Cells:
     cells: _Cells = {}
-    for cell, action in _filled(schedule):
+    filled = (((rank, slot), each) for rank, row in enumerate(schedule.rows) for slot, each in enumerate(row) if each)
+    for cell, action in filled:
         stage, microbatch, last = action.stage, action.microbatch, schedule.microbatches - 1
         if not 0 <= stage < schedule.stages:
             what = f"is of stage {stage}, and there are stages 0 to {schedule.stages - 1}"
@@ -80,13 +74,6 @@ def _check_cells(schedule: Schedule) -> _Cells:
             _refuse(schedule, cell, action, f"is there twice: first in slot {cells[action][1]}", "remove one of them")
         cells[action] = cell
     return cells
-
-
-def _filled(schedule: Schedule) -> Iterator[tuple[tuple[int, int], Action]]:
-    for rank, row in enumerate(schedule.rows):
-        for slot, action in enumerate(row):
-            if action is not None:
-                yield (rank, slot), action
 
 
 def _check_complete(schedule: Schedule, cells: _Cells) -> None:
@@ -109,14 +96,11 @@ def _check_complete(schedule: Schedule, cells: _Cells) -> None:
 def _check_order(schedule: Schedule, cells: _Cells) -> None:
     """Checks the order on each rank, which is that of its slots; across ranks the deadlock check decides."""
     needs = compute_needs((cells,), schedule.stages)
-    for cell, action in _filled(schedule):
+    for action, cell in cells.items():
         for before in needs(action):
             if cells[before][0] == cell[0] and cells[before][1] > cell[1]:
                 rule = f"{action} needs what {before} makes: move {before} to an earlier slot"
                 _refuse_order(schedule, cells, action, before, rule)
-
-
-def _check_reduces(schedule: Schedule, cells: _Cells) -> None:
     for action, cell in cells.items():
         if action.kind == "R":
             ends = (each for each in cells if each.stage == action.stage and each.kind in ("B", "W"))
@@ -158,7 +142,7 @@ def _check_message(schedule: Schedule, cells: _Cells, maker: Action, send: Actio
 def _check_message_order(schedule: Schedule, cells: _Cells, other_side: dict[Action, Action]) -> None:
     """Checks that the messages of one way across one boundary are received in the order in which they are sent."""
     sent: dict[tuple[Kind, int], list[Action]] = {}
-    for _, action in _filled(schedule):
+    for action in cells:  # row by row, in the order of the slots
         if action.kind in ("SF", "SB"):
             sent.setdefault((action.kind, action.stage), []).append(action)
     for sends in sent.values():

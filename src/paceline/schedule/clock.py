@@ -15,7 +15,7 @@ prefetch and bubbles come out of the order in which work is issued, as on a devi
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 
@@ -52,7 +52,6 @@ class StreamClock:
 
     @property
     def end(self) -> float:
-        """When the last work is done."""
         return max(self._free.values(), default=0.0)
 
 
@@ -72,7 +71,6 @@ class Timeline(StreamClock):
         return span
 
     def busy(self, stream: str) -> float:
-        """Returns how long a stream works."""
         return sum(span.end - span.start for span in self.spans if span.stream == stream)
 
     def idle(self, stream: str) -> float:
@@ -106,9 +104,27 @@ class RankClock(StreamClock):
         return self.run(lane, seconds, (self.now,))[1]
 
     def wait(self, end: float) -> None:
-        """Lets the device wait."""
         self.compute = max(self.compute, end)
 
     def work_on_host(self, seconds: float, after: Iterable[float] = ()) -> None:
         """Lets the host work itself, once what it waits for is there."""
         self.host = max(self.host, *after, 0.0) + seconds
+
+
+def time_in_all(*kinds: Sequence[tuple[float, float]]) -> float:
+    """Returns how long an interval of every kind was under way at once; those of one kind may overlap."""
+    edges = [
+        (moment, change, kind)
+        for kind, intervals in enumerate(kinds)
+        for interval in intervals
+        for moment, change in zip(interval, (-1, 1), strict=True)  # in order: at one moment, starts before ends
+    ]
+    under_way, since_s, found = [0] * len(kinds), 0.0, []
+    for moment, change, kind in sorted(edges):
+        was_in_all = all(under_way)
+        under_way[kind] -= change
+        if all(under_way) and not was_in_all:
+            since_s = moment
+        elif was_in_all and not all(under_way):
+            found.append(moment - since_s)
+    return sum(found)

@@ -10,12 +10,12 @@ as time lost.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action, Kind, Schedule, Times, compute_needs, walk
+from paceline.schedule.grid import Kind, Schedule, Times, compute_needs, walk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,12 +89,13 @@ def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> 
         lambda action: costs.stages[action.stage].of(action.kind),
         lambda before, after: 0.0 if placement[before.stage] == placement[after.stage] else costs.communication,
     ).times
-    peaks = tuple(_peak_in_flight(order) for order in orders)
+    held = {"F": 1, "B": -1, "W": -1}
+    peaks = [max(itertools.accumulate(held.get(each.kind, 0) for each in order), default=0) for order in orders]
     chunks = [max(1, placement.count(rank)) for rank in range(schedule.ranks)]
     return ScheduleMeasure(
         makespan=max(end for _, end in times.values()),
         busy=tuple(sum(times[action][1] - times[action][0] for action in order) for order in orders),
-        in_flight=peaks,
+        in_flight=tuple(peaks),
         in_flight_share=tuple(peak / count for peak, count in zip(peaks, chunks, strict=True)),
         times=times,
     )
@@ -115,12 +116,3 @@ def check_costs(schedule: Schedule, costs: ScheduleCosts) -> None:
                 f"parts of backward, {costs.communication} for a message\n"
                 "  a forward takes some time, and nothing takes less than none, or for ever"
             )
-
-
-def _peak_in_flight(order: Sequence[Action]) -> int:
-    held = peak = 0
-    for action in order:
-        held += action.kind == "F"
-        peak = max(peak, held)
-        held -= action.kind in ("B", "W")
-    return peak

@@ -29,6 +29,7 @@ from paceline.untrusted import read_regular
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 # The first chunk's colour and the last one's: those between are mixed of them.
 _COLOURS = {
@@ -42,11 +43,6 @@ _MOST_LABELS = 1500  # with more, they could not be read, and the picture would 
 _HEADER_KEYS = ("schedule", "placement", "microbatches")
 _MOST_CELLS = 2**24
 _PAIR = re.compile(r"(\w+)=(.*?)(?=\s+\w+=|$)")
-
-
-def write_csv(schedule: Schedule, path: Path) -> None:
-    """Writes a schedule to a file that ``read_csv`` reads back as it was."""
-    path.write_text(format_csv(schedule), encoding="utf-8")
 
 
 def format_csv(schedule: Schedule) -> str:
@@ -73,7 +69,12 @@ def read_csv(path: Path) -> Schedule:
 def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
     """Returns the schedule that the lines of such a file say. ``source`` is its name, and goes into messages."""
     lines = text.lstrip("\ufeff").splitlines()
-    header = _read_header([line for line in lines if line.startswith("#")], source)
+    header = dict(pair for line in lines if line.startswith("#") for pair in _PAIR.findall(line.rstrip()))
+    if unknown := set(header) - set(_HEADER_KEYS):
+        raise UsageError(
+            f"{source}: the line that starts with # sets {', '.join(sorted(unknown))}\n"
+            f"  it may set {', '.join(_HEADER_KEYS)}"
+        )
     # Blank lines at the end are no ranks; one in between is a rank that does nothing, and is found as such.
     body = "\n".join(line for line in lines if not line.startswith("#")).rstrip().splitlines()
     if not body:
@@ -92,16 +93,6 @@ def parse_csv(text: str, *, source: str = "schedule") -> Schedule:
     (microbatches, *_) = _numbers(header, "microbatches", source) or (last + 1,)
     name = header.get("schedule", Path(source).stem)
     return Schedule(name=name, rows=padded, placement=placement, microbatches=microbatches)
-
-
-def _read_header(lines: Sequence[str], source: str) -> dict[str, str]:
-    found = dict(pair for line in lines for pair in _PAIR.findall(line.rstrip()))
-    if unknown := set(found) - set(_HEADER_KEYS):
-        raise UsageError(
-            f"{source}: the line that starts with # sets {', '.join(sorted(unknown))}\n"
-            f"  it may set {', '.join(_HEADER_KEYS)}"
-        )
-    return found
 
 
 def _numbers(header: dict[str, str], what: str, source: str) -> tuple[int, ...]:
@@ -152,23 +143,26 @@ def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, w
     """
     measure = measure or measure_schedule(schedule)
     unit, spans = _columns(schedule, measure)
-    work = sum(measure.busy) / len(measure.busy)
-    verdict = (
-        f"makespan {measure.makespan:g} for {work:g} of work a rank\n"
-        f"bubble   {measure.bubble:.1%} of the makespan is idle, {measure.overhead:.1%} relative to the work"
-    )
-    grid, table = _grid(schedule, spans, width), _table(schedule, measure)
-    return "\n".join([_heading(schedule, unit), "", *grid, *table, verdict])
-
-
-def _heading(schedule: Schedule, unit: float | None) -> str:
     label = "F3 is the forward of microbatch 3"
     labels = label if _is_plain(schedule) else f"F1.{label[1:]} in stage 1"
     parts = "I and W are the two parts of a backward" if schedule.splits_backward else "B is a backward"
-    return (
-        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches\n"
-        f"{labels}, {parts}; a column is {'a slot' if unit is None else f'{unit:g} of time'}"
-    )
+    table = ["         stages      idle     in flight at most"]
+    for rank in range(schedule.ranks):
+        stages = ",".join(str(stage) for stage, home in enumerate(schedule.placement) if home == rank)
+        idle = 1 - measure.busy[rank] / measure.makespan
+        table.append(f"rank {rank:<4}{stages:<12}{idle:<9.1%}{measure.in_flight[rank]}")
+    work = sum(measure.busy) / len(measure.busy)
+    lines = [
+        f"{schedule.name}: {schedule.ranks} ranks, {schedule.stages} stages, {schedule.microbatches} microbatches",
+        f"{labels}, {parts}; a column is {'a slot' if unit is None else f'{unit:g} of time'}",
+        "",
+        *_grid(schedule, spans, width),
+        *table,
+        "",
+        f"makespan {measure.makespan:g} for {work:g} of work a rank",
+        f"bubble   {measure.bubble:.1%} of the makespan is idle, {measure.overhead:.1%} relative to the work",
+    ]
+    return "\n".join(lines)
 
 
 def _is_plain(schedule: Schedule) -> bool:
@@ -216,15 +210,6 @@ def _columns(schedule: Schedule, measure: ScheduleMeasure) -> tuple[float | None
     return None, {action: (slot, slot + 1) for row in rows for slot, action in enumerate(row) if action}
 
 
-def _table(schedule: Schedule, measure: ScheduleMeasure) -> list[str]:
-    lines = ["         stages      idle     in flight at most"]
-    for rank in range(schedule.ranks):
-        stages = ",".join(str(stage) for stage, home in enumerate(schedule.placement) if home == rank)
-        idle = 1 - measure.busy[rank] / measure.makespan
-        lines.append(f"rank {rank:<4}{stages:<12}{idle:<9.1%}{measure.in_flight[rank]}")
-    return [*lines, ""]
-
-
 def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None) -> None:
     """Draws the schedule into a file; the ending (.png, .svg, .pdf) is its format. Raises UsageError for others."""
     from matplotlib.figure import Figure
@@ -234,12 +219,6 @@ def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None)
     figure = Figure(
         figsize=(min(24.0, max(6.0, 0.28 * measure.makespan / shortest)), 1.3 + 0.42 * schedule.ranks), dpi=110
     )
-    formats = figure.canvas.get_supported_filetypes()
-    if path.suffix.removeprefix(".") not in formats:
-        raise UsageError(
-            f"a picture cannot be drawn into {path}\n  its ending is its format: {', '.join(sorted(formats))}\n"
-            f"  try {path.with_suffix('.png')}"
-        )
     axes = figure.subplots()
     _draw_bars(axes, schedule, measure)
     axes.set_xlim(0, measure.makespan)
@@ -253,9 +232,24 @@ def draw(schedule: Schedule, path: Path, measure: ScheduleMeasure | None = None)
     )
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+    save_picture(figure, path)
+
+
+def save_picture(figure: Figure, path: Path) -> None:
+    """Writes a picture; its ending (.png, .svg, .pdf) is its format. Raises UsageError for others."""
+    import matplotlib
+
+    formats, ending = figure.canvas.get_supported_filetypes(), path.suffix.removeprefix(".")
+    if ending not in formats:
+        raise UsageError(
+            f"a picture cannot be drawn into {path}\n  its ending is its format: {', '.join(sorted(formats))}\n"
+            f"  try {path.with_suffix('.png')}"
+        )
     figure.tight_layout()
+    dates = {"svg": "Date", "pdf": "CreationDate"}  # left out, so that the same picture is the same file
     try:
-        figure.savefig(path)
+        with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
+            figure.savefig(path, metadata={dates[ending]: None} if ending in dates else None)
     except OSError as error:
         raise UsageError(f"the picture cannot be written to {path}: {error}") from error
 

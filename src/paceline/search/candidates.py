@@ -92,6 +92,10 @@ def _of_mesh(
     local = task.global_batch // data
     layers = 1 if task.model.is_sampled else task.model.layers
     of_node = max(1, cluster.node.devices // tensor)
+    experts = [1]  # ranks among which the experts of a block are shared: data ranks of one node
+    if task.model.experts:
+        some = divisors(task.model.experts)[1:]
+        experts += [each for each in some if each <= min(of_node, data) and data % each == 0]
     for microbatch in (size for size in _MICROBATCHES if local % size == 0):
         count = local // microbatch
         if count < pipeline:
@@ -115,13 +119,12 @@ def _of_mesh(
                 )
                 if layout.splits_backward and layout.is_fully_sharded:
                     continue  # weights are gone when the second part of backward comes
-                yield from (replace(layout, expert=each) for each in _expert_degrees(task.model, data, of_node))
+                yield from (replace(layout, expert=each) for each in experts)
 
 
 def _schedules(
     task: TrainingTask, layers: int, pipeline: int, microbatches: int, left_out: Counter[str]
 ) -> Iterator[tuple[str, int]]:
-    """The names of schedules, and the chunks of a rank."""
     yield "1f1b", 1
     if pipeline == 1:
         return
@@ -147,11 +150,3 @@ def _strategies(data: int, local: int, *, is_split: bool) -> Iterator[tuple[Stra
         yield "fsdp", data
     if 1 < local < data and data % local == 0:
         yield "hybrid", local
-
-
-def _expert_degrees(model: ModelShape, data: int, local: int) -> Iterator[int]:
-    """Ranks among which the experts of a block are shared: data ranks of one node. 1 for a dense model."""
-    yield 1
-    if model.experts:
-        most = min(local, data)
-        yield from (each for each in divisors(model.experts)[1:] if each <= most and data % each == 0)

@@ -20,10 +20,9 @@ from paceline.cluster.devices import Cluster, Device, load_cluster
 from paceline.cluster.wires import over_backend
 from paceline.config import Config
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.workload import Workload
 from paceline.predict.memory.memory import framework_bytes, rank_estimates
 from paceline.search.expectation import Expectation
-from paceline.search.from_config import COMPUTE, task_of, workload_as_written
+from paceline.search.request import COMPUTE, task_of, workload_as_written
 from paceline.search.search import rank_one
 
 
@@ -50,13 +49,9 @@ def expect_run(
             return Expectation(ranks=ranks, cluster=cluster.name, memory_bytes=memory, assumed=assumed, reason=reason)
         if config.comm.algorithm != "native" and ranks > 1:
             assumed += (f"comm.algorithm = {config.comm.algorithm} is as fast as native",)
-        return _priced(workload, cluster, memory, assumed)
+        ranked = rank_one(workload, cluster)
     except (UsageError, ConfigError) as error:
         return Expectation(ranks=ranks, memory_bytes=memory, reason=str(error))
-
-
-def _priced(workload: Workload, cluster: Cluster, memory: float | None, assumed: tuple[str, ...]) -> Expectation:
-    ranked = rank_one(workload, cluster)
     low, high = ranked.prediction.band
     around = cluster.device.step_s + cluster.device.loop_s  # what formulas of kernels know nothing of
     if not cluster.device.is_cpu:
@@ -100,13 +95,8 @@ def unpriced(config: Config, hosts: int, entry: Path | None = None) -> str:
     if (config.parallel.device, config.comm.backend) == ("cuda", "gloo") and config.parallel.decided_ranks > 1:
         return "comm.backend = gloo between GPUs was not measured"
     precision = config.train.precision_on(config.parallel.device)
-    if config.parallel.device == "cpu" and precision != "fp32":
-        return _unmeasured(precision, entry)
-    return ""
-
-
-def _unmeasured(precision: str, entry: Path | None) -> str:
-    """Returns why nobody knows how fast this CPU computes in a precision."""
+    if config.parallel.device != "cpu" or precision == "fp32":
+        return ""
     if entry is None:
         return (
             f"train.precision = {precision} is as fast as fp32 on one processor and 300 times as slow on another, and "

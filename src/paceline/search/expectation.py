@@ -90,9 +90,12 @@ class Compared:
         told, found = [], self.predicted
         when = " while it ran" if found.is_later else ""
         if self.step_ratio is not None and found.step_s is not None and self.measured_step_s is not None:
+            low, high, measured = found.step_s_low, found.step_s_high, self.measured_step_s
+            band = "" if high is None else f" (band {100 * (high / found.step_s - 1):.0f} %)"
+            is_inside = low is None or high is None or low <= measured <= high
             told.append(
-                f"predicted {_seconds(found.step_s)} a step{when}{_band(found)}, "
-                f"measured {_seconds(self.measured_step_s)}: {_difference(self.step_ratio)}{_outside(self)}"
+                f"predicted {_seconds(found.step_s)} a step{when}{band}, measured {_seconds(measured)}: "
+                f"{_difference(self.step_ratio)}{'' if is_inside else ', outside the band'}"
             )
         if self.memory_ratio is not None and found.memory_bytes and self.measured_memory_bytes:
             told.append(
@@ -113,8 +116,8 @@ def compare(predicted: Expectation, step_s: float | None, memory_bytes: int | No
         predicted=predicted,
         measured_step_s=step_s or None,
         measured_memory_bytes=memory_bytes or None,
-        step_ratio=_ratio(step_s, predicted.step_s),
-        memory_ratio=_ratio(memory_bytes, predicted.memory_bytes),
+        step_ratio=step_s / predicted.step_s if step_s and predicted.step_s else None,
+        memory_ratio=memory_bytes / predicted.memory_bytes if memory_bytes and predicted.memory_bytes else None,
     )
 
 
@@ -127,22 +130,6 @@ def read_expectation(run_folder: Path) -> Expectation | None:
         return None
     except (OSError, ValueError) as error:
         return Expectation(reason=f"{path} cannot be read: {error}")
-
-
-def _ratio(measured: float | None, predicted: float | None) -> float | None:
-    return measured / predicted if measured and predicted else None
-
-
-def _band(found: Expectation) -> str:
-    if found.step_s is None or found.step_s_high is None:
-        return ""
-    return f" (band {100 * (found.step_s_high / found.step_s - 1):.0f} %)"
-
-
-def _outside(compared: Compared) -> str:
-    low, high, seconds = compared.predicted.step_s_low, compared.predicted.step_s_high, compared.measured_step_s
-    is_inside = low is None or high is None or seconds is None or low <= seconds <= high
-    return "" if is_inside else ", outside the band"
 
 
 def _difference(ratio: float) -> str:

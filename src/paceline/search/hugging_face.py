@@ -95,11 +95,11 @@ def read_hugging_face(source: Path | Mapping[str, Any]) -> HuggingFaceModel:
     if isinstance(values.get("text_config"), dict):  # models of text and images keep the transformer in a part
         values |= values["text_config"]
     kind = values.get("model_type")
-    if kind is None and "hidden_size" in values and "num_hidden_layers" in values:
-        raise UsageError(
-            f"{name} lacks model_type\n  it says how the other fields are read\n  add one of {', '.join(_KINDS)}"
-        )
     if kind is None:
+        if "hidden_size" in values and "num_hidden_layers" in values:
+            raise UsageError(
+                f"{name} lacks model_type\n  it says how the other fields are read\n  add one of {', '.join(_KINDS)}"
+            )
         raise UsageError(
             f"{name} lacks model_type: it is not the config.json of a Hugging Face model\n"
             "  a transformer's has model_type, hidden_size, num_hidden_layers and others\n"
@@ -159,8 +159,29 @@ def _of_kind(source: str, kind: str, values: dict[str, Any]) -> HuggingFaceModel
         shape = _mixture(shape, sizes, fields)
         fields.check()
     window = values.get("sliding_window") if values.get("use_sliding_window", True) else 0
-    window = window if isinstance(window, int) else 0
-    return _model(kind, shape, min(sizes["context"], _LONGEST), window)
+    no_config = "its attention looks in both directions" if kind == "bert" else ""
+    if shape.head_dim:
+        no_config = f"its heads have {shape.head_dim} features, and width / heads is {shape.width / shape.heads:g}"
+    if shape.experts:
+        no_config = f"it is a mixture of {shape.experts} experts"
+    return HuggingFaceModel(
+        shape=shape,
+        values=_config_values(kind, shape, min(sizes["context"], _LONGEST)),
+        window=window if isinstance(window, int) else 0,
+        no_config=no_config,
+    )
+
+
+def _config_values(kind: str, shape: ModelShape, context: int) -> dict[str, Any]:
+    batch = max(1, _TOKENS_OF_A_BATCH // context)
+    samples = max(_SAMPLES, 4 * batch)  # of which as many are evaluated as a step has
+    data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab_size, "context": context, "samples": samples}
+    return {
+        "name": kind,
+        "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG},
+        "data": data | {"eval_fraction": round(batch / samples, 4)},
+        "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
+    }
 
 
 def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> ModelShape:
@@ -182,25 +203,6 @@ def _mixture(dense: ModelShape, sizes: dict[str, int], fields: _Fields) -> Model
         active_experts=sizes["active"] + round(shared / width),
         total_params=float(total + sparse * of_mixture + (dense.layers - sparse) * of_dense),
     )
-
-
-def _model(kind: str, shape: ModelShape, context: int, window: int) -> HuggingFaceModel:
-    batch = max(1, _TOKENS_OF_A_BATCH // context)
-    no_config = "its attention looks in both directions" if kind == "bert" else ""
-    if shape.head_dim:
-        no_config = f"its heads have {shape.head_dim} features, and width / heads is {shape.width / shape.heads:g}"
-    if shape.experts:
-        no_config = f"it is a mixture of {shape.experts} experts"
-    samples = max(_SAMPLES, 4 * batch)
-    # Of which as many are evaluated as a step has.
-    data = {"kind": "synthetic_tokens", "vocab_size": shape.vocab_size, "context": context, "samples": samples}
-    values = {
-        "name": kind,
-        "model": {"kind": "gpt"} | {name: getattr(shape, name) for name in _IN_A_CONFIG},
-        "data": data | {"eval_fraction": round(batch / samples, 4)},
-        "train": {"steps": 1000, "global_batch": batch, "precision": "bf16_master"},
-    }
-    return HuggingFaceModel(shape=shape, values=values, window=window, no_config=no_config)
 
 
 class _Fields:

@@ -7,20 +7,11 @@ A strategy that the config leaves open is chosen before, by ``choose`` in ``sear
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from paceline.config import Config, check_ranks, layout_of, with_precision
 from paceline.errors import ConfigError
-from paceline.plan.plan import Plan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunMachine:
-    """What there is for a run: ranks on devices, ``node_ranks`` of them on a host (None: all)."""
-
-    device: str
-    ranks: int
-    node_ranks: int | None = None
+from paceline.plan.plan import Plan, RunMachine
 
 
 def make_plan(config: Config, machine: RunMachine, *, source: str = "config") -> Plan:

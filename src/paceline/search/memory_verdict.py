@@ -14,7 +14,6 @@ What ranks offload must have room on their host as well: bytes of a rank there x
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,15 +27,12 @@ from paceline.plan.plan import MemoryEstimate
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known, rank_estimates
 from paceline.search.expect import present_cluster
-from paceline.search.from_config import planned_values
-from paceline.search.plan_for import plan_for
-from paceline.search.request import request_for
-from paceline.search.result import PlanResult
+from paceline.search.request import planned_values, request_for
+from paceline.search.result import PlanResult, plan_for
 from paceline.search.search import Change, Ranked, workload_text
 from paceline.units import format_bytes
 
 NEAR = 0.9  # of the memory there is: allocators lose some, and estimates are estimates
-_WORKING = ("activations", "temporary")
 _TOLD = 3  # categories, the largest
 
 
@@ -81,42 +77,30 @@ class MemoryVerdict:
         )
 
 
-def needed(config: Config, *, node_ranks: int | None = None) -> MemoryNeed | None:
+def needed(config: Config, *, node_ranks: int | None = None, in_turns: bool = False) -> MemoryNeed | None:
     """Returns what the ranks of one host need of the memory that they share; None where that is not known.
 
     A GPU is not shared: of several, the one that needs most counts. ``node_ranks`` of the ranks are on a host; None:
-    all of them.
+    all of them. ``in_turns``: the least that virtual ranks need, all of them in one process.
     """
-    if config.comm.backend == "virtual":
+    if config.comm.backend == "virtual" and not in_turns:
         return None
     ranks = node_ranks or config.parallel.decided_ranks
     stages = rank_estimates(config, config.parallel.decided_ranks // ranks)
     if not stages:
         return None
-    if config.parallel.device == "cuda":
-        most = max(stages, key=lambda each: each.device_bytes)
-        return MemoryNeed(who="a rank needs", parts=_of_all([most], 1))
-    return MemoryNeed(who=_who(ranks, "rank"), parts=_of_all(stages, ranks))
-
-
-def needed_in_turns(config: Config) -> MemoryNeed | None:
-    """Returns the least that virtual ranks need, all of them in one process; None where that is not known."""
-    stages, ranks = rank_estimates(config), config.parallel.decided_ranks
-    if not stages:
-        return None
-    working = max(({name: getattr(each, name) for name in _WORKING} for each in stages), key=lambda x: sum(x.values()))
-    return MemoryNeed(who=_who(ranks, "virtual rank"), parts=_of_all(stages, ranks) | working)
-
-
-def _who(ranks: int, name: str) -> str:
-    return f"1 {name} needs" if ranks == 1 else f"{ranks} {name}s need"
-
-
-def _of_all(stages: Sequence[MemoryEstimate], ranks: int) -> dict[str, int]:
-    """Returns what all ranks hold by category, as many of each stage; the framework is there once."""
+    name = "virtual rank" if in_turns else "rank"
+    who = f"1 {name} needs" if ranks == 1 else f"{ranks} {name}s need"
+    if config.parallel.device == "cuda" and not in_turns:
+        stages, ranks, who = (max(stages, key=lambda each: each.device_bytes),), 1, "a rank needs"
     names = [field.name for field in dataclasses.fields(MemoryEstimate) if field.name != "host"]
+    # As many ranks of each stage; the framework is there once.
     parts = {name: ranks * sum(getattr(each, name) for each in stages) // len(stages) for name in names}
-    return parts | {"framework": int(stages[0].framework)}
+    parts["framework"] = int(stages[0].framework)
+    if in_turns:
+        largest = max(stages, key=lambda each: each.activations + each.temporary)  # of the one whose turn it is
+        parts |= {"activations": int(largest.activations), "temporary": int(largest.temporary)}
+    return MemoryNeed(who=who, parts=parts)
 
 
 def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[Problem]:
@@ -152,11 +136,14 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
     Where nothing fits, what comes nearest; where this machine cannot be priced, why. ``entry`` is a file that
     ``paceline calibrate`` wrote.
     """
-    ranks = config.parallel.decided_ranks
+    is_gpu = config.parallel.device == "cuda"
     try:
-        cluster = _with_memory(present_cluster(config, machine, ranks, None, entry)[0], config, verdict)
+        cluster, _ = present_cluster(config, machine, config.parallel.decided_ranks, None, entry)
+        share = verdict.has_bytes / (1 if is_gpu else cluster.devices)  # which CPU ranks have of one memory
+        node = dataclasses.replace(cluster.node, device=dataclasses.replace(cluster.device, memory_bytes=share))
+        cluster = dataclasses.replace(cluster, node=node)
         request = request_for(config, cluster)
-        if config.parallel.device == "cuda":
+        if is_gpu:
             request = dataclasses.replace(request, host_memory=machine.memory_bytes)
         found = plan_for(request)
     except (UsageError, ConfigError) as error:
@@ -164,7 +151,7 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
             f"which changes fit is not known: {error.headline}",
             "parallel.strategy=auto takes the first way that fits, where one does",
         ]
-    fitting = [each for each in _changes(found) if each.ranked and _has_room(config, each.ranked, cluster, verdict)]
+    fitting = [each for each in _changes(found) if each.ranked and _is_enough(config, each.ranked, cluster, verdict)]
     fitting.sort(key=lambda each: each.ranked.seconds if each.ranked else 0.0)
     if fitting:
         return [f"fits with {each}" for each in fitting]
@@ -179,28 +166,21 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
     return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]
 
 
-def _with_memory(cluster: Cluster, config: Config, verdict: MemoryVerdict) -> Cluster:
-    """Returns the cluster whose devices have what there is: CPU ranks share it."""
-    share = 1 if config.parallel.device == "cuda" else cluster.devices
-    device = dataclasses.replace(cluster.device, memory_bytes=verdict.has_bytes / share)
-    return dataclasses.replace(cluster, node=dataclasses.replace(cluster.node, device=device))
-
-
 def _changes(found: PlanResult) -> list[Change]:
     """Returns the changes that a plan knows; for a config that is not priced as it is written, its first plan."""
-    if found.winner is None or found.changes:
-        return list(found.changes) if found.winner else []
-    config, winner = found.request.config, found.winner
+    winner = found.winner
+    if winner is None or found.changes:
+        return list(found.changes) if winner else []
     settings = config_values(winner.layout, names_precision=winner.workload.run.names_precision)
-    return [Change(keys={key: to for key, to in settings.items() if _value(config, key) != to}, ranked=winner)]
+    keys = {}
+    for key, to in settings.items():
+        section, _, name = key.partition(".")
+        if getattr(getattr(found.request.config, section), name) != to:
+            keys[key] = to
+    return [Change(keys=keys, ranked=winner)]
 
 
-def _value(config: Config, key: str) -> object:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
-
-
-def _has_room(config: Config, ranked: Ranked, cluster: Cluster, verdict: MemoryVerdict) -> bool:
+def _is_enough(config: Config, ranked: Ranked, cluster: Cluster, verdict: MemoryVerdict) -> bool:
     """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
     try:
         changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")

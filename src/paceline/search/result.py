@@ -1,4 +1,4 @@
-"""The result of a search for the best layout, in every form: objects, a config, text, JSON.
+"""``plan_for``: the best layouts for a model on a cluster, in every form: objects, a config, text, JSON.
 
     cost of a step = seconds x devices x price of a device-hour / 3600
 
@@ -10,20 +10,35 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from paceline.config import Config, config_from_dict
+from paceline.config.yaml_text import dump_values
 from paceline.errors import UsageError
 from paceline.notebook import Shown, table
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Workload
 from paceline.search.candidates import TrainingTask
-from paceline.search.from_config import planned_values, planned_yaml
-from paceline.search.request import PlanRequest
-from paceline.search.scaling import ScalingRow
-from paceline.search.search import Change, Ranked, Search, explain_against, explain_winner, node_bytes, workload_text
+from paceline.search.request import PlanRequest, planned_values, why_not_written, workload_as_written
+from paceline.search.scaling import ScalingRow, scaling_rows
+from paceline.search.search import (
+    ORDERS,
+    Change,
+    Order,
+    Ranked,
+    Search,
+    explain_against,
+    explain_winner,
+    node_bytes,
+    rank_one,
+    search,
+    smallest_changes,
+    what_would_fit,
+    workload_text,
+)
 from paceline.units import format_bytes, format_count, format_seconds
 
 
@@ -108,15 +123,57 @@ class PlanResult(Shown):
         return config_from_dict(values, "plan")
 
     def to_yaml(self) -> str:
-        """Returns the config of the first plan as ``paceline train`` takes it. Raises UsageError if there is none."""
-        return planned_yaml(self.request.config, self._to_train(), self.request.cluster)
+        """Returns the config that ``paceline train`` takes for the first plan, with what is predicted for it on top.
+
+        Raises UsageError if there is none.
+        """
+        winner, cluster = self._to_train(), self.request.cluster
+        low, high = winner.prediction.band
+        values = planned_values(self.request.config, winner.workload, cluster)
+        return (
+            f"# Planned for {cluster.name}: {winner}.\n"
+            f"# Predicted: {format_seconds(winner.seconds)} a step ({format_seconds(low)} to {format_seconds(high)}), "
+            f"{winner.tokens_per_s:,.0f} {winner.unit}/s, {format_bytes(winner.memory_bytes)} of a device's "
+            f"{format_bytes(cluster.device.memory_bytes)}.\n"
+        ) + dump_values(values)
 
     def to_json(self, top: int = 5) -> dict[str, Any]:
         """Returns all of it as plain data, of the plans the first few."""
-        return _json(self, top)
+        request, found, task = self.request, self.found, self.request.tasks[0]
+        nearest, written = found.nearest, self.as_written
+        return {
+            "name": request.config.name,
+            "parameters": task.model.params,
+            "cluster": request.cluster.name,
+            "devices": request.cluster.devices,
+            "device": request.cluster.device.name,
+            "global_batch": task.global_batch,
+            "tokens_per_sample": task.seq_len,
+            "assumed": list(self.assumed),
+            "order": found.order,
+            "price_per_device_hour": self.price,
+            "looked_at": found.looked_at,
+            "fit": found.num_fit,
+            "left_out": found.left_out,
+            "budget_bytes": found.budget,
+            "plans": [_ranked(self, each) for each in found.ranked[:top]],
+            "explanations": self.explanations(top),
+            "nearest": None if nearest is None else {**_decided(nearest[0]), "memory_bytes": nearest[1]},
+            "as_written": None if written is None else {**_ranked(self, written), "fits": self.as_written_fits},
+            "as_written_not_judged": self.not_judged or None,
+            "changes_that_fit": [
+                {"keys": each.keys, "step_s": None if each.ranked is None else each.ranked.seconds}
+                for each in self.changes
+            ],
+            "scaling": {name: [_row_json(self, row) for row in rows] for name, rows in self.scaling.items()},
+        }
 
     def to_text(self, top: int = 5) -> str:
         return "\n".join(_lines(self, top))
+
+    @property
+    def shows_cost(self) -> bool:
+        return self.price is not None or self.found.order == "cost"
 
     def cost_of(self, ranked: Ranked) -> PlanCost:
         hours = ranked.seconds * ranked.layout.ranks / 3600
@@ -137,7 +194,6 @@ class PlanResult(Shown):
         )
 
     def task_for(self, ranked: Ranked) -> TrainingTask:
-        """Returns the task in the precision of a plan."""
         precision, tasks = ranked.layout.precision, self.request.tasks
         return next((task for task in tasks if task.base.precision == precision), tasks[0])
 
@@ -149,44 +205,102 @@ class PlanResult(Shown):
         return self.plans[0]
 
 
+def plan_for(
+    request: PlanRequest, *, by: str = "time", gpus: Sequence[int] | None = None, price: float | None = None
+) -> PlanResult:
+    """Searches, and judges the config as it is written. ``gpus``: numbers of devices for tables of scaling.
+
+    Raises UsageError for an order, a price or a number of devices that cannot be.
+    """
+    order = next((each for each in ORDERS if by == each), None)
+    if order is None:
+        raise UsageError(f"by = {by}\n  plans are ranked by {', '.join(ORDERS)}\n  try by = time")
+    if price is not None and not (isinstance(price, int | float) and math.isfinite(price) and price > 0):
+        raise UsageError(
+            f"price {price} of a device-hour\n  it is in dollars, and above 0\n  leave it out for device-hours"
+        )
+    found = _search(request, order)
+    result = _judged(PlanResult(request=request, found=found, price=price))
+    if not gpus:
+        return result
+    task = request.tasks[0] if result.winner is None else result.task_for(result.winner)
+    cluster, memory = request.cluster, request.host_memory
+    tables = {
+        name: tuple(scaling_rows(task, cluster, gpus, weak=name == "weak", order=order, host_memory=memory))
+        for name in ("strong", "weak")
+    }
+    return replace(result, scaling=tables)
+
+
+def _search(request: PlanRequest, order: Order) -> Search:
+    """Searches in all precisions that are asked for, as one."""
+
+    def keep(layout: Layout) -> bool:
+        """Gradients that are compressed are those that replicas of a whole model average (plan/rules.py)."""
+        is_plain = request.config.comm.compression.policy == "none"
+        return is_plain or (not layout.is_split and layout.strategy in ("ddp", "hybrid"))
+
+    found = [
+        search(task, request.cluster, order=order, host_memory=request.host_memory, keep=keep) for task in request.tasks
+    ]
+    if len(found) == 1:
+        return found[0]
+    ranked = [each for one in found for each in one.ranked]
+    ranked.sort(key=lambda each: each.memory_bytes if order == "memory" else each.seconds)  # stable: as they are asked
+    nearest = min((one.nearest for one in found if one.nearest), key=lambda each: each[1], default=None)
+    return replace(
+        found[0],
+        ranked=tuple(ranked),
+        num_fit=sum(one.num_fit for one in found),
+        left_out=dict(sum((Counter(one.left_out) for one in found), Counter[str]())),
+        nearest=None if ranked else nearest,
+    )
+
+
+def _judged(result: PlanResult) -> PlanResult:
+    """Judges the config as it is written, or says why it is not; and what would make it fit, or anything."""
+    request, found = result.request, result.found
+    config, task = request.config, request.tasks[0]
+    if not found.ranked:
+        return replace(result, not_judged="nothing fits", changes=tuple(what_would_fit(found)))
+    if request.no_config:
+        return replace(result, not_judged=f"no config has this model: {request.no_config}")
+    if task.names_precision:
+        return replace(result, not_judged="its precision is not the one that is asked for")
+    workload = workload_as_written(config, task, request.cluster)
+    if workload is None:
+        return replace(result, not_judged=why_not_written(config, request.cluster))
+    result = replace(result, as_written=rank_one(workload, request.cluster, task.need))
+    if result.as_written_fits:
+        return result
+    # A change of the mesh names a microbatch that follows from it, and what else the config fixes.
+    named = [
+        *(() if config.train.microbatch else ("train.microbatch",)),
+        *(("train.accumulate",) if config.train.accumulate else ()),
+        *(("parallel.data",) if config.parallel.data else ()),
+    ]
+    return replace(result, changes=tuple(smallest_changes(workload, found, named=named)))
+
+
 # As plain data.
 
 
-def _json(result: PlanResult, top: int) -> dict[str, Any]:
-    """Returns all of a result, with so many of its plans."""
-    request, found, task = result.request, result.found, result.request.tasks[0]
-    return {
-        "name": request.config.name,
-        "parameters": task.model.params,
-        "cluster": request.cluster.name,
-        "devices": request.cluster.devices,
-        "device": request.cluster.device.name,
-        "global_batch": task.global_batch,
-        "tokens_per_sample": task.seq_len,
-        "assumed": list(result.assumed),
-        "order": found.order,
-        "price_per_device_hour": result.price,
-        "looked_at": found.looked_at,
-        "fit": found.num_fit,
-        "left_out": found.left_out,
-        "budget_bytes": found.budget,
-        "plans": [_ranked(result, each) for each in found.ranked[:top]],
-        "explanations": result.explanations(top),
-        "nearest": None if found.nearest is None else {**_decided(found.nearest[0]), "memory_bytes": found.nearest[1]},
-        "as_written": None
-        if result.as_written is None
-        else {**_ranked(result, result.as_written), "fits": result.as_written_fits},
-        "as_written_not_judged": result.not_judged or None,
-        "changes_that_fit": [
-            {"keys": each.keys, "step_s": None if each.ranked is None else each.ranked.seconds}
-            for each in result.changes
-        ],
-        "scaling": {name: [_row_json(result, row) for row in rows] for name, rows in result.scaling.items()},
-    }
+def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
+    start: dict[str, Any] = {"devices": row.devices, "global_batch": row.global_batch}
+    if row.best is None:
+        return {**start, "plan": None, "why": row.why}
+    return {**start, **_ranked(result, row.best), "efficiency": row.efficiency}
 
 
 def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
     step, (low, high) = ranked.prediction.step, ranked.prediction.band
+    names = ("parameters", "gradients", "optimizer", "activations", "temporary", "framework")
+    formula = {name: getattr(ranked.prediction.memory, name) for name in names}
+    need = result.task_for(ranked).need
+    found = None if need is None else need.estimate(ranked.layout)  # None for a model that it does not know
+    estimate = None
+    if found is not None:
+        estimate = {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
     return {
         **_decided(ranked.workload),
         "step_s": ranked.seconds,
@@ -204,30 +318,11 @@ def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
         "parts_s": asdict(step),
         "memory_bytes": ranked.memory_bytes,
         "host_bytes": ranked.host_bytes,
-        "memory_by_category": _categories(result, ranked),
-        "memory_by_formula": _by_formula(ranked),
-        "memory_by_estimate": _estimate(result, ranked),
+        "memory_by_category": estimate or {**formula, "buffers": 0.0},
+        "memory_by_formula": formula,
+        "memory_by_estimate": estimate,
         "cost": asdict(result.cost_of(ranked)),
     }
-
-
-def _categories(result: PlanResult, ranked: Ranked) -> dict[str, float]:
-    """Of what ``memory_bytes`` is: of the estimate that the engines are checked against, or of the formulas."""
-    return _estimate(result, ranked) or {**_by_formula(ranked), "buffers": 0.0}
-
-
-def _by_formula(ranked: Ranked) -> dict[str, float]:
-    names = ("parameters", "gradients", "optimizer", "activations", "temporary", "framework")
-    return {name: getattr(ranked.prediction.memory, name) for name in names}
-
-
-def _estimate(result: PlanResult, ranked: Ranked) -> dict[str, float] | None:
-    """By the estimate; None for a model that it does not know."""
-    need = result.task_for(ranked).need
-    found = None if need is None else need.estimate(ranked.layout)
-    if found is None:
-        return None
-    return {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
 
 
 def _decided(workload: Workload) -> dict[str, Any]:
@@ -254,13 +349,6 @@ def _decided(workload: Workload) -> dict[str, Any]:
     }
 
 
-def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
-    start: dict[str, Any] = {"devices": row.devices, "global_batch": row.global_batch}
-    if row.best is None:
-        return {**start, "plan": None, "why": row.why}
-    return {**start, **_ranked(result, row.best), "efficiency": row.efficiency}
-
-
 # As text: a table of the first ways, sentences that tell them apart, a verdict on the config, scaling.
 
 
@@ -280,43 +368,41 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
     )
     yield f"{cluster.name}: {cluster.devices} x {cluster.device.name}, {_gib(cluster.device.memory_bytes)} each"
     yield from (f"assumed: {line}" for line in result.assumed)
-    if result.winner is None:
-        yield from _nothing(result)
+    found, winner = result.found, result.winner
+    reasons = sorted(found.left_out.items(), key=lambda each: -each[1])
+    left_out = f"; left out: {', '.join(f'{count} {reason}' for reason, count in reasons)}" if reasons else ""
+    if winner is None:
+        yield f"\nout of memory: none of {found.looked_at} ways fits{left_out}"
+        if found.nearest is not None:
+            workload, need = found.nearest
+            yield f"nearest: {workload_text(workload)} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
+        yield from (f"would fit with {change}" for change in result.changes)
     else:
-        yield from _plans(result, result.winner, top)
-        yield from _verdict(result, result.winner)
+        yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{left_out}\n"
+        yield from _plans(result, winner, top)
+        yield from _verdict(result, winner)
     yield from _scaling(result)
 
 
 def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
-    found, unit = result.found, winner.unit
-    yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{_reasons(found)}\n"
-    cost = f" {_cost_head(result, winner):>12}" if _shows_cost(result) else ""
-    yield f"{'':>3} {'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{cost}  plan"
+    yield f"{'':>3} {_heading(result)}  plan"
     for number, each in enumerate(result.plans[:top], 1):
         yield f"{number:>3} {_figures(result, each)}  {each}"
     yield ""
     for number, sentence in enumerate(result.explanations(top), 1):
         yield f"{number}: {sentence}."
-    yield f"\n{_domain(winner)}"
-    yield f"memory is {_memory_source(result, winner)}"
+    low, high = map(format_seconds, winner.prediction.band)
+    source = "constants were fitted on published runs of this generation, kind of framework and size"
+    if not winner.prediction.fitted:
+        source = "OUTSIDE the calibrated domain: "
+        source += "; ".join(winner.prediction.outside) or "nothing like it was fitted"
+    yield f"\nstep of the first between {low} and {high}; {source} (docs/prediction.md)"
+    if result.task_for(winner).need is None:
+        yield "memory is by formula: this package does not build the model"
+    else:
+        yield "memory is an upper bound; paceline predict shows the same bound, and what a dry run of the engine holds"
     if winner.host_bytes:
         yield f"the first has {_gib(winner.host_bytes)} of each rank in its host's memory, which is not in the catalog"
-
-
-def _memory_source(result: PlanResult, winner: Ranked) -> str:
-    if result.task_for(winner).need is None:
-        return "by formula: this package does not build the model"
-    return "an upper bound; paceline predict shows the same bound, and what a dry run of the engine holds"
-
-
-def _nothing(result: PlanResult) -> Iterator[str]:
-    found = result.found
-    yield f"\nout of memory: none of {found.looked_at} ways fits{_reasons(found)}"
-    if found.nearest is not None:
-        workload, need = found.nearest
-        yield f"nearest: {workload_text(workload)} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
-    yield from (f"would fit with {change}" for change in result.changes)
 
 
 def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
@@ -325,71 +411,42 @@ def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
         yield f"as written: not judged, as {result.not_judged}"
         return
     if result.as_written_fits:
-        slower = ranked.seconds / winner.seconds
-        yield f"as written ({ranked}): fits, {slower:.2f} x the first plan's time"
+        yield f"as written ({ranked}): fits, {ranked.seconds / winner.seconds:.2f} x the first plan's time"
         return
-    needs, room, where = ranked.memory_bytes, found.budget, ""
-    if needs <= room:
-        needs, room, where = node_bytes(ranked.workload, found.cluster), found.host_memory, " of the host"
-    yield (f"as written ({ranked}): out of memory{where}, needs {_gib(needs)} and {_gib(room)} may be taken")
+    needs, has, where = ranked.memory_bytes, found.budget, ""
+    if needs <= has:
+        needs, has, where = node_bytes(ranked.workload, found.cluster), found.host_memory, " of the host"
+    yield f"as written ({ranked}): out of memory{where}, needs {_gib(needs)} and {_gib(has)} may be taken"
     yield from (f"  fits with {change}" for change in result.changes)
 
 
 def _scaling(result: PlanResult) -> Iterator[str]:
-    unit = "samples" if result.request.tasks[0].model.is_sampled else "tokens"
     for name, rows in result.scaling.items():
         yield f"\n{name} scaling ({'same batch' if name == 'strong' else 'same samples a device'})"
-        best = next((row.best for row in rows if row.best is not None), None)
-        cost = f" {_cost_head(result, best):>12}" if _shows_cost(result) and best else ""
-        yield (
-            f"{'GPUs':>6} {'batch':>7} {'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{cost} "
-            f"{'eff.':>6}"
-        )
+        heading = _heading(result, has_cost=any(row.best for row in rows))
+        yield f"{'GPUs':>6} {'batch':>7} {heading} {'eff.':>6}"
         for row in rows:
-            start = f"{row.devices:>6} {row.global_batch:>7}"
-            if row.best is None:
-                yield f"{start} {row.why}"
-            else:
-                yield f"{start} {_figures(result, row.best)} {row.efficiency:>6.1%}  {row.best}"
+            told = row.why if row.best is None else f"{_figures(result, row.best)} {row.efficiency:>6.1%}  {row.best}"
+            yield f"{row.devices:>6} {row.global_batch:>7} {told}"
     cheapest = result.cheapest_row()
     if result.found.order == "cost" and cheapest is not None:
         yield f"\ncheapest of these, with the same batch: {cheapest.devices} devices"
 
 
+def _heading(result: PlanResult, *, has_cost: bool = True) -> str:
+    unit, billion = ("samples", "G") if result.request.tasks[0].model.is_sampled else ("tokens", "B")
+    cost = f"{'h' if result.price is None else '$'}/{billion} {unit}"
+    shown = f" {cost:>12}" if has_cost and result.shows_cost else ""
+    return f"{'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{shown}"
+
+
 def _figures(result: PlanResult, ranked: Ranked) -> str:
-    cost = f" {_cost(result, ranked):>12}" if _shows_cost(result) else ""
+    cost = result.cost_of(ranked)
+    billion = cost.hours_per_billion if cost.per_billion is None else cost.per_billion
     return (
         f"{format_seconds(ranked.seconds):>10} {ranked.tokens_per_s:>12,.0f} {ranked.mfu:>6.1%} "
-        f"{ranked.communication:>6.1%} {_gib(ranked.memory_bytes):>10}{cost}"
-    )
-
-
-def _shows_cost(result: PlanResult) -> bool:
-    return result.price is not None or result.found.order == "cost"
-
-
-def _cost_head(result: PlanResult, ranked: Ranked) -> str:
-    each = "G" if ranked.unit == "samples" else "B"
-    return f"{'h' if result.price is None else '$'}/{each} {ranked.unit[:7]}"
-
-
-def _cost(result: PlanResult, ranked: Ranked) -> str:
-    cost = result.cost_of(ranked)
-    return f"{cost.hours_per_billion if cost.per_billion is None else cost.per_billion:,.2f}"
-
-
-def _reasons(found: Search) -> str:
-    told = ", ".join(f"{count} {reason}" for reason, count in sorted(found.left_out.items(), key=lambda each: -each[1]))
-    return f"; left out: {told}" if told else ""
-
-
-def _domain(winner: Ranked) -> str:
-    low, high = winner.prediction.band
-    source = "constants were fitted on published runs of this generation, kind of framework and size"
-    if not winner.prediction.fitted:
-        reasons = "; ".join(winner.prediction.outside) or "nothing like it was fitted"
-        source = f"OUTSIDE the calibrated domain: {reasons}"
-    return f"step of the first between {format_seconds(low)} and {format_seconds(high)}; {source} (docs/prediction.md)"
+        f"{ranked.communication:>6.1%} {_gib(ranked.memory_bytes):>10}"
+    ) + (f" {billion:>12,.2f}" if result.shows_cost else "")
 
 
 def _gib(num_bytes: float) -> str:

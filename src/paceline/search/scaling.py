@@ -5,13 +5,14 @@ efficiency = throughput a device / that of the smallest number that has a plan
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
+from paceline.schedule.text import save_picture
 from paceline.search.candidates import TrainingTask
 from paceline.search.search import Order, Ranked, search
 
@@ -43,16 +44,25 @@ def scaling_rows(
 
     Weak scaling keeps the samples of a device: the batch is the task's on the whole cluster, and in proportion else.
     """
-    clusters = [resized(cluster, count) for count in sorted(set(counts))]
-    rows = []
-    for each in clusters:
+    rows: list[ScalingRow] = []
+    first: float | None = None  # throughput a device
+    for each in [resized(cluster, count) for count in sorted(set(counts))]:
         batch, rest = divmod(task.global_batch * each.devices, cluster.devices) if weak else (task.global_batch, 0)
-        if rest or not batch:
-            why = f"{task.global_batch} samples on {cluster.devices} devices are no whole number on {each.devices}"
-            rows.append(ScalingRow(devices=each.devices, global_batch=batch, best=None, why=why))
-        else:
-            rows.append(_row(replace(task, global_batch=batch), each, order, host_memory))
-    return list(_with_efficiency(rows))
+        row = ScalingRow(devices=each.devices, global_batch=batch, best=None, why="out of memory")
+        try:
+            if rest or not batch:
+                whole = f"{task.global_batch} samples on {cluster.devices} devices"
+                raise UsageError(f"{whole} are no whole number on {each.devices}")
+            found = search(replace(task, global_batch=batch), each, order=order, host_memory=host_memory)
+        except UsageError as error:
+            rows.append(replace(row, why=error.headline))
+            continue
+        if found.ranked:
+            rate = found.ranked[0].tokens_per_s / each.devices
+            first = rate if first is None else first
+            row = replace(row, best=found.ranked[0], why="", efficiency=rate / first)
+        rows.append(row)
+    return rows
 
 
 def resized(cluster: Cluster, devices: int) -> Cluster:
@@ -72,50 +82,18 @@ def resized(cluster: Cluster, devices: int) -> Cluster:
     return replace(cluster, name=f"{devices // each}x {cluster.node.name}", nodes=devices // each)
 
 
-def _row(task: TrainingTask, cluster: Cluster, order: Order, host_memory: float) -> ScalingRow:
-    row = ScalingRow(devices=cluster.devices, global_batch=task.global_batch, best=None, why="out of memory")
-    try:
-        found = search(task, cluster, order=order, host_memory=host_memory)
-    except UsageError as error:
-        return replace(row, why=error.headline)
-    return replace(row, best=found.ranked[0], why="") if found.ranked else row
-
-
-def _with_efficiency(rows: Sequence[ScalingRow]) -> Iterator[ScalingRow]:
-    first: float | None = None
-    for row in rows:
-        if row.best is None:
-            yield row
-            continue
-        each = row.best.tokens_per_s / row.devices
-        first = each if first is None else first
-        yield replace(row, efficiency=each / first)
-
-
-# Scaling as a picture: predicted throughput and efficiency over the number of devices, strong and weak.
-#
-# Numbers of devices without a plan have no point. The dashed line is the first point's throughput, device by device.
-
-
 _STYLES = {"strong": ("tab:blue", "o", "same batch"), "weak": ("tab:orange", "s", "same samples a device")}
 
 
 def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: str) -> None:
-    """Draws the tables into a file; the ending (.png, .svg, .pdf) is its format. Raises UsageError for others.
+    """Draws throughput and efficiency into a file; its ending (.png, .svg, .pdf) is its format.
 
-    ``tables``: rows of strong and weak scaling by these names, with a plan in one row at least.
+    ``tables``: rows of strong and weak scaling by these names, with a plan in one row at least; rows without one have
+    no point. The dashed line is the first point's throughput, device by device. Raises UsageError for other endings.
     """
-    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.0, 4.0), dpi=110)
-    formats = figure.canvas.get_supported_filetypes()
-    ending = path.suffix.removeprefix(".")
-    if ending not in formats:
-        raise UsageError(
-            f"a picture cannot be drawn into {path}\n  its ending is its format: {', '.join(sorted(formats))}\n"
-            f"  try {path.with_suffix('.png')}"
-        )
     throughput, efficiency = figure.subplots(1, 2)
     planned = {name: found for name, rows in tables.items() if (found := [row for row in rows if row.best])}
     _draw_throughput(throughput, planned)
@@ -128,13 +106,7 @@ def draw_scaling(tables: Mapping[str, Sequence[ScalingRow]], path: Path, title: 
         axes.set_xlabel("GPUs")
         axes.spines[["top", "right"]].set_visible(False)
     figure.suptitle(f"{title}: predicted, not measured", fontsize=10)
-    figure.tight_layout()
-    dates = {"svg": "Date", "pdf": "CreationDate"}  # left out, so that the same plan is the same file
-    try:
-        with matplotlib.rc_context({"svg.hashsalt": "paceline"}):
-            figure.savefig(path, metadata={dates[ending]: None} if ending in dates else None)
-    except OSError as error:
-        raise UsageError(f"the picture cannot be written to {path}: {error}") from error
+    save_picture(figure, path)
 
 
 def _draw_throughput(axes: Axes, tables: Mapping[str, Sequence[ScalingRow]]) -> None:

@@ -21,12 +21,12 @@ from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
 from paceline.plan.describe import Value, config_values, count_differences, layout_text
 from paceline.plan.layout import Layout, Offload
+from paceline.plan.plan import MARGIN
 from paceline.plan.workload import Workload
 from paceline.predict.formulas.engine_costs import BUCKETS_MB, engine_footprint, part_params, price_untuned, with_tuning
 from paceline.predict.formulas.step import Prediction, model_flops
 from paceline.predict.memory.memory import EngineMemory
 from paceline.search.candidates import TrainingTask, candidates_for
-from paceline.search.choice import MARGIN
 from paceline.units import format_bytes, format_seconds
 
 Order: TypeAlias = Literal["time", "cost", "memory"]
@@ -34,7 +34,7 @@ ORDERS: tuple[Order, ...] = ("time", "cost", "memory")
 
 TOO_LARGE = "more memory than the device has"
 NOT_ALLOWED = "the config forbids them"
-NO_ROOM_ON_HOST = "more memory than the host has"
+HOST_TOO_SMALL = "more memory than the host has"
 _TIMED_BY_MEMORY = 200  # of the smallest candidates, where the smallest are asked for
 _WORTH_TUNING = 0.995
 # Parts of a step in words: where a slower candidate spends more.
@@ -80,7 +80,7 @@ class Ranked:
     @property
     def tokens_per_s(self) -> float:
         """Tokens of all samples; of a model whose samples are no rows of tokens, samples."""
-        return self.prediction.samples_per_s * self.workload.run.seq_len
+        return self.samples_per_s * self.workload.run.seq_len
 
     @property
     def host_bytes(self) -> float:
@@ -104,7 +104,6 @@ class Ranked:
 
 
 def workload_text(workload: Workload) -> str:
-    """Says how a workload is laid out."""
     return layout_text(workload.layout, names_precision=workload.run.names_precision)
 
 
@@ -133,7 +132,7 @@ class Search:
         return budget_of(self.cluster)
 
     def fits(self, ranked: Ranked) -> bool:
-        """Whether the device has room, and the host for what the ranks of a node offload."""
+        """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
         return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
 
@@ -167,7 +166,7 @@ def search(
             continue
         forms = fitting_forms(layout, task, cluster, host_memory, every=order == "memory")
         if not forms.fitting:
-            left_out[NO_ROOM_ON_HOST if forms.lacks_host else TOO_LARGE] += 1
+            left_out[HOST_TOO_SMALL if forms.lacks_host else TOO_LARGE] += 1
             if nearest is None or forms.smallest[1] < nearest[1]:
                 nearest = forms.smallest
         fitting += forms.fitting
@@ -220,8 +219,6 @@ def node_bytes(workload: Workload, cluster: Cluster) -> float:
 
 
 class Sized(NamedTuple):
-    """A workload, and the bytes that a rank of it needs."""
-
     workload: Workload
     num_bytes: float
 
@@ -277,52 +274,43 @@ def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
 
 def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineMemory | None) -> Ranked:
     """Prices a workload in its fastest tuning; in the usual one, unless another gains enough and fits."""
-    untuned = price_untuned(workload, cluster)
+    layout, untuned = workload.layout, price_untuned(workload, cluster)
     usual = best = _rank(workload, num_bytes, cluster, untuned)
-    for layout in _tunings(workload.layout):
-        other = _rank(replace(workload, layout=layout), num_bytes, cluster, untuned)
+    tunings: list[Layout] = []
+    if layout.is_fully_sharded:
+        if layout.pipeline == 1 and not layout.offload.is_any and layout.shards > 1:
+            tunings = [replace(layout, reshard_after_forward=False)]
+    elif layout.data > 1:
+        tunings = [replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB]
+    for each in tunings:
+        other = _rank(replace(workload, layout=each), num_bytes, cluster, untuned)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
             other = replace(other, memory_bytes=_bytes_of(other.workload, need))
             best = other if other.memory_bytes <= budget_of(cluster) else best
     return best
 
 
-def _tunings(layout: Layout) -> Iterator[Layout]:
-    if layout.is_fully_sharded:
-        if layout.pipeline == 1 and not layout.offload.is_any and layout.shards > 1:
-            yield replace(layout, reshard_after_forward=False)
-    elif layout.data > 1:
-        yield from (replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB)
-
-
 def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> UsageError:
-    devices, batch = cluster.devices, task.global_batch
+    """Says that no mesh fits the batch, with the next smaller and larger numbers of devices that one fits."""
+    each, devices, batch = cluster.node.devices, cluster.devices, task.global_batch
+
+    def has_mesh(count: int) -> bool:
+        """Whether a mesh fits so many devices: a part of a node, or whole nodes."""
+        node = replace(cluster.node, devices=min(count, each))
+        other = replace(cluster, nodes=max(1, count // each), node=node)
+        return next(candidates_for(task, other, Counter()), None) is not None
+
+    sizes = [*range(1, each), *range(each, 2 * devices + 1, each)]
+    below = next((count for count in reversed(sizes) if count < devices and has_mesh(count)), None)
+    larger = sizes if cluster.between is not None else []
+    above = next((count for count in larger if count > devices and has_mesh(count)), None)
+    near = [str(count) for count in (below, above) if count is not None]
     why = ", ".join(f"{reason} ({count})" for reason, count in left_out.items())
-    more = -(-batch // devices) * devices
-    near = [str(count) for count in _near_counts(task, cluster)]
     return UsageError(
         f"{devices} devices: no mesh fits a batch of {batch}: {why}\n"
         "  devices = pipeline x data x tensor, and every data rank gets as many samples\n"
-        f"  try train.global_batch={more}, or {' or '.join(near)} devices"
+        f"  try train.global_batch={-(-batch // devices) * devices}, or {' or '.join(near)} devices"
     )
-
-
-def _near_counts(task: TrainingTask, cluster: Cluster) -> Iterator[int]:
-    """Iterates over the next smaller and the next larger number of devices that a mesh fits: parts of a node, nodes."""
-    each, devices = cluster.node.devices, cluster.devices
-    sizes = [*range(1, each), *range(each, 2 * devices + 1, each)]
-    below = [count for count in reversed(sizes) if count < devices]
-    above = [count for count in sizes if count > devices and cluster.between is not None]
-    for counts in (below, above):
-        found = next((count for count in counts if _has_mesh(task, cluster, count)), None)
-        if found is not None:
-            yield found
-
-
-def _has_mesh(task: TrainingTask, cluster: Cluster, devices: int) -> bool:
-    node, nodes = cluster.node, max(1, devices // cluster.node.devices)
-    other = replace(cluster, nodes=nodes, node=replace(node, devices=min(devices, node.devices)))
-    return next(candidates_for(task, other, Counter()), None) is not None
 
 
 # Reasons.
@@ -416,7 +404,7 @@ def _time(change: Change) -> float:
     return change.ranked.seconds if change.ranked else float("inf")
 
 
-def room_makers(found: Search) -> Iterator[Change]:
+def what_would_fit(found: Search) -> Iterator[Change]:
     """Iterates over what would make anything fit where nothing does: more devices, shorter sequences."""
     task, cluster = found.task, found.cluster
     for factor in (2, 4, 8, 16, 32, 64):

@@ -23,10 +23,9 @@ from paceline.config.data_sections import may_ignore
 from paceline.config.train_checks import shorter_warmup
 from paceline.data.datasets import MapDataset, check_enough
 from paceline.data.fetch import LoaderOptions
-from paceline.data.loader import EvalLoader, TrainLoader
+from paceline.data.loader import EvalLoader, TrainLoader, WorkerChoice, choose_workers
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, data_of
-from paceline.data.workers import WorkerChoice, choose_workers
 from paceline.engines.apply import parallelize
 from paceline.engines.compiled import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
@@ -38,18 +37,17 @@ from paceline.models.hugging_face import model_folder
 from paceline.models.registry import build_model
 from paceline.plan.groups import groups_of
 from paceline.plan.layout import Layout
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Plan, RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, largest_microbatch, optimizer_slots, with_memory
 from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
-from paceline.search.make_plan import RunMachine, make_plan, with_length
+from paceline.search.make_plan import make_plan, with_length
 from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.evaluate import load_metrics
 from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
-from paceline.train.hooks import CompileHook, NoteHook, bucket_choice
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
@@ -57,7 +55,7 @@ from paceline.train.resolve import has_own_code, resolve_together
 from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
 from paceline.train.step import StepPolicy
 from paceline.train.survive.retry import Retry
-from paceline.train.trainer import Hook, Trainer
+from paceline.train.trainer import CompileHook, Hook, NoteHook, Trainer, bucket_choice
 from paceline.units import format_bytes
 
 
@@ -157,7 +155,7 @@ def build_trainer(
         engine=engine,
         optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
         loader=_train_loader(config, plan, data, engine.batch_comm, options),
-        eval_loader=_eval_loader(plan, data, engine.batch_comm, options),
+        eval_loader=None if data.eval is None else _eval_loader(plan, data.eval, engine.batch_comm, options),
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
@@ -379,9 +377,7 @@ def _train_loader(
     )
 
 
-def _eval_loader(plan: Plan, data: DataSplits, comm: Communicator, options: LoaderOptions) -> EvalLoader | None:
-    if data.eval is None:
-        return None
+def _eval_loader(plan: Plan, data: MapDataset, comm: Communicator, options: LoaderOptions) -> EvalLoader:
     # As many samples at once as in training: a batch that is cut to fit into memory would not fit whole here either.
     at_once = plan.batch.microbatch * comm.size
-    return EvalLoader(data.eval, at_once, rank=comm.rank, ranks=comm.size, options=options)
+    return EvalLoader(data, at_once, rank=comm.rank, ranks=comm.size, options=options)

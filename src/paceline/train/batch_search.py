@@ -27,7 +27,7 @@ from paceline.engines.engine import Engine
 from paceline.errors import TrainingError
 from paceline.free_memory import MemoryGauge
 from paceline.mesh import divisors
-from paceline.search.choice import MARGIN
+from paceline.plan.plan import MARGIN
 from paceline.train.loss import Loss
 from paceline.train.step import Passes, accumulate
 from paceline.train.survive.retry import PassState, can_fail_alone, drop_gradients, is_out_of_memory, release_memory

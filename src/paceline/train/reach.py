@@ -62,8 +62,8 @@ def _patterns(config: Config) -> Iterator[Problem]:
 
     known = known_shape(config.data)
     # What only the data would tell has no part in the names of parameters.
-    names = ("features", "channels", "classes", "vocab_size", "context")
-    sizes: dict[str, Any] = {name: getattr(known, name) or 8 for name in names}
+    fields = ("features", "channels", "classes", "vocab_size", "context")
+    sizes: dict[str, Any] = {name: getattr(known, name) or 8 for name in fields}
     shape = replace(known, kind="tokens" if config.model.kind in ("gpt", "hf") else "classes", **sizes)
     try:
         with torch.device("meta"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import sysconfig
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_map
 
 from paceline.cluster.detect import Machine, detect_machine
 from paceline.comm.base import Communicator
+from paceline.comm.ledger.call_sites import LIBRARY, USER, kind_of_file
 from paceline.comm.objects import ask_first_rank
 from paceline.config import Config, with_precision
 from paceline.config.data_sections import is_own_code, may_ignore
@@ -30,20 +30,18 @@ from paceline.data.fetch import fetch_batch
 from paceline.data.registry import DataSplits, data_of
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
-from paceline.free_memory import measure_room
+from paceline.free_memory import measure_machine
 from paceline.imports import import_from_path
 from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks
+from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
-from paceline.search.automatic import choose
-from paceline.search.choice import Choice, Room, apply_choice
+from paceline.search.automatic import Choice, apply_choice, choose
 from paceline.train.loss import build_loss
 
 RULE = "the model is run once, on tensors that have shapes and no values"
 _OURS = Path(__file__).parent.parent
-_TORCH = Path(torch.__file__).parent
-_PYTHON = Path(sysconfig.get_path("stdlib"))
 _RECORDERS = (_OURS / "rehearse" / "dryrun", _OURS / "models" / "measured.py")  # they stand between a model and torch
 _NEEDS_VALUES = (
     NotImplementedError,
@@ -77,10 +75,11 @@ def raised_at(error: BaseException, model: nn.Module | None = None) -> str | Non
     """
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    ours = max((place for place, frame in enumerate(frames) if _is_ours(frame)), default=-1)
-    own = [place for place, frame in enumerate(frames) if place > ours and _is_own(frame)]
+    files = [frame.f_code.co_filename for frame in frames]
+    ours = max((place for place, file in enumerate(files) if _is_ours(Path(file))), default=-1)
+    own = [place for place in range(ours + 1, len(files)) if kind_of_file(files[place]) in (USER, LIBRARY)]
     module = next((each for frame in reversed(frames[ours + 1 :]) if (each := _module(frame)) is not None), None)
-    is_loss = ours >= 0 and Path(frames[ours].f_code.co_filename) == _OURS / "train" / "loss.py"
+    is_loss = ours >= 0 and Path(files[ours]) == _OURS / "train" / "loss.py"
     if not own and module is None and not is_loss:
         return None
     name = "" if module is None or model is None else _name(module, model)
@@ -120,18 +119,8 @@ def first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [""])[0].rstrip(".")
 
 
-def _is_ours(frame: FrameType) -> bool:
-    file = Path(frame.f_code.co_filename)
+def _is_ours(file: Path) -> bool:
     return file.is_relative_to(_OURS) and not any(file.is_relative_to(each) for each in _RECORDERS)
-
-
-def _is_own(frame: FrameType) -> bool:
-    """Whether a frame is neither ours, nor torch's, nor Python's."""
-    name = frame.f_code.co_filename
-    file = Path(name)
-    if name.startswith("<") or file.is_relative_to(_OURS) or file.is_relative_to(_TORCH):
-        return False
-    return not file.is_relative_to(_PYTHON) or "site-packages" in file.parts or "dist-packages" in file.parts
 
 
 def _module(frame: FrameType) -> nn.Module | None:
@@ -152,15 +141,15 @@ def _inputs(data: DataSplits) -> str:
     return f"of type {type(inputs).__name__}" if shape is None else f"{list(shape)} a sample"
 
 
-def resolve_strategy(config: Config, room: Room, machine: Machine | None = None) -> tuple[Config, Choice]:
-    """Decides ``parallel.strategy: auto`` or ``parallel.sharding_strategy: auto``; returns the config, and why.
+def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None = None) -> tuple[Config, Choice]:
+    """Decides ``parallel.strategy: auto``; returns the config, and why.
 
     Of what fits, the fastest by prediction is taken; the first in order where the machine cannot be priced. None: the
     present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
-    config = with_precision(config, room.device)
-    model = describe_model(config, room.device) or measure_config(config, room.device)
-    choice = choose(config, model, room, machine or detect_machine(with_gpus=room.device == "cuda"))
+    config = with_precision(config, where.device)
+    model = describe_model(config, where.device) or measure_config(config, where.device)
+    choice = choose(config, model, where, machine or detect_machine(with_gpus=where.device == "cuda"))
     return apply_choice(config, choice), choice
 
 
@@ -173,7 +162,7 @@ def resolve_together(
     """
 
     def decide() -> tuple[Config, Choice]:
-        return resolve_strategy(config, measure_room(comm.device.type, comm.size, node_ranks or comm.size), machine)
+        return resolve_strategy(config, measure_machine(comm.device.type, comm.size, node_ranks or comm.size), machine)
 
     return ask_first_rank(comm, decide)
 

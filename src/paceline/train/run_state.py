@@ -51,7 +51,7 @@ from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
 from paceline.train.step import StepPolicy, make_scaler
-from paceline.train.survive.bad_steps import BadSteps
+from paceline.train.survive.recovery import BadSteps
 from paceline.train.survive.retry import Retry
 
 
@@ -143,7 +143,15 @@ class RunState:
         """
         parts, comm, values = self.parts, self.parts.engine.world, checkpoint.values
         try:
-            _load_model_and_optimizer(parts, checkpoint)
+            fill_model(checkpoint, parts.engine)
+            if not checkpoint.manifest.about.get("weights_only"):  # else the optimizer begins anew
+                groups = parts.optimizer.param_groups
+                asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+                load_optimizer(checkpoint, parts.optimizer, list(parts.engine.shards()))
+                # Rates and decay stay what the config asks for now.
+                for group, settings in zip(parts.optimizer.param_groups, asked, strict=True):
+                    peak = settings.get("initial_lr", settings["lr"])
+                    group.update(settings, lr=peak, initial_lr=peak)
         except (MisfitError, RuntimeError, ValueError, KeyError) as error:
             raise CheckpointError(
                 f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
@@ -174,19 +182,6 @@ class RunState:
             restore_random_states(own["random"], comm.device)
         else:
             seed_everything(parts.seed, parts.engine.random_stream, checkpoint.step)
-
-
-def _load_model_and_optimizer(parts: TrainerParts, checkpoint: Checkpoint) -> None:
-    """Fills parameters, buffers and optimizer state. Rates and decay stay what the config asks for now."""
-    fill_model(checkpoint, parts.engine)
-    if checkpoint.manifest.about.get("weights_only"):
-        return  # somebody's weights: the optimizer begins anew
-    groups = parts.optimizer.param_groups
-    asked = [{name: value for name, value in group.items() if name != "params"} for group in groups]
-    load_optimizer(checkpoint, parts.optimizer, list(parts.engine.shards()))
-    for group, settings in zip(parts.optimizer.param_groups, asked, strict=True):
-        peak = settings.get("initial_lr", settings["lr"])
-        group.update(settings, lr=peak, initial_lr=peak)
 
 
 # What folders of Hugging Face have for tokens, images and generation, apart from the weights.

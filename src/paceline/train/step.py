@@ -45,17 +45,36 @@ from torch.utils._pytree import tree_map
 from paceline.data.loader import StepBatch
 from paceline.engines.engine import Engine, LossSum, OnPhase, ignore_phase
 from paceline.engines.precision import Precision
+from paceline.errors import UsageError
 from paceline.train.loss import Loss
 from paceline.train.master_adamw import MasterAdamW, Scaling
 
-GROWTH, BACKOFF, GROWTH_INTERVAL = 2.0, 0.5, 2000
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScalerPolicy:
+    """How the scale starts and moves."""
+
+    initial: float = 65536.0
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if self.initial > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.growth_interval >= 1:
+            return
+        raise UsageError(
+            f"a loss scale of {self.initial} that grows by {self.growth} every {self.growth_interval} steps and backs "
+            f"off by {self.backoff}\n  the scale is above 0, growth at least 1, backoff between 0 and 1\n"
+            "  leave them at their defaults: 65536, 2, 2000, 0.5"
+        )
 
 
 class LossScaler:
     """The scale of the loss, and how many good steps there were since it last moved."""
 
-    def __init__(self, device: torch.device, initial: float = 65536.0) -> None:
-        self.scale = torch.full((), initial, dtype=torch.float32, device=device)
+    def __init__(self, device: torch.device, policy: ScalerPolicy | None = None) -> None:
+        self.policy = policy or ScalerPolicy()
+        self.scale = torch.full((), self.policy.initial, dtype=torch.float32, device=device)
         self._num_good = torch.zeros((), dtype=torch.int32, device=device)
         self._elements: torch.Tensor | None = None
 
@@ -84,7 +103,10 @@ class LossScaler:
         is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
         # A new tensor each time: the scale of the step before may still be on its way into a record.
         self.scale = self.scale.clone()
-        torch._amp_update_scale_(self.scale, self._num_good, is_bad, GROWTH, BACKOFF, GROWTH_INTERVAL)
+        policy = self.policy
+        torch._amp_update_scale_(
+            self.scale, self._num_good, is_bad, policy.growth, policy.backoff, policy.growth_interval
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scale and counts as plain numbers. Waits for the device."""
@@ -100,7 +122,7 @@ class LossScaler:
 
 def make_scaler(precision: Precision, device: torch.device, initial: float = 65536.0) -> LossScaler | None:
     """Makes the scaler that a precision needs; None where gradients have the range of fp32."""
-    return LossScaler(device, initial) if precision.scales_loss else None
+    return LossScaler(device, ScalerPolicy(initial=initial)) if precision.scales_loss else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,8 @@ class ConfigCase:
     """
 
     def __init__(self, config: Config, *, batch: int, layers_as_blocks: bool = False) -> None:
-        self._config = _without_dropout(config)
+        plain = {"dropout": 0.0} if "dropout" in type(config.model).model_fields else {}
+        self._config = config.with_values("model", compile=False, **plain)
         self._batch = batch
         self._layers_as_blocks = layers_as_blocks
         self._work: DataAndModel | None = None
@@ -126,8 +127,3 @@ def cut(batch: Any, part: int, parts: int) -> Any:
         return None
     start, stop = int(rows[0]), int(rows[-1]) + 1
     return tree_map(lambda v: v[start:stop] if isinstance(v, torch.Tensor) and v.ndim else v, batch)
-
-
-def _without_dropout(config: Config) -> Config:
-    plain = {"dropout": 0.0} if "dropout" in type(config.model).model_fields else {}
-    return config.with_values("model", compile=False, **plain)

@@ -40,9 +40,8 @@ from paceline.verify.measure import (
     worst,
 )
 from paceline.verify.reference import Reference, run_reference
-from paceline.verify.runs import run_distributed
+from paceline.verify.runs import Calls, Gradients, StepValues, run_distributed
 from paceline.verify.settings import Settings, check_settings, complete
-from paceline.verify.values import Calls, Gradients, StepValues
 
 # Where two runs part: the first module whose output differs, or else whose gradient does.
 
@@ -75,12 +74,19 @@ def locate(
     """Names the first place where a rank differs in ``settings.record_step``, whose activations were recorded."""
     step = settings.record_step
     assert step is not None
-    hint = _hint(case.make_model(), settings)
+    hint = ""
+    norms = (isinstance(module, nn.modules.batchnorm._BatchNorm) for module in case.make_model().modules())
+    if not settings.layout.sync_batchnorm and any(norms):
+        hint = (
+            "the model has BatchNorm, which normalises over the samples of one rank: its results depend on how the "
+            "batch is cut\n  synchronise it over the ranks (sync_batchnorm), or use GroupNorm or LayerNorm"
+        )
     for what, name, error in _errors(settings, bound, expected, per_rank):
         if not error <= bound.tolerance:
             module, _, tensor = name.rpartition(".")
-            if what == "update" and _cancels(expected.gradients.get(name)):
-                hint = _MAGNIFIED
+            gradient = expected.gradients.get(name)
+            if what == "update" and gradient is not None and gradient.numel() and float(gradient.abs().max()) < 1e-13:
+                hint = _MAGNIFIED  # of float64, that is nothing but rounding
             what = f"{what} ({tensor})" if what in ("gradient", "update", "buffer") else what
             return Divergence(
                 step=step, module=name if what == "forward" else module, what=what, error=error, hint=hint
@@ -115,7 +121,6 @@ def _largest(
     tensors: Callable[[StepValues], Tensors],
     scale: Tensors | None = None,
 ) -> dict[str, float]:
-    """Returns the largest error of each tensor over the ranks."""
     wanted = tensors(expected)
     found = [bound.measure(tensors(values), wanted, scale or {}) for values in per_rank]
     return {name: worst({str(rank): errors[name] for rank, errors in enumerate(found)}) for name in wanted}
@@ -169,21 +174,6 @@ def _backward_order(expected: StepValues) -> list[str]:
     """Returns parameter names, those of the modules called last first: the order in which gradients arise."""
     called = {name: index for calls in expected.activations.values() for index, (name, _) in enumerate(calls)}
     return sorted(expected.gradients, key=lambda name: -called.get(name.rpartition(".")[0], -1))
-
-
-def _cancels(gradient: torch.Tensor | None) -> bool:
-    """Whether a gradient of float64 is nothing but rounding."""
-    return gradient is not None and gradient.numel() > 0 and float(gradient.abs().max()) < 1e-13
-
-
-def _hint(model: nn.Module, settings: Settings) -> str:
-    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
-    if norms and not settings.layout.sync_batchnorm:
-        return (
-            "the model has BatchNorm, which normalises over the samples of one rank: its results depend on how the "
-            "batch is cut\n  synchronise it over the ranks (sync_batchnorm), or use GroupNorm or LayerNorm"
-        )
-    return ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -264,7 +254,13 @@ def certify(case: Case, settings: Settings) -> Certificate:
     settings = dataclasses.replace(complete(settings), caches_casts=settings.backend != "virtual")
     check_settings(settings)
     if settings.backend != "virtual":
-        _check_picklable(case)
+        try:
+            pickle.dumps(case)
+        except Exception as error:
+            raise UsageError(
+                f"real ranks are processes, and the functions cannot be sent there: {error}\n"
+                "  define make_model, make_batch and loss_fn at the top of a module, or use backend='virtual'"
+            ) from error
     start = time.perf_counter()
     reference, per_rank = _both(case, settings)
     bound = bound_for(settings, reference.pieces)
@@ -352,7 +348,6 @@ def _agree(reference: Reference, per_rank: Sequence[list[StepValues]], bound: Bo
 
 
 def _run(case: Case, settings: Settings) -> list[list[StepValues]]:
-    """Trains on the ranks."""
     try:
         if settings.backend == "virtual":
             return run_virtual(lambda comm: run_distributed(comm, case, settings), settings.ranks)
@@ -366,13 +361,3 @@ def _run(case: Case, settings: Settings) -> list[list[StepValues]]:
 
 def _sharing_memory(comm: Communicator, case: Case, settings: Settings) -> list[StepValues]:
     return run_distributed(share_memory(comm), case, settings)
-
-
-def _check_picklable(case: Case) -> None:
-    try:
-        pickle.dumps(case)
-    except Exception as error:
-        raise UsageError(
-            f"real ranks are processes, and the functions cannot be sent there: {error}\n"
-            "  define make_model, make_batch and loss_fn at the top of a module, or use backend='virtual'"
-        ) from error

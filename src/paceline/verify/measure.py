@@ -22,8 +22,8 @@ from dataclasses import dataclass
 import torch
 
 from paceline.verify.reference import Reference
+from paceline.verify.runs import StepValues
 from paceline.verify.settings import Settings
-from paceline.verify.values import StepValues
 
 TOLERANCE = 1e-10
 
@@ -34,8 +34,6 @@ Measure = Callable[[Tensors, Tensors, Tensors], dict[str, float]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """The largest differences found, by what was compared."""
-
     loss: float = 0.0
     gradients: float = 0.0
     norm: float = 0.0
@@ -57,7 +55,6 @@ class Bound:
 
     @property
     def is_relative(self) -> bool:
-        """Whether differences are relative to what was expected."""
         return self.floor is not None
 
     def measure(self, ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
@@ -148,13 +145,11 @@ def merge(errors: Iterable[Errors]) -> Errors:
 
 
 def movement(expected: StepValues) -> dict[str, torch.Tensor]:
-    """Returns how far a step moved the parameters."""
     start = expected.start
     return {name: value - start[name] for name, value in expected.parameters.items() if name in start}
 
 
 def absolute(ours: Tensors, expected: Tensors, scale: Tensors) -> dict[str, float]:
-    """Returns the largest absolute difference of each tensor."""
     del scale
     return {name: difference(ours.get(name), tensor) for name, tensor in expected.items()}
 

@@ -27,9 +27,17 @@ from paceline.models.registry import model_blocks
 from paceline.train.loss import Loss, LossValue
 from paceline.train.step import place
 from paceline.verify.case import Case, cut, num_samples
-from paceline.verify.runs import casts_cached, prepare
+from paceline.verify.runs import (
+    ActivationRecorder,
+    CoarseParts,
+    Gradients,
+    StepValues,
+    casts_cached,
+    parameter_names,
+    prepare,
+    split_state,
+)
 from paceline.verify.settings import Settings
-from paceline.verify.values import ActivationRecorder, CoarseParts, Gradients, StepValues, parameter_names, split_state
 
 _CPU = torch.device("cpu")
 
@@ -47,41 +55,38 @@ class Reference:
 def run_reference(case: Case, settings: Settings, ranks: Sequence[StepValues] | None = None) -> Reference:
     """Trains in one process; where it follows the ranks, ``ranks`` are the values of one of them."""
     with casts_cached(settings.caches_casts):
-        return _train(case, settings, ranks)
-
-
-def _train(case: Case, settings: Settings, ranks: Sequence[StepValues] | None) -> Reference:
-    run = _OneProcess(case, settings)
-    optimizer = case.make_optimizer(run.updated.items())
-    batches = [place(case.make_batch(step), _CPU, settings.dtype) for step in range(settings.steps)]
-    pieces, coarse = run.num_pieces(batches[0], settings, follows=ranks is not None)
-    history: list[StepValues] = []
-    for step, batch in enumerate(batches):
-        if ranks is not None and step:
-            run.start_from(ranks[step - 1])
-        start = run.state()[0]
-        recorder = ActivationRecorder(run.model) if settings.record_step == step else None
-        mean = run.accumulate(batch, pieces, step, 1.0 if ranks is None else ranks[step].factor)
-        norm = nn.utils.clip_grad_norm_(run.updated.values(), settings.clip or float("inf"))
-        _check_finite(step, loss=mean, norm=norm)
-        gradients = run.gradients()
-        if ranks is not None:
-            run.take_gradients(ranks[step].gradients)
-        optimizer.step()
-        optimizer.zero_grad()
-        parameters, buffers = run.state()
-        history.append(
-            StepValues(
-                loss=mean,
-                norm=norm.detach().clone(),
-                gradients=gradients,
-                parameters=parameters,
-                buffers=buffers,
-                start=start,
-                activations={} if recorder is None else recorder.stop(_present(batch, pieces)),
+        run = _OneProcess(case, settings)
+        optimizer = case.make_optimizer(run.updated.items())
+        batches = [place(case.make_batch(step), _CPU, settings.dtype) for step in range(settings.steps)]
+        pieces, coarse = run.num_pieces(batches[0], settings, follows=ranks is not None)
+        history: list[StepValues] = []
+        for step, batch in enumerate(batches):
+            if ranks is not None and step:
+                run.start_from(ranks[step - 1])
+            start = run.state()[0]
+            recorder = ActivationRecorder(run.model) if settings.record_step == step else None
+            present = [number for number in range(pieces) if cut(batch, number, pieces) is not None]
+            mean = run.accumulate(batch, pieces, step, 1.0 if ranks is None else ranks[step].factor)
+            norm = nn.utils.clip_grad_norm_(run.updated.values(), settings.clip or float("inf"))
+            _check_finite(step, loss=mean, norm=norm)
+            gradients = run.gradients()
+            if ranks is not None:
+                run.take_gradients(ranks[step].gradients)
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters, buffers = run.state()
+            history.append(
+                StepValues(
+                    loss=mean,
+                    norm=norm.detach().clone(),
+                    gradients=gradients,
+                    parameters=parameters,
+                    buffers=buffers,
+                    start=start,
+                    activations={} if recorder is None else recorder.stop(present),
+                )
             )
-        )
-    return Reference(steps=history, samples=num_samples(batches[0]), pieces=pieces, coarse=coarse)
+        return Reference(steps=history, samples=num_samples(batches[0]), pieces=pieces, coarse=coarse)
 
 
 class _OneProcess:
@@ -213,10 +218,6 @@ class _OneProcess:
                 "verification"
             )
         return has_moved, coarse
-
-
-def _present(batch: Any, pieces: int) -> list[int]:
-    return [number for number in range(pieces) if cut(batch, number, pieces) is not None]
 
 
 def _check_finite(step: int, **values: torch.Tensor) -> None:

@@ -92,12 +92,11 @@ def complete(settings: Settings) -> Settings:
 
 def check_settings(settings: Settings, *, batch: int | None = None) -> None:
     """Raises UsageError with everything that is wrong with completed settings, before anything is started."""
-    problems = [*_unknown_names(settings), *_numbers_and_rules(settings, batch), *_precision(settings)]
-    if problems:
+    if problems := list(_problems(settings, batch)):
         raise UsageError("\n".join(map(str, problems)))
 
 
-def _unknown_names(settings: Settings) -> Iterator[Problem]:
+def _problems(settings: Settings, batch: int | None) -> Iterator[Problem]:
     layout, strategy = settings.layout, str(settings.layout.strategy)
     if strategy == "auto":
         rule = "a run decides by its memory, and each strategy is verified by itself"
@@ -105,9 +104,6 @@ def _unknown_names(settings: Settings) -> Iterator[Problem]:
     yield from unknown_word("strategy", strategy, (*VERIFIED, "auto"))
     yield from unknown_word("precision", layout.precision, tuple(PRECISIONS))
     yield from unknown_word("backend", settings.backend, BACKENDS)
-
-
-def _numbers_and_rules(settings: Settings, batch: int | None) -> Iterator[Problem]:
     counts = {"ranks": settings.ranks, "steps": settings.steps, "batch": 1 if batch is None else batch}
     for name, value in counts.items():
         if value < 1:
@@ -119,12 +115,8 @@ def _numbers_and_rules(settings: Settings, batch: int | None) -> Iterator[Proble
     if tolerance is not None and not (tolerance > 0 and math.isfinite(tolerance)):
         rule = "a difference is allowed up to a number above 0"
         yield Problem(what=f"tolerance = {tolerance}", rule=rule, fix="leave it out")
-    layout = settings.layout  # whose strategy may be none of a layout, which is told above
-    wrong = field_problems(replace(layout, strategy="ddp"))
+    wrong = field_problems(replace(layout, strategy="ddp"))  # another strategy that is none is told above
     yield from wrong or rules(layout, ranks=settings.ranks if settings.ranks >= 1 else None)
-
-
-def _precision(settings: Settings) -> Iterator[Problem]:
     if settings.layout.precision in PRECISIONS:
         try:
             check_precision(settings.policy, torch.device("cpu"))

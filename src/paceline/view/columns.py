@@ -127,7 +127,7 @@ class Columns:
             self._rows[rank] = len(self.ranks)
             self.ranks.append(rank)
             if len(self.ranks) > self._grid.shape[1]:
-                self._resize(2 * self._grid.shape[1], self._grid.shape[2])
+                self._grow(2 * self._grid.shape[1], self._steps)
         return self._rows[rank]
 
     def _add(self, row: int, values: Array) -> None:
@@ -136,12 +136,13 @@ class Columns:
         if len(self._steps):
             self._forget(row, int(np.searchsorted(self._steps, steps[0])))
         new = np.setdiff1d(steps, self._steps, assume_unique=True)
+        every = np.union1d(self._steps, new) if len(new) else self._steps
         if len(new) and len(self._steps) and new[0] < self._steps[-1]:
-            self._insert(new)
-        elif len(new):
-            self._steps = np.concatenate([self._steps, new])
-        if len(self._steps) > self._grid.shape[2]:
-            self._resize(self._grid.shape[1], 2 * len(self._steps))
+            self._dirty = 0
+            self._grow(self._grid.shape[1], every)
+        elif len(every) > self._grid.shape[2]:
+            self._grow(self._grid.shape[1], every)
+        self._steps = every
         columns = np.searchsorted(self._steps, steps)
         self._dirty = min(self._dirty, int(columns[0]))
         self._grid[:, row, columns] = values[:, 2:].T
@@ -152,24 +153,15 @@ class Columns:
         self._time[row, column : len(self._steps)] = np.nan
         self._dirty = min(self._dirty, column)
 
-    def _insert(self, new: Array) -> None:
-        """Makes room for steps that other ranks had left out."""
-        every = np.union1d(self._steps, new)
-        places = np.searchsorted(every, self._steps)
-        old, old_time, width = self._grid, self._time, len(self._steps)
-        capacity = max(old.shape[2], 2 * len(every))
-        self._grid = np.full((*old.shape[:2], capacity), np.nan, np.float32)
-        self._time = np.full((old.shape[1], capacity), np.nan)
-        self._grid[:, :, places] = old[:, :, :width]
-        self._time[:, places] = old_time[:, :width]
-        self._steps, self._dirty = every, 0
-
-    def _resize(self, rows: int, width: int) -> None:
-        grid, time = self._grid, self._time
-        self._grid = np.full((len(FIELDS), rows, width), np.nan, np.float32)
-        self._time = np.full((rows, width), np.nan)
-        self._grid[:, : grid.shape[1], : grid.shape[2]] = grid
-        self._time[: time.shape[0], : time.shape[1]] = time
+    def _grow(self, rows: int, steps: Array) -> None:
+        """Makes room for rows and steps, those among them that other ranks had left out."""
+        grid, time, width = self._grid, self._time, len(self._steps)
+        places, capacity = np.searchsorted(steps, self._steps), max(grid.shape[2], 2 * len(steps))
+        self._grid = np.full((len(FIELDS), rows, capacity), np.nan, np.float32)
+        self._time = np.full((rows, capacity), np.nan)
+        self._grid[:, : grid.shape[1], places] = grid[:, :, :width]
+        self._time[: time.shape[0], places] = time[:, :width]
+        self._steps = steps
 
 
 def bucket_starts(length: int, most: int) -> Array:

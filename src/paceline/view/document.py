@@ -12,12 +12,15 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from itertools import compress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from pydantic_core import from_json
 from yaml import YAMLError
 
 from paceline.bounded_yaml import load_yaml
@@ -28,15 +31,15 @@ from paceline.records.records import EvalRecord, EventRecord
 from paceline.records.summary import PHASES
 from paceline.search.expectation import read_expectation
 from paceline.units import format_seconds
-from paceline.untrusted import is_number, read_regular
+from paceline.untrusted import file_inside, is_number, read_regular
 from paceline.view.columns import HEAT, Array, bucket_starts, extremes, means
 from paceline.view.runs import QUIET_EVENTS, ShownRun
-from paceline.view.traces import operations_between
 
 _MOST_EVENTS = 200  # of a kind
 _MOST_STEPS = 24  # of a timeline
 _MOST_OPERATIONS = 20_000
 _MOST_CONFIG_BYTES = 2**20
+_MOST_TRACE_BYTES = 64 * 2**20
 _SEEN_LATE = 0.05  # of a step
 
 
@@ -122,6 +125,51 @@ def timeline(run: ShownRun, first: float, last: float, most: int = _MOST_STEPS) 
         "operations": found,
         "note": "; ".join(filter(None, (_clock_note(run, ranks), note))),
     }
+
+
+def operations_between(
+    folder: Path, ranks: Mapping[int, float], start: float, end: float, most: int
+) -> tuple[list[list[Any]], str]:
+    """Returns [rank, start, seconds, kind, bytes] of operations in that time, since ``start``, and what is missing.
+
+    ``ranks`` says by how much the clock of each is ahead of the one that ``start`` and ``end`` are read from.
+    """
+    trace = folder / "trace"
+    if not trace.is_dir() or not trace.resolve().is_relative_to(folder.resolve()):
+        return [], "set monitor.trace=true to have every collective here, too"
+    found: list[list[Any]] = []
+    notes = set()
+    for rank, ahead_s in ranks.items():
+        try:
+            path = file_inside(trace, f"rank-{rank}.jsonl")
+            operations = _operations(path, path.stat().st_mtime_ns)
+        except (OSError, ValueError) as error:
+            notes.add(f"the trace of rank {rank} cannot be read: {getattr(error, 'strerror', None) or error}")
+            continue
+        for own_begin, seconds, kind, num_bytes in operations:
+            begin = own_begin - ahead_s
+            if begin < end and begin + seconds > start and len(found) < most:
+                found.append([rank, round(begin - start, 7), round(seconds, 7), kind, num_bytes])
+    if len(found) == most:
+        notes.add(f"the first {most:,} operations are shown")
+    return found, "; ".join(sorted(notes)[:2])
+
+
+@lru_cache(maxsize=64)
+def _operations(path: Path, _changed: int) -> list[tuple[float, float, str, int]]:
+    """Returns start of day, seconds, kind and bytes of the operations that a rank wrote down (``monitor.trace``).
+
+    The file is written when the rank ends. Raises OSError, and ValueError for lines without a time of day.
+    """
+    lines = read_regular(path, _MOST_TRACE_BYTES).splitlines()
+    found = []
+    for each in from_json(b"[" + b",".join(line for line in lines if line.strip()) + b"]"):
+        try:
+            seconds = float(each["end_s"]) - float(each["start_s"])
+            found.append((float(each["time"]), seconds, str(each["kind"])[:40], int(each["num_bytes"])))
+        except (KeyError, TypeError, AttributeError):
+            raise ValueError("it has operations without a time of day, as older versions wrote them") from None
+    return found
 
 
 def _clock_note(run: ShownRun, ranks: Sequence[int]) -> str:

@@ -39,7 +39,7 @@ def write_csv(runs: Sequence[ShownRun], path: Path) -> None:
             name = f"'{run.name}" if run.name[:1] in "=+-@" else run.name
             cells = ["" if value != value else repr(value) for value in row]
             lines.writerow([name, int(step), f"{time:.3f}", *cells])
-    _write(path, text.getvalue().encode())
+    write_file(path, text.getvalue().encode())
 
 
 def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
@@ -62,7 +62,7 @@ def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
     figure.suptitle(", ".join(_plain(run.name) for run in runs), fontsize=11)
     made = io.BytesIO()
     figure.savefig(made, format=kind, dpi=130)
-    _write(path, made.getvalue())
+    write_file(path, made.getvalue())
 
 
 def _lines(axis: Axes, runs: Sequence[ShownRun], name: str, title: str, scale: float | None) -> None:
@@ -106,7 +106,8 @@ def _plain(name: str) -> str:
     return f" {shown}" if shown.startswith("_") else shown
 
 
-def _write(path: Path, content: bytes) -> None:
+def write_file(path: Path, content: bytes) -> None:
+    """Writes a file, and the folder that it lies in. Raises RunFolderError where it cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(content)

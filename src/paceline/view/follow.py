@@ -190,19 +190,13 @@ def glance(run: ShownRun) -> dict[str, Any]:
             last = (file.read() or b"").rstrip().rpartition(b"\n")[2]
         values = parse_json_object(last)
         kind, step = values.get("type"), int(values.get("step", 0))
+        written_at = max(path.lstat().st_mtime for path in (folder / "rank-0.jsonl", *folder.glob("host-*.jsonl")))
     except (OSError, ValueError, TypeError, AttributeError):
         return {"status": "starting", "step": 0, "sentence": ""}
-    status = values.get("status") if kind == "end" else "running" if _is_growing(folder) else "unfinished"
+    is_growing = time.time() - written_at < _SILENT_S
+    status = values.get("status") if kind == "end" else "running" if is_growing else "unfinished"
     known = status if status in ("done", "failed", "stopped", "running") else "unfinished"
     return {"status": known, "step": step, "sentence": f"{known}, step {step:,}"}
-
-
-def _is_growing(folder: Path) -> bool:
-    """Says whether a rank or a host wrote records lately."""
-    with contextlib.suppress(OSError):
-        written = [path.lstat().st_mtime for path in (folder / "rank-0.jsonl", *folder.glob("host-*.jsonl"))]
-        return time.time() - max(written) < _SILENT_S
-    return False
 
 
 def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, Any]:

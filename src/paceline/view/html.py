@@ -18,9 +18,9 @@ from typing import Any
 from pydantic_core import to_json
 
 from paceline import __version__
-from paceline.errors import RunFolderError
 from paceline.records.report import RunSummary
 from paceline.view.document import Window, config_of, describe, differences, heat, timeline
+from paceline.view.export import write_file
 from paceline.view.runs import ShownRun
 from paceline.view.words import summary_of
 
@@ -41,13 +41,7 @@ def report_page(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) 
 
 def write_report(runs: Sequence[ShownRun], path: Path, summaries: Sequence[RunSummary] = ()) -> None:
     """Writes the page of runs to a file. Raises RunFolderError where it cannot be written."""
-    text = report_page(runs, summaries)
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise RunFolderError(
-            f"cannot write the report {path}: {error.strerror or error}\n  give a file in a folder that can be written"
-        ) from error
+    write_file(path, report_page(runs, summaries).encode())
 
 
 def report_data(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) -> dict[str, Any]:

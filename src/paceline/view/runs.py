@@ -22,6 +22,7 @@ import psutil
 
 from paceline.config.suggest import near_folders
 from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRecord, HostRecord, Record, RunRecord
+from paceline.records.summary import worst_end
 from paceline.units import format_seconds
 from paceline.untrusted import is_number, parse_json_object, read_regular
 from paceline.view.columns import Columns
@@ -180,13 +181,10 @@ class ShownRun:
             return ShownState(status="starting", sentence="waiting for the first record", step=0, total=0, seconds=0.0)
         times = self.columns.curves()["time"]
         last = float(times[-1]) if len(times) else lead.time
-        current = [end for rank, end in self.ends.items() if rank < lead.world_size]
-        bad = next((end for end in current if end.status == "failed"), None)
-        is_over = bad is not None or len(current) >= min(lead.world_size, len(self.starts))
-        end = bad or next((each for each in current if each.status == "stopped"), current[0] if current else None)
+        end = worst_end(self.ends.get(rank) for rank in sorted(self.starts) if rank < lead.world_size)
         total = lead.total_steps
         common: dict[str, Any] = {"step": step, "total": total, "attempts": self.attempts}
-        if is_over and end is not None:
+        if end is not None:
             seconds = end.time - self.first_time
             sentence = _ended(end, total, seconds)
             return ShownState(status=end.status, sentence=sentence, seconds=seconds, message=end.message, **common)

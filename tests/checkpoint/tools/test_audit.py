@@ -48,7 +48,7 @@ def test_a_flipped_bit_is_found_in_any_place(copy: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 4
     file.write_bytes(content)
-    assert "rank-00001.f32.safetensors has another hash" in problems_of(copy, "files")
+    assert "rank-00001.f32.safetensors is damaged: its hash" in problems_of(copy, "files")
 
 
 def test_a_file_that_is_cut_or_missing_is_named(copy: Path) -> None:
@@ -57,7 +57,7 @@ def test_a_file_that_is_cut_or_missing_is_named(copy: Path) -> None:
     (copy / "rank-00000.json").unlink()
     told = problems_of(copy, "files")
     assert "rank-00000.json is missing" in told
-    assert "rank-00001.f32.safetensors has" in told
+    assert "rank-00001.f32.safetensors is damaged: it has" in told
 
 
 def test_a_lost_piece_is_named(copy: Path) -> None:

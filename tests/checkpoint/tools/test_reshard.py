@@ -26,7 +26,7 @@ from paceline.engines.apply import parallelize
 from paceline.errors import CheckpointError, UsageError
 from paceline.plan.layout import Layout, Strategy
 from paceline.plan.rules import check_layout
-from paceline.rehearse.dryrun.cut import cut_of_training
+from paceline.rehearse.dryrun.parts import cut_of_training
 from paceline.shards import Region, whole_region
 
 

@@ -14,15 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from paceline.bench.gpu.loops import ARMS, TRAIN, GpuArm
-from paceline.bench.gpu.process import ArmTurn, Order
+from paceline.bench.gpu.loops import ARMS, TRAIN, ArmTurn, GpuArm
 from paceline.bench.gpu.workloads import GpuWorkload
 from paceline.bench.interleave import rotate
 from paceline.cluster.devices import Peaks, find_peaks
@@ -33,7 +32,7 @@ from paceline.records.summary import read_run
 from paceline.train.flops import sample_flops
 from paceline.untrusted import parse_json_object, read_regular
 
-_PROCESS = "paceline.bench.gpu.process"
+_PROCESS = "paceline.bench.gpu.loops"
 _TIMEOUT_S = 1200.0
 _LONGEST = 200  # characters of a reason
 
@@ -92,10 +91,8 @@ def _take_turn(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path) -> 
 
 
 def _run_process(arm: GpuArm, workload: GpuWorkload, file: Path, folder: Path, steps: int) -> ArmTurn:
-    order = Order(arm=arm.name, model=workload.model, device=workload.device, file=str(file), steps=steps)
-    asked, output = folder / "order.json", folder / "output.json"
-    asked.write_text(json.dumps(asdict(order)), encoding="utf-8")
-    command = [sys.executable, "-m", _PROCESS, str(asked), str(output)]
+    asked, output = [arm.name, workload.model, workload.device, str(file), steps], folder / "output.json"
+    command = [sys.executable, "-m", _PROCESS, json.dumps(asked), str(output)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     found = parse_json_object(read_regular(output)) if output.is_file() else {}
     if "error" in found or not found:

@@ -19,9 +19,9 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.checkpoint.coverage import coverage_problems, piece_problems
-from paceline.checkpoint.find import read_manifest, value_problems
+from paceline.checkpoint.find import file_problem, read_manifest, value_problems
 from paceline.checkpoint.manifest import MALFORMED, MANIFEST, Manifest
-from paceline.checkpoint.storage import FileStore, file_in, storage_of
+from paceline.checkpoint.storage import FileStore, storage_of
 from paceline.checkpoint.tensors import Progress, decode, ignore_progress
 from paceline.data.consumed import Segment, batches_of, extend_hash, hash_text, segments_of, skipped_of
 from paceline.data.order import DataOrder, GlobalBatch
@@ -79,14 +79,7 @@ def check_files(
     problems = []
     for name, file in manifest.files.items():
         try:
-            file_path = file_in(path, name)
-            size = storage.size(file_path)
-            if size is None:
-                problems.append(f"{name} is missing")
-            elif size != file.num_bytes:
-                problems.append(f"{name} has {size:,} bytes, not {file.num_bytes:,}")
-            elif depth == "full" and storage.digest(file_path) != file.sha256:
-                problems.append(f"{name} has another hash than the manifest says: a bit has changed")
+            problems += [found] if (found := file_problem(path, manifest, storage, depth, name)) else []
         except CheckpointError as error:
             problems.append(str(error).splitlines()[0])
         except OSError as error:

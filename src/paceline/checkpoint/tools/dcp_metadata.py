@@ -100,7 +100,10 @@ def read_metadata(path: Path) -> Metadata:
             _check_tensor(name, entry, sizes)
         elif not isinstance(entry, records.BytesStorageMetadata) or (name, None) not in sizes:
             raise ValueError(f"{name} is neither a tensor nor a value in a file")
-    _check_places(getattr(found, "planner_data", None))
+    for place in (getattr(found, "planner_data", None) or {}).values():  # the keys that lead to a value
+        is_short = isinstance(place, tuple) and 0 < len(place) <= 64
+        if not is_short or not all(isinstance(each, str | int) for each in place):
+            raise ValueError("a key of a value is neither text nor a number")
     return found
 
 
@@ -157,12 +160,3 @@ def _do_overlap(boxes: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tup
         all(a < b + size and b < a + length for a, length, b, size in zip(*left, *right, strict=True))
         for left, right in itertools.combinations(boxes, 2)
     )
-
-
-def _check_places(places: Any) -> None:
-    """Raises ValueError where the keys that lead to a value are not texts and numbers."""
-    if places is None:
-        return
-    keys = [place if isinstance(place, tuple) else None for place in places.values()]
-    if not all(key and len(key) <= 64 and all(isinstance(each, str | int) for each in key) for key in keys):
-        raise ValueError("a key of a value is neither text nor a number")

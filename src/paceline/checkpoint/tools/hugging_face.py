@@ -12,10 +12,12 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from paceline.bounded_yaml import load_shipped
 from paceline.checkpoint.manifest import Manifest, damaged
 from paceline.checkpoint.tensors import Stream
 from paceline.checkpoint.tools.stream import stream_made
@@ -26,32 +28,8 @@ from paceline.untrusted import is_count
 
 _EPS = 1e-5
 _ROTARY_BASE = 10_000.0
-_LLAMA_ENDS = {
-    "token_embedding.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "head.weight": "lm_head.weight",
-}
-_LLAMA_BLOCK = {
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.output": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-# Their weights, each of one or more of ours: matrices transposed and side by side; all but embeddings have a bias.
-_GPT2_EMBEDDINGS = {"wte": "token_embedding", "wpe": "position_embedding"}
-_GPT2_BLOCK = {
-    "ln_1": ("attention_norm",),
-    "ln_2": ("mlp_norm",),
-    "attn.c_attn": ("attention.query", "attention.key", "attention.value"),
-    "attn.c_proj": ("attention.output",),
-    "mlp.c_fc": ("mlp.up",),
-    "mlp.c_proj": ("mlp.down",),
-}
+_NAMES = load_shipped((Path(__file__).parent / "hugging_face_names.yaml").read_text(encoding="utf-8"))
+_LLAMA, _GPT2 = _NAMES["llama"], _NAMES["gpt2"]
 
 Streams = Mapping[str, Stream]
 
@@ -139,9 +117,9 @@ def _llama_names(layers: int) -> dict[str, str]:
     blocks = {
         f"layers.{layer}.{ours}.weight": f"model.layers.{layer}.{theirs}.weight"
         for layer in range(layers)
-        for ours, theirs in _LLAMA_BLOCK.items()
+        for ours, theirs in _LLAMA["block"].items()
     }
-    return _LLAMA_ENDS | blocks
+    return {**_LLAMA["ends"], **blocks}
 
 
 def _from_llama(streams: Streams) -> dict[str, Stream]:
@@ -169,7 +147,7 @@ def _to_gpt2(shape: ModelShape, streams: Streams) -> tuple[dict[str, Any], list[
     }
     found = [
         replace(streams[f"{ours}.weight"], name=f"transformer.{theirs}.weight")
-        for theirs, ours in _GPT2_EMBEDDINGS.items()
+        for theirs, ours in _GPT2["embeddings"].items()
     ]
     for theirs, names in _gpt2_parts(shape.layers).items():
         parts, name = [streams[each] for each in names], f"transformer.{theirs}"
@@ -188,7 +166,7 @@ def _gpt2_parts(layers: int) -> dict[str, list[str]]:
     blocks = {
         f"h.{layer}.{theirs}": [f"layers.{layer}.{name}.weight" for name in ours]
         for layer in range(layers)
-        for theirs, ours in _GPT2_BLOCK.items()
+        for theirs, ours in _GPT2["block"].items()
     }
     return {"ln_f": ["norm.weight"], **blocks}
 
@@ -200,7 +178,7 @@ def _from_gpt2(streams: Streams) -> dict[str, Stream]:
             raise CheckpointError(
                 f"{name} is not zero\n  the package's GPT has no biases\n  such a model cannot be imported"
             )
-    found = {f"{ours}.weight": _gpt2_weight(plain, theirs, dims=(2,)) for theirs, ours in _GPT2_EMBEDDINGS.items()}
+    found = {f"{ours}.weight": _gpt2_weight(plain, theirs, dims=(2,)) for theirs, ours in _GPT2["embeddings"].items()}
     layers = next(number for number in itertools.count() if f"h.{number}.ln_1.weight" not in plain)
     for theirs, names in _gpt2_parts(layers).items():
         whole = _gpt2_weight(plain, theirs, dims=(1, 2) if len(names) == 1 else (2,))

@@ -101,11 +101,15 @@ def _look(path: Path, now: float, depth: Depth, progress: Progress) -> tuple[Lis
         checks.append(check_tensors(path, manifest, storage))
     problems = [problem for check in checks for problem in check.problems]
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    try:
+        age = max(now - (path / MANIFEST).stat().st_mtime, 0.0)
+    except OSError:  # remote, where times are the store's
+        age = None
     listed = Listed(
         path=path,
         step=manifest.step,
         num_bytes=manifest.num_bytes,
-        age_s=_age(path, now),
+        age_s=age,
         problem=problems[0] + more if problems else "",
         world=manifest.world,
         strategy=str(manifest.about.get("strategy", "")),
@@ -120,13 +124,6 @@ def _broken(path: Path, problem: str) -> Listed:
     storage = storage_of(path)
     num_bytes = sum(storage.size(path / name) or 0 for name in storage.names(path))
     return Listed(path=path, step=_step(path.name) or 0, num_bytes=num_bytes, age_s=None, problem=problem)
-
-
-def _age(path: Path, now: float) -> float | None:
-    try:
-        return max(now - (path / MANIFEST).stat().st_mtime, 0.0)
-    except OSError:  # remote, where times are the store's
-        return None
 
 
 def _is_rest(name: str) -> bool:
@@ -176,23 +173,18 @@ def summarize(path: Path, pattern: str | None = None) -> Summary:
     if pattern is not None and not chosen:
         some = ", ".join(list(manifest.tensors)[:3])
         raise UsageError(f"no tensor fits {pattern!r}\n  names are such as {some}\n  * stands for any text")
+    known = decode_found(manifest)
+    members = Counter(value["group"] for name, value in known.items() if name.startswith(OPTIMIZER))
+    groups = {name: value for name, value in known.items() if name.startswith(GROUP)}
     return Summary(
         path=path,
         manifest=manifest,
         num_parameters=num_parameters,
         bytes_by_kind=kinds,
         bytes_by_dtype=dtypes,
-        optimizer=optimizer_settings(manifest),
+        optimizer={label: {"parameters": members[label], **settings} for label, settings in groups.items()},
         tensors=tuple(_tensor_line(name, manifest.tensors[name]) for name in chosen),
     )
-
-
-def optimizer_settings(manifest: Manifest) -> dict[str, Any]:
-    """Returns the settings of each of the optimizer's groups, by the number of parameters that it has."""
-    found = decode_found(manifest)
-    members = Counter(value["group"] for name, value in found.items() if name.startswith(OPTIMIZER))
-    groups = {name: value for name, value in found.items() if name.startswith(GROUP)}
-    return {label: {"parameters": members[label], **settings} for label, settings in groups.items()}
 
 
 def _tensor_line(name: str, tensor: SavedTensor) -> TensorLine:

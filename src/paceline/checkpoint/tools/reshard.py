@@ -1,7 +1,7 @@
 """Cutting a checkpoint anew, as another world would have saved it.
 
 Loading needs none of this: any ranks read any checkpoint. What each rank writes is what its engine would write, where
-the model is known: the engine of every rank is asked, on a model without values (``rehearse/dryrun/cut.py``). A
+the model is known: the engine of every rank is asked, on a model without values (``rehearse/dryrun/parts.py``). A
 checkpoint that does not say which model it is of can be cut among data ranks:
 
     fsdp, zero    the tensors of a block lie one after another, and every rank has an equal piece of them

@@ -31,19 +31,18 @@ import torch
 from paceline.cluster.costs import (
     CHUNK_BYTES,
     Algorithm,
+    MeasuredTable,
     Placement,
     Wires,
     fastest_all_reduce,
     fastest_broadcast,
     fastest_scatter,
 )
-from paceline.cluster.measured import MeasuredTable
 from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
-from paceline.comm.base import DONE, Call, Communicator, ReduceOp, Work
-from paceline.comm.group import WrappedCommunicator, check_reduction
+from paceline.comm.base import DONE, Call, Communicator, ReduceOp, Work, WrappedCommunicator, check_reduction
 from paceline.comm.objects import reduce_number
 from paceline.comm.shared.communicator import SharedMemoryCommunicator
 from paceline.errors import CommunicationError, UsageError, did_you_mean
@@ -84,7 +83,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         algorithm: AlgorithmName,
         topology: Topology | None = None,
         *,
-        links: Wires | None = None,
         chunk_bytes: int = CHUNK_BYTES,
         in_flight: InFlight | None = None,
         table: MeasuredTable | None = None,
@@ -107,7 +105,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         super().__init__(inner)
         self.algorithm = algorithm
         self.topology = state_topology(inner.size, inner.size) if topology is None else topology
-        self._links = links or Wires()
+        self._links = Wires()
         self._chunk_bytes = chunk_bytes
         self._in_flight = InFlight() if in_flight is None else in_flight
         self._num_issued = 0
@@ -186,7 +184,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
             self.inner.split(ranks),
             self.algorithm,
             self.topology.restrict(ranks),
-            links=self._links,
             chunk_bytes=self._chunk_bytes,
             in_flight=self._in_flight,
             table=self._table,

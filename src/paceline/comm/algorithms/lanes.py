@@ -22,8 +22,7 @@ from dataclasses import dataclass
 import torch
 
 from paceline.comm.algorithms.rounds import Message, Round
-from paceline.comm.base import Communicator, ReduceOp, Work
-from paceline.comm.group import reduce_pair
+from paceline.comm.base import Communicator, ReduceOp, Work, reduce_pair
 
 
 class MessageLane:

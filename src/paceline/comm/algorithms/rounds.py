@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from paceline.cluster.costs import Placement
-from paceline.cluster.measured import MeasuredTable, read_table
+from paceline.cluster.costs import MeasuredTable, Placement, read_table
 from paceline.cluster.patterns import Tree, halving
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object, gather_objects

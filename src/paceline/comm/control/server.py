@@ -27,23 +27,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from paceline.comm.control.wire import (
-    HEAD,
-    LONGEST_MESSAGE,
-    NONCE_BYTES,
-    PROOF_BYTES,
-    Address,
-    RefusedError,
-    Seal,
-    Secret,
-    derive,
-    from_text,
-    listen_privately,
-    read_length,
-    read_secret,
-    to_text,
-    write_secret,
-)
+from paceline.comm.control import wire
+from paceline.comm.control.wire import from_text
 from paceline.errors import CommunicationError
 
 _HANDSHAKE_S = 10.0
@@ -55,7 +40,7 @@ _PATIENCE_S = 2.0  # for other hosts to leave, once this one is done
 class ControlServer:
     """Serves the processes of one job from a thread, until it is closed."""
 
-    def __init__(self, listener: socket.socket, secret: Secret, hosts: Hosts | None = None, own: str = "") -> None:
+    def __init__(self, listener: socket.socket, secret: wire.Secret, hosts: Hosts | None = None, own: str = "") -> None:
         """``own`` is the host that this server is on: it waits for the others a little when it is closed."""
         self.secret = secret
         self.hosts = hosts or Hosts()
@@ -99,7 +84,7 @@ class ControlServer:
         self._loop = asyncio.get_running_loop()
         self._is_serving.set()
         start: Any = asyncio.start_unix_server if self._listener.family == socket.AF_UNIX else asyncio.start_server
-        server = await start(self._attend_to, sock=self._listener, limit=LONGEST_MESSAGE)
+        server = await start(self._attend_to, sock=self._listener, limit=wire.LONGEST_MESSAGE)
         await self._done.wait()
         server.close()
         for writer in list(self._links):
@@ -113,13 +98,13 @@ class ControlServer:
             seals = await self._greet(reader, writer)
             while seals is not None:
                 try:
-                    length, mark = read_length(await reader.readexactly(HEAD.size))
+                    length, mark = wire.read_length(await reader.readexactly(wire.HEAD.size))
                     request = from_text(seals[0].check(mark, await reader.readexactly(length)))
-                except RefusedError as error:
-                    writer.write(seals[1].close(to_text(["refused", str(error)])))
+                    host = request[1:2] if request[:1] == ["attend"] else host
+                    writer.write(seals[1].close(wire.to_text(await self._answer(request))))
+                except wire.RefusedError as error:
+                    writer.write(seals[1].close(wire.to_text(["refused", str(error)])))
                     break
-                host = request[1:2] if request[:1] == ["attend"] else host
-                writer.write(seals[1].close(to_text(await self._answer(request))))
         except (OSError, EOFError, asyncio.CancelledError):  # the client is gone, or the server is closed
             writer.transport.abort()
         finally:
@@ -128,16 +113,19 @@ class ControlServer:
             if host:
                 self.hosts.leave(host[0])  # the connection of a launcher ends with it
 
-    async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[Seal, Seal] | None:
+    async def _greet(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[wire.Seal, wire.Seal] | None:
         """Returns the seals of requests and replies, once the client has proven the secret; None where it has not."""
         self._num_strangers += 1
         try:
             if self._num_strangers <= _MOST_STRANGERS:
-                nonce = secrets.token_bytes(NONCE_BYTES)
+                nonce = secrets.token_bytes(wire.NONCE_BYTES)
                 writer.write(nonce)
                 async with asyncio.timeout(_HANDSHAKE_S):
-                    theirs, claimed = await reader.readexactly(NONCE_BYTES), await reader.readexactly(PROOF_BYTES)
-                proof, requests, replies = derive(self.secret(), nonce, theirs)
+                    theirs = await reader.readexactly(wire.NONCE_BYTES)
+                    claimed = await reader.readexactly(wire.PROOF_BYTES)
+                proof, requests, replies = wire.derive(self.secret(), nonce, theirs)
                 if hmac.compare_digest(proof, claimed):
                     return requests, replies
         except CommunicationError:  # there is no secret
@@ -181,12 +169,12 @@ class ControlServer:
 
 
 @contextlib.contextmanager
-def private_server(folder: Path) -> Iterator[tuple[Address, Path]]:
+def private_server(folder: Path) -> Iterator[tuple[wire.Address, Path]]:
     """Serves the processes of this host from ``folder``, of mode 0700; yields the address and the secret's file."""
     secret = folder / "secret"
-    write_secret(secret)
-    listener, address = listen_privately(folder)
-    with ControlServer(listener, lambda: read_secret(secret)):
+    wire.write_secret(secret)
+    listener, address = wire.listen_privately(folder)
+    with ControlServer(listener, lambda: wire.read_secret(secret)):
         yield address, secret
 
 
@@ -202,21 +190,17 @@ class Values:
         self._num_bytes = 0
 
     def operations(self) -> dict[str, Callable[..., Any]]:
-        """Returns what clients may ask for, by name."""
         return {
-            "set": self._set,
+            "set": lambda key, value: self._put(key, _bytes(value)),
             "get": self._get,
             "add": self._add,
             "compare_set": self._compare_set,
-            "append": self._append,
+            "append": lambda key, value: self._put(key, self._values.get(check_name(key), b"") + _bytes(value)),
             "meet": self._meet,
             "check": lambda keys: all(check_name(key) in self._values for key in keys),
             "delete": self._delete,
             "count": lambda: len(self._values),
         }
-
-    def _set(self, key: str, value: str) -> None:
-        self._put(key, _bytes(value))
 
     def _get(self, keys: list[str], timeout_s: float) -> Any:
         """Returns the values of keys, as soon as there are any."""
@@ -248,9 +232,6 @@ class Values:
             self._put(key, _bytes(desired))
         return _text(self._values.get(key, wanted))
 
-    def _append(self, key: str, value: str) -> None:
-        self._put(key, self._values.get(check_name(key), b"") + _bytes(value))
-
     def _delete(self, key: str) -> bool:
         gone = self._values.pop(check_name(key), None)
         self._num_bytes -= len(gone or b"")
@@ -258,7 +239,7 @@ class Values:
 
     def _put(self, key: str, value: bytes) -> None:
         more = len(value) - len(self._values.get(check_name(key), b""))
-        if self._num_bytes + more > _MOST_BYTES or len(value) > LONGEST_MESSAGE // 2:
+        if self._num_bytes + more > _MOST_BYTES or len(value) > wire.LONGEST_MESSAGE // 2:
             raise ValueError("the control server is full")
         self._num_bytes += more
         self._values[key] = value
@@ -318,17 +299,14 @@ class Hosts:
         self.hear(host, now)
 
     def hear(self, host: str, now: float) -> None:
-        """Notes a sign of life."""
         self._heard[host] = now
 
     def leave(self, host: str) -> None:
-        """Forgets a host."""
         self._staying.discard(host)
         self._waiting.discard(host)
         self._heard.pop(host, None)
 
     def update(self, now: float) -> None:
-        """Begins a round if it is time to."""
         for host in [host for host, heard in self._heard.items() if now - heard > self.silence_s]:
             self.leave(host)
         if self._staying or len(self._waiting) < self.least:
@@ -355,5 +333,4 @@ class Hosts:
 
     @property
     def present(self) -> set[str]:
-        """The hosts that have been heard of and have not left."""
         return set(self._heard)

@@ -68,7 +68,6 @@ class ControlClient:
             time.sleep(_RETRY_S)
 
     def close(self) -> None:
-        """Closes the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -104,7 +103,6 @@ class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
         self._fetched: tuple[float, list[str], list[bytes]] = (0.0, [], [])  # by the last wait
 
     def close(self) -> None:
-        """Closes the idle connections."""
         self._client.close()
 
     def set(self, key: str, value: str | bytes) -> None:

@@ -68,7 +68,6 @@ class Address:
 
     @property
     def is_path(self) -> bool:
-        """Whether it is a unix socket."""
         return self.host.startswith("/")
 
     def __str__(self) -> str:
@@ -117,7 +116,6 @@ def read_length(head: bytes) -> tuple[int, bytes]:
 
 
 def to_text(message: list[Any]) -> bytes:
-    """Returns a message as JSON."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 

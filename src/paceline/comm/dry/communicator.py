@@ -32,8 +32,7 @@ import torch
 from paceline.cluster.costs import Algorithm
 from paceline.comm.algorithms.communicator import MADE, AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import Round
-from paceline.comm.base import DONE, Call, Communicator, Work, check_peer, check_split
-from paceline.comm.group import WrappedCommunicator
+from paceline.comm.base import DONE, Call, Communicator, Work, WrappedCommunicator, check_peer, check_split
 from paceline.errors import UsageError
 from paceline.predict.replay.events import Issue
 
@@ -53,8 +52,6 @@ class Journal(Protocol):
 
 @dataclass(slots=True)
 class KeptJournal:
-    """Keeps every operation and every wait."""
-
     operations: list[Issue] = field(default_factory=list)
     waits: list[int] = field(default_factory=list)
 
@@ -98,8 +95,6 @@ class _DryRank:
 
 @dataclass(slots=True, eq=False)
 class _DryWork:
-    """An operation whose first wait is recorded."""
-
     journal: Journal | None
     number: int
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from paceline.comm.base import DONE, Call, Communicator, Work, check_split
-from paceline.comm.group import WrappedCommunicator
+from paceline.comm.base import DONE, Call, Communicator, Work, WrappedCommunicator, check_split
 from paceline.comm.ledger.file import WAITING
 from paceline.comm.ledger.ledger import Ledger, Peer, make_writer
 

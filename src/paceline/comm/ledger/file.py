@@ -21,7 +21,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from paceline.comm.ledger.updates import MOST_COUNTERS
 from paceline.health.ledger_view import (
     BACKWARD,
     DATA,
@@ -52,6 +51,7 @@ TABLE_AT: Final = RECORDS_AT + NUM_RECORDS * RECORD_BYTES
 TABLE_BYTES: Final = 2**20
 UPDATES_AT: Final = TABLE_AT + TABLE_BYTES
 NUM_UPDATES: Final = 32
+MOST_COUNTERS: Final = 6  # of an update
 # Number, collectives, updates, idle, place; counters and their values.
 UPDATE: Final = struct.Struct(f"<{5 + 2 * MOST_COUNTERS}Q")
 GET_PLACE: Final = struct.Struct("<12xH2xQ").unpack_from  # of a record: its group; its call and site as one
@@ -154,7 +154,6 @@ class LedgerReader:
 
     @property
     def heartbeat(self) -> int:
-        """How often the rank's own watch has looked."""
         return self._cells[HEARTBEAT]
 
     def times(self) -> PhaseTimes:

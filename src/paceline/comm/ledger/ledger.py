@@ -29,8 +29,6 @@ from paceline.comm.ledger.call_sites import CallSites, instruction_of
 from paceline.comm.ledger.file import (
     DONE_WORD,
     ISSUED,
-    LAPS,
-    NUM_GROUPS,
     NUM_RECORDS,
     PHASE,
     PUT_RECORD,
@@ -38,11 +36,9 @@ from paceline.comm.ledger.file import (
     RECORD_WORDS,
     RECORDS_AT,
     STEP,
-    TABLE_USED,
-    UPDATED,
     WAITING,
 )
-from paceline.comm.ledger.updates import MOST_COUNTERS, TrainedParameters
+from paceline.comm.ledger.updates import TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
@@ -126,7 +122,7 @@ class Ledger:
     def enter(self, phase: str) -> None:
         """Notes what the rank does from here on."""
         self.cells[PHASE] = _PHASE_NUMBERS[phase]
-        self.cells[LAPS] += 1
+        self.cells[layout.LAPS] += 1
 
     def count_step(self) -> None:
         """Notes that a step is over: from the first on, the limit of a step holds."""
@@ -155,8 +151,8 @@ class Ledger:
 
     def note_update(self, update: Update) -> None:
         """Notes an update of an optimizer; the counter comes last."""
-        number, counters = self.cells[UPDATED] + 1, update.counters
-        rest = (0,) * (MOST_COUNTERS - len(counters))
+        number, counters = self.cells[layout.UPDATED] + 1, update.counters
+        rest = (0,) * (layout.MOST_COUNTERS - len(counters))
         layout.UPDATE.pack_into(
             self.buffer,
             layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size,
@@ -170,18 +166,17 @@ class Ledger:
             *counters.values(),
             *rest,
         )
-        self.cells[UPDATED] = number
+        self.cells[layout.UPDATED] = number
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
         """Names a group; those of the same members differ by the order in which a rank makes them."""
-        number = min(self._num_groups, NUM_GROUPS - 1)  # more than anybody makes: those beyond share a place
+        number = min(self._num_groups, layout.NUM_GROUPS - 1)  # more than anybody makes: those beyond share a place
         self._num_groups += 1
         self._append("g", number, [list(ranks), self._groups[ranks]])
         self._groups[ranks] += 1
         return number
 
     def add_call(self, key: CallKey) -> int:
-        """Gives a number to a call that was not seen before."""
         kind, shape, dtype, op, (peer, tag) = (*key[:4], key[4] or (None, 0))
         number = len(self.calls) + 1
         name = "" if dtype is None else str(dtype).removeprefix("torch.")
@@ -214,12 +209,12 @@ class Ledger:
     def _append(self, kind: str, number: int, value: object) -> bool:
         """Adds a line to the table; False where it is full, as with shapes that never repeat."""
         line = json.dumps([kind, number, value]).encode() + b"\n"
-        used = self.cells[TABLE_USED]
+        used = self.cells[layout.TABLE_USED]
         if used + len(line) > layout.TABLE_BYTES:
             return False
         start = layout.TABLE_AT + used
         self.buffer[start : start + len(line)] = line
-        self.cells[TABLE_USED] = used + len(line)
+        self.cells[layout.TABLE_USED] = used + len(line)
         return True
 
 

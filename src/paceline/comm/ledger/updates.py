@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from paceline.comm.ledger.call_sites import USER, kind_of_file
+from paceline.comm.ledger.file import MOST_COUNTERS
 from paceline.health.pairing import Update
 
 _MOST_FRAMES = 6
@@ -27,7 +28,6 @@ _LEARNS = 16  # looks at everything
 _AGAIN = 32  # and again every so many
 _RISES = 2  # until a variable counts
 _LARGEST = 2**62
-MOST_COUNTERS = 6
 
 
 class LoopCounters:
@@ -37,7 +37,6 @@ class LoopCounters:
         self.names: dict[int, str] = {}  # of what counts, by number: the same number on every rank
         self._places: dict[int, list[tuple[int, str]]] = defaultdict(list)  # by code: number and name
         self._seen: dict[int, tuple[int, int]] = {}  # last value, and how often it went up in a row
-        self._is_users: dict[int, bool] = {}
         self._codes: list[CodeType] = []  # kept, so that no other code gets their addresses
         self._num_looks = 0
 
@@ -48,7 +47,7 @@ class LoopCounters:
         found: dict[int, int] = {}
         num_frames = 0
         while frame is not None and num_frames < _MOST_FRAMES:
-            if self._is_user_code(frame.f_code):
+            if kind_of_file(frame.f_code.co_filename) == USER:
                 num_frames += 1
                 known = self._places.get(id(frame.f_code))
                 if is_full or known:
@@ -63,7 +62,6 @@ class LoopCounters:
         return found
 
     def _learn(self, code: CodeType, values: Mapping[str, Any]) -> None:
-        """Notes which whole numbers have gone up since the last look."""
         own = getattr(values.get("self"), "__dict__", None) or {}
         names = [name for name, value in values.items() if type(value) is int]
         names += [f"self.{name}" for name, value in own.items() if type(value) is int]
@@ -78,13 +76,7 @@ class LoopCounters:
             if rises >= _RISES and number not in self.names and len(self.names) < MOST_COUNTERS:
                 self.names[number] = name
                 self._places[id(code)].append((number, name))
-
-    def _is_user_code(self, code: CodeType) -> bool:
-        found = self._is_users.get(id(code))
-        if found is None:
-            found = self._is_users[id(code)] = kind_of_file(code.co_filename) == USER
-            self._codes.append(code)
-        return found
+                self._codes.append(code)
 
 
 def _value(values: Mapping[str, Any], name: str) -> int | None:
@@ -108,7 +100,6 @@ class TrainedParameters:
         self._known.update((id(each), weakref.ref(each)) for each in parameters)
 
     def has_any(self) -> bool:
-        """Says whether there was an engine."""
         return bool(self._known)
 
     def are_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:

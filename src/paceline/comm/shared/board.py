@@ -23,8 +23,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline.comm.base import ReduceOp
-from paceline.comm.group import reduce_in_order
+from paceline.comm.base import Call, ReduceOp, reduce_in_order
 from paceline.comm.shared.progress import Fence, Steps
 from paceline.errors import CollectiveMismatchError
 
@@ -100,7 +99,6 @@ class Board:
         )
 
     def slot(self, rank: int, ticket: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a rank's slot of a round."""
         if dtype not in self._areas:
             self._areas[dtype] = [[slot.view(dtype) for slot in slots] for slots in self._areas[torch.uint8]]
         return self._areas[dtype][rank][ticket % SLOTS]
@@ -121,7 +119,6 @@ def stamp_of(kind: str, tensor: torch.Tensor | None = None, detail: int = 0) -> 
 
 
 def describe(stamp: int) -> str:
-    """Says what a stamp stands for."""
     kind, dtype, detail, numel = _KINDS[stamp & 15], stamp >> 4 & 255, stamp >> 12 & 65535, stamp >> 28
     if kind == "barrier":
         return "barrier()"
@@ -143,15 +140,25 @@ class Collectives:
     def barrier(self) -> Steps:
         return self._in_rounds(1, stamp_of("barrier"), lambda _number, _ticket: None, lambda _number, _ticket: None)
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Reduces a flat ``tensor``: slice by slice where it is large, and whole, which saves a meeting, where not."""
-        board, stamp = self.board, stamp_of("all_reduce", tensor, OPS.index(op))
+    def start(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+        """Carries out a collective on flat tensors; those that are only moved are bytes."""
+        if call.kind == "all_reduce":
+            return self._all_reduce(tensor, call.op, stamp)
+        if call.kind == "reduce_scatter":
+            return self._reduce_slices(output, tensor.view(self.board.size, output.numel()), call.op, stamp)
+        if call.kind == "all_gather":
+            return self._all_gather(output, tensor, stamp)
+        return self._broadcast(tensor, call.peer, stamp)
+
+    def _all_reduce(self, tensor: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+        """Reduces a tensor: slice by slice where it is large, and whole, which saves a meeting, where it is not."""
+        board = self.board
         body = 0
         if tensor.numel() * tensor.element_size() > min(_SMALL_BYTES, board.slot_bytes):
             body = tensor.numel() // board.size * board.size
             slices = tensor[:body].view(board.size, -1)
             yield from self._reduce_slices(slices[board.rank], slices, op, stamp)
-            yield from self.all_gather(as_bytes(tensor[:body]), as_bytes(slices[board.rank]), stamp)
+            yield from self._all_gather(as_bytes(tensor[:body]), as_bytes(slices[board.rank]), stamp)
         rest = tensor[body:]
         if body and not rest.numel():
             return
@@ -181,12 +188,8 @@ class Collectives:
                 take(step - 1, first + step - 1)
                 board.publish(_DONE, first + step - 1)
 
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        """Reduces this rank's slice of the flat ``tensor`` into ``output``, which may be that slice itself."""
-        stamp = stamp_of("reduce_scatter", tensor, OPS.index(op))
-        return self._reduce_slices(output, tensor.view(self.board.size, output.numel()), op, stamp)
-
     def _reduce_slices(self, output: torch.Tensor, whole: torch.Tensor, op: ReduceOp, stamp: int) -> Steps:
+        """Reduces this rank's slice of ``whole`` into ``output``, which may be that slice itself."""
         board = self.board
         size, me, dtype = board.size, board.rank, whole.dtype
         cell = cell_of(board, whole.element_size())
@@ -207,7 +210,7 @@ class Collectives:
 
         return self._in_rounds(len(targets), stamp, put, take)
 
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+    def _all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
         """Fills ``output`` with every rank's ``tensor``, which may be its own place in it; both are flat bytes."""
         board = self.board
         places = output.view(board.size, tensor.numel())
@@ -225,7 +228,7 @@ class Collectives:
 
         return self._in_rounds(len(own), stamp, put, take)
 
-    def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
+    def _broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
         """Replaces flat bytes by those of rank ``source``, which does not wait for the others to take them."""
         board = self.board
         chunks = torch.split(tensor, board.slot_bytes)

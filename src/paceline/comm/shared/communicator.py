@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from paceline.comm.base import Call, Communicator, Work, check_split
-from paceline.comm.group import check_reduction
+from paceline.comm.base import Call, Communicator, Work, check_reduction, check_split
 from paceline.comm.objects import gather_objects, receive_object, send_object
 from paceline.comm.shared import board
 from paceline.comm.shared.native import collectives as native
@@ -170,26 +169,19 @@ class SharedMemoryCommunicator(Communicator):
         resources = _GroupResources(progress=progress, code=code, timeout_s=timeout_s)
         return _establish(lambda value: gather_objects(inner, value), inner.rank, inner.ranks, resources)
 
-    def _all_reduce(self, call: Call) -> Work:
-        _check_reduction(call)
-        flat, finish = _flat_output(call.tensor)
-        return self._meet("all_reduce", self._calls.all_reduce(flat, call.op), finish)
-
-    def _reduce_scatter(self, call: Call) -> Work:
-        _check_reduction(call)
+    def _collective(self, call: Call) -> Work:
+        """Joins a collective in which all ranks have tensors alike. Those that are only moved are bytes."""
+        is_reduction = call.kind in ("all_reduce", "reduce_scatter")
+        if is_reduction:
+            _check_reduction(call)
         flat, finish = _flat_output(call.output)
-        return self._meet("reduce_scatter", self._calls.reduce_scatter(flat, _flat(call.tensor), call.op), finish)
+        given = None if call.output is call.tensor else _flat(call.tensor)
+        stamp = board.stamp_of(call.kind, call.whole, board.OPS.index(call.op) if is_reduction else call.peer)
+        if not is_reduction:
+            flat, given = board.as_bytes(flat), None if given is None else board.as_bytes(given)
+        return self._meet(call.kind, self._calls.start(call, flat, flat if given is None else given, stamp), finish)
 
-    def _all_gather(self, call: Call) -> Work:
-        flat, finish = _flat_output(call.output)
-        stamp = board.stamp_of("all_gather", call.output)
-        steps = self._calls.all_gather(board.as_bytes(flat), board.as_bytes(_flat(call.tensor)), stamp)
-        return self._meet("all_gather", steps, finish)
-
-    def _broadcast(self, call: Call) -> Work:
-        flat, finish = _flat_output(call.tensor)
-        stamp = board.stamp_of("broadcast", call.tensor, call.peer)
-        return self._meet("broadcast", self._calls.broadcast(board.as_bytes(flat), call.peer, stamp), finish)
+    _all_reduce = _reduce_scatter = _all_gather = _broadcast = _collective
 
     def _all_to_all(self, call: Call) -> Work:
         """Sends the i-th piece of a tensor to rank i; as messages, since each pair exchanges what it likes."""

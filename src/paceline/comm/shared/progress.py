@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -81,24 +81,9 @@ class PendingOperation:
             self.is_done = True
 
 
-class OperationLane(Protocol):
-    """Operations that wait for one another."""
-
-    @property
-    def add(self) -> Callable[..., None]:
-        """Takes an operation, and what it does."""
-
-    def pump(self) -> bool:
-        """Does what can be done now; True when nothing is left."""
-
-    def missing(self) -> tuple[int, ...]:
-        """Returns the ranks that it waits for."""
-
-    def fail(self, error: CommunicationError) -> None:
-        """Ends what is left, with an error."""
-
-
 class OperationQueue:
+    """Operations one after the other. It and ``Inbox`` are lanes: what takes operations, and moves them on."""
+
     def __init__(self, on_error: Callable[[str, BaseException], None]) -> None:
         self._operations: deque[tuple[PendingOperation, Steps]] = deque()
         self._on_error = on_error
@@ -107,7 +92,7 @@ class OperationQueue:
         self._operations.append((operation, steps))
 
     def pump(self) -> bool:
-        """Goes on with the first, and with the next when it is done."""
+        """Goes on with the first, and with the next when it is done; True when nothing is left."""
         while self._operations:
             operation, steps = self._operations[0]
             try:
@@ -336,3 +321,6 @@ class Inbox:
             self._posted.remove(entry)
             return operation, target
         return None
+
+
+OperationLane: TypeAlias = OperationQueue | Inbox

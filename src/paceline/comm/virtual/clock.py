@@ -125,10 +125,6 @@ class VirtualClock:
         self.wait_s += moment_s - self.now_s
         self.now_s = self._segment_s = moment_s
 
-    def note_operation(self, span: ClockSpan) -> None:
-        self.communication_s += span.end_s - span.start_s
-        self.spans.append(span)
-
     def _resume(self) -> None:
         self._since = self._read() if self._measures else 0.0
 
@@ -183,6 +179,7 @@ class VirtualTime:
         seconds = self.cost(kind, num_bytes, ranks) if len(ranks) > 1 else 0.0
         seconds *= max(self.slow_links.get(rank, 1.0) for rank in ranks)
         span = ClockSpan("communication", kind, start_s, start_s + seconds, num_bytes, ranks)
-        for rank in ranks:
-            self.clocks[rank].note_operation(span)
+        for clock in (self.clocks[rank] for rank in ranks):
+            clock.communication_s += span.end_s - span.start_s
+            clock.spans.append(span)
         return span.end_s

@@ -20,8 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from paceline.comm.base import Call, Communicator, ReduceOp, Work, check_split
-from paceline.comm.group import NARROW, reduce_pair
+from paceline.comm.base import NARROW, Call, Communicator, ReduceOp, Work, check_split, reduce_pair
 from paceline.comm.virtual.baton import Baton, call_site
 from paceline.comm.virtual.clock import VirtualClock, VirtualTime
 from paceline.comm.virtual.group import Contribution, VirtualCall, VirtualGroup, VirtualPairing, VirtualWorld

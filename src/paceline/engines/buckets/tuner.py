@@ -24,10 +24,12 @@ import torch
 from paceline.clock import DeviceClock, Mark, seconds_between
 from paceline.cluster.costs import Wire
 from paceline.comm.base import Communicator
-from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
-from paceline.engines.buckets.choice import (
+from paceline.engines.buckets.buckets import (
     ArrivalTimes,
     BucketChoice,
+    BucketPolicy,
+    ParameterSize,
+    bucket_parameters,
     choose_buckets,
     fit_link,
     free_share,
@@ -49,7 +51,7 @@ class _TimedPass:
 
     policy: BucketPolicy
     num_buckets: int = 0
-    begin: _Time | None = None  # a rank that sits a pass out has none
+    begin: _Time | None = None  # a rank that joins a pass without samples has none
     arrived: dict[int, _Time] = field(default_factory=dict)
     end: _Time | None = None
     reduced: _Time | None = None

@@ -22,11 +22,11 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from paceline.clock import DeviceClock, seconds_between
-from paceline.engines.stages.bounds import LayerCost
 from paceline.engines.stages.stages import drop_values
 from paceline.errors import UsageError
 from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.measured import measure_activations
+from paceline.predict.memory.facts import LayerCost
 
 _OPERATIONS_PER_BYTE = 16.0
 _PLAIN = (bool, int, float, str, torch.dtype, NoneType)

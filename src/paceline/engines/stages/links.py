@@ -145,7 +145,13 @@ def describe(tree: Any, stage: int) -> Any:
                 "  a stage returns tensors, numbers, strings or None, also in tuples, lists and dicts\n"
                 "  return its tensors, or cut the model at another layer"
             )
-    return tree_map(_shape_of, tree)
+
+    def shape_of(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad and leaf.is_floating_point())
+
+    return tree_map(shape_of, tree)
 
 
 def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -171,9 +177,3 @@ def shape_key(batch: Any, mode: str) -> Hashable:
     """Returns what two microbatches of the same shapes have in common."""
     leaves = [(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else type(v) for v in tree_leaves(batch)]
     return mode, *leaves
-
-
-def _shape_of(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    return TensorShape(tuple(leaf.shape), leaf.dtype, leaf.requires_grad and leaf.is_floating_point())

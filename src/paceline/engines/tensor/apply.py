@@ -31,7 +31,7 @@ from paceline.engines.tensor.plans import Role, SplitRule, TensorPlan, plan_for
 from paceline.engines.tensor.region import TensorRegion
 from paceline.errors import UsageError
 from paceline.models.head_loss import OutputLayer
-from paceline.models.lora import A, Adapted, B
+from paceline.models.lora import A, Adapted, B, mixed
 
 _KINDS: dict[Role, type[nn.Module]] = {
     "column": ColumnLinear,
@@ -207,7 +207,7 @@ def _cut(change: _LayerChange, comm: Communicator, done: dict[int, Split]) -> No
 def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool) -> None:
     """Makes a layer one of the split kinds, and still one of its own."""
     module, is_transposed = change.module, _is_transposed(change.module)
-    module.__class__ = _mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
+    module.__class__ = mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
     if isinstance(module, SplitLayer):
         attributes["splits"] = {name: split for name, split in change.splits.items() if split.dim is not None}
@@ -216,12 +216,6 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
         attributes["gathers_logits"] = gathers_logits
     vars(module).update(attributes)
     _resize(change)
-
-
-@functools.cache
-def _mixed(kind: Any, own: Any) -> Any:
-    """Makes the class that is both; always the same, as compiled code looks at it."""
-    return type(f"{kind.__name__}{own.__name__}", (kind, own), {})
 
 
 def _resize(change: _LayerChange) -> None:

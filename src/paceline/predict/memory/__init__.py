@@ -1,8 +1,7 @@
 """What a rank needs of memory, by category, before a run starts. No torch in here.
 
-    facts.py         what the estimates know of a model: parameters and activations, block by block
+    facts.py         what the estimates know of a model, block by block; where it is cut, and what a rank has of it
     activations.py   those facts by formula, from the dimensions in a config
-    parts.py         where a model is cut into stages, and what a rank has of it: shares of layers, what is in flight
     memory.py        memory of a rank for a strategy, precision, offload and checkpointing
     footprint.py     the same by coarser formulas, for frameworks of published runs
 

@@ -22,9 +22,9 @@ Known error: within 1 % of what autograd saves, on a CPU (tests/predict/test_est
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
 from paceline.config import (
     Config,
@@ -254,25 +254,34 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
         stem_saved += 0 if widths.is_one_graph else stem.outputs
         index_bytes = width * size**2 * (1 if widths.is_compiled else _INDEX_BYTES)
     has_statistics = model.norm == "batch"
-    first = BlockFacts(
-        parameters=stem.parameters,
+    first = replace(
+        _convolved([stem], widths, has_statistics=has_statistics),
         saved_bytes=widths.compute * stem_saved + index_bytes,
-        cast_bytes=2 * stem.weights if widths.is_autocast else 0,
-        columns=stem.columns,
-        buffer_bytes=stem.buffer_bytes if has_statistics else 0,
         temporary_bytes=2 * widths.compute * stem.outputs,
-        operations=stem.operations,
     )
     blocks, channels, convolutions = [], width, [stem]
     for stage, count in enumerate(_RESNET_STAGES[model.depth]):
         for index in range(count):
             before, size = size, _half(size) if stage > 0 and index == 0 else size
             inner = width * 2**stage
-            layers = list(_basic(channels, inner, size) if is_basic else _bottleneck(channels, inner, before, size))
             out = inner if is_basic else 4 * inner
+            if is_basic:
+                layers = [Convolution(channels, inner, 3, size), Convolution(inner, inner, 3, size)]
+            else:
+                layers = [Convolution(channels, inner, 1, before), Convolution(inner, inner, 3, size)]
+                layers.append(Convolution(inner, out, 1, size))
             shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
-            block = _residual_block(layers, shortcut, channels * before**2, widths)
-            blocks.append(block if has_statistics else replace(block, buffer_bytes=0))
+            inputs = channels * before**2
+            products = sum(layer.outputs for layer in (*layers, *shortcut))
+            between = sum(layer.outputs for layer in layers[:-1])  # ReLUs between the convolutions
+            block = replace(
+                _convolved([*layers, *shortcut], widths, has_statistics=has_statistics),
+                saved_bytes=widths.compute * (inputs + products + between),
+                input_bytes=widths.compute * inputs,
+                product_bytes=widths.compute * products,
+                temporary_bytes=2 * widths.compute * max(layer.outputs for layer in layers),
+            )
+            blocks.append(block)
             convolutions += [*layers, *shortcut]
             channels = out
     last = BlockFacts(
@@ -302,9 +311,8 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Convolution:
-    """A convolution and the norm after it."""
+class Convolution(NamedTuple):
+    """A convolution, and the norm after it."""
 
     inputs: int
     channels: int
@@ -316,61 +324,25 @@ class Convolution:
         return self.inputs * self.channels * self.kernel**2
 
     @property
-    def columns(self) -> int:
-        """Columns of its weights as a matrix, a row for each channel that comes out."""
-        return self.inputs * self.kernel**2
-
-    @property
-    def parameters(self) -> int:
-        """Weights, and the norm's scale and shift."""
-        return self.weights + 2 * self.channels
-
-    @property
     def outputs(self) -> int:
         """Numbers that come out for one image."""
         return self.channels * self.size**2
-
-    @property
-    def buffer_bytes(self) -> int:
-        """The running statistics of a batch norm."""
-        return 8 * self.channels + _INDEX_BYTES
 
     @property
     def flops(self) -> float:
         """Multiplications and additions for one image."""
         return 2 * self.weights * self.size**2
 
-    @property
-    def operations(self) -> float:
-        """What it costs with its norm and activation, each of which writes its outputs."""
-        return self.flops + 3 * _OPERATIONS_PER_NUMBER * self.outputs
 
-
-def _basic(channels: int, inner: int, size: int) -> Iterator[Convolution]:
-    yield Convolution(channels, inner, 3, size)
-    yield Convolution(inner, inner, 3, size)
-
-
-def _bottleneck(channels: int, inner: int, before: int, size: int) -> Iterator[Convolution]:
-    yield Convolution(channels, inner, 1, before)
-    yield Convolution(inner, inner, 3, size)
-    yield Convolution(inner, 4 * inner, 1, size)
-
-
-def _residual_block(layers: list[Convolution], shortcut: list[Convolution], inputs: int, widths: Widths) -> BlockFacts:
-    every = [*layers, *shortcut]
-    products = sum(layer.outputs for layer in every)
-    inner = sum(layer.outputs for layer in layers[:-1])  # ReLUs between the convolutions
+def _convolved(layers: list[Convolution], widths: Widths, *, has_statistics: bool) -> BlockFacts:
+    """Returns what follows from convolutions alone: parameters with the norms' scales and shifts, copies, costs."""
     return BlockFacts(
-        parameters=sum(layer.parameters for layer in every),
-        saved_bytes=widths.compute * (inputs + products + inner),
-        input_bytes=widths.compute * inputs,
-        product_bytes=widths.compute * products,
-        cast_bytes=2 * sum(layer.weights for layer in every) if widths.is_autocast else 0,
-        columns=sum(layer.columns for layer in every),
-        buffer_bytes=sum(layer.buffer_bytes for layer in every),
-        temporary_bytes=2 * widths.compute * max(layer.outputs for layer in layers),
-        operations=sum(layer.operations for layer in every),
+        parameters=sum(layer.weights + 2 * layer.channels for layer in layers),
+        cast_bytes=2 * sum(layer.weights for layer in layers) if widths.is_autocast else 0,
+        columns=sum(layer.inputs * layer.kernel**2 for layer in layers),
+        buffer_bytes=sum(8 * layer.channels + _INDEX_BYTES for layer in layers) if has_statistics else 0,
+        # Norm and activation each write the outputs again.
+        operations=sum(layer.flops + 3 * _OPERATIONS_PER_NUMBER * layer.outputs for layer in layers),
     )
 
 

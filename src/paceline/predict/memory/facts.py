@@ -1,12 +1,34 @@
-"""What the estimates know of a model: parameters and activations, block by block."""
+"""What the estimates know of a model, block by block, and what one rank has of it where it is split.
+
+For T tensor ranks, a layer whose parameters are p, of which s are split, has p - s + s / T of them on each. What is
+saved for backward is in three parts: inside attention and MLP (1 / T), the stream between (whole; 1 / T under sequence
+parallelism), and what split layers read (whole).
+
+How many microbatches a rank of a pipeline has in flight: the table in ``schedule/schedules.py``, and never more than
+there are. Beside what autograd saves, a stage keeps the output of each, from which backward begins.
+
+A pipeline is as fast as its slowest stage. With c_i the cost of layer i (forward and backward), and best[s][j] the
+smallest possible cost of the slowest of s stages that run layers 0 to j - 1,
+
+    best[s][j] = min over i < j of max(best[s - 1][i], c_i + ... + c_(j-1))        stages x layers^2 / 2 steps
+
+and stages whose memory is more than the limit cost infinitely much. Among cuts that are as fast, the one is taken whose
+largest stage needs the least memory.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate, pairwise
 from typing import Literal
 
+from paceline.errors import UsageError
+from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
+from paceline.units import MIB
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,3 +115,208 @@ class ModelFacts:
     def largest_block(self) -> int:
         """Parameters of the largest block; of the whole model where it has none."""
         return max((block.parameters for block in self.blocks), default=self.root.parameters)
+
+
+# What a rank has of a model that is split: a stage's layers, and of each a tensor group's share.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPart:
+    """One rank's part of a model, and of how many microbatches at once it keeps the activations."""
+
+    model: ModelFacts
+    in_flight: float = 1.0
+    edge_bytes: float = 0.0  # of a sample, what comes from another stage
+
+
+def parts_of(model: ModelFacts, layout: Layout) -> Iterator[RankPart]:
+    """Iterates over the parts of the pipeline's ranks; over the one part of all ranks where there is no pipeline.
+
+    Raises UsageError where there are fewer layers than stages.
+    """
+    tensor, is_sequence = layout.tensor, layout.sequence_parallel
+    if layout.pipeline == 1:
+        yield RankPart(model=part_of(model, range(len(model.layers)), tensor=tensor, is_sequence=is_sequence))
+        return
+    ranges = [range(*ends) for ends in pairwise(bounds_of(model, layout))]
+    for rank in range(layout.pipeline):
+        mine = [ranges[stage] for stage in stages_of(layout, rank)]
+        layers = [index for each in mine for index in each]
+        edges = [model.layers[each.start].input_bytes for each in mine if each.start]
+        yield RankPart(
+            model=part_of(model, layers, tensor=tensor, is_sequence=is_sequence),
+            in_flight=num_in_flight(layout, rank) / layout.chunks,
+            edge_bytes=max(edges, default=0.0) / (tensor if is_sequence else 1),
+        )
+
+
+def part_of(model: ModelFacts, layers: Sequence[int], *, tensor: int = 1, is_sequence: bool = False) -> ModelFacts:
+    """Returns the facts of some layers of a model, given by their numbers, on one of ``tensor`` ranks."""
+    chosen = {index: _share(model.layers[index], tensor, is_sequence) for index in layers}
+    first, end = len(model.entry), len(model.entry) + len(model.blocks)
+    blocks = tuple(facts for index, facts in chosen.items() if first <= index < end)
+    ends = [facts for index, facts in chosen.items() if not first <= index < end]
+    last = len(model.layers) - 1
+    tied = -(-model.tied_parameters // tensor) if {0, last} <= chosen.keys() else 0
+    outputs = sum(
+        _share(model.layers[index + 1], tensor, is_sequence).input_bytes
+        for index in chosen
+        if index < last and index + 1 not in chosen
+    )
+    root = BlockFacts.together(ends, tied=tied)
+    return ModelFacts(
+        name=model.name,
+        blocks=blocks,
+        root=replace(root, saved_bytes=root.saved_bytes + outputs),
+        buffer_bytes=sum(facts.buffer_bytes for facts in chosen.values()),
+        temporary_bytes=max((facts.temporary_bytes for facts in chosen.values()), default=0.0),
+        source=model.source,
+    )
+
+
+def bounds_of(model: ModelFacts, layout: Layout) -> tuple[int, ...]:
+    """Returns where the stages of a layout begin, and the end: as it says, else by cost."""
+    entry = len(model.entry) if model.blocks else 0
+    if layout.stage_layers is not None:
+        return (0, *(entry + done for done in list(accumulate(layout.stage_layers))[:-1]), len(model.layers))
+    if isinstance(layout.stages, tuple) and model.blocks:
+        places = {f"layers.{number}": entry + number for number in range(len(model.blocks))}
+        cuts = sorted(places.get(name, len(model.layers) - 1) for name in layout.stages)
+        return (0, *cuts, len(model.layers))
+    return stage_bounds(model, layout.num_stages)
+
+
+@lru_cache(maxsize=64)  # a search asks again and again
+def stage_bounds(model: ModelFacts, stages: int) -> tuple[int, ...]:
+    """Returns where ``parallel.stages = auto`` cuts, by the costs of the formulas. Raises UsageError for few layers."""
+    return choose_bounds(
+        [
+            LayerCost(
+                name=str(number),
+                forward=layer.operations,
+                backward=2 * layer.operations,
+                state_bytes=16 * layer.parameters,
+            )
+            for number, layer in enumerate(model.layers)
+        ],
+        stages,
+    )
+
+
+def stages_of(layout: Layout, rank: int) -> tuple[int, ...]:
+    """Returns the stages that a rank runs: in turn, and for zb-v down and up again."""
+    ranks = layout.pipeline
+    if layout.schedule == "zb-v":
+        return rank, 2 * ranks - 1 - rank
+    return tuple(rank + ranks * chunk for chunk in range(layout.chunks))
+
+
+def num_in_flight(layout: Layout, rank: int) -> int:
+    """Returns how many activations a rank holds at once, of one microbatch in one chunk each."""
+    ranks, chunks, microbatches = layout.pipeline, layout.chunks, layout.accumulate
+    most = chunks * microbatches
+    match layout.schedule:
+        case "gpipe":
+            return most
+        case "1f1b":
+            return min(most, ranks - rank)
+        case "interleaved":
+            groups = max(1, microbatches // ranks)
+            return min(most, (chunks - 1) * -(-microbatches // groups) + 2 * (ranks - rank) - 1)
+        case _:
+            return min(most, chunks * ranks)
+
+
+@lru_cache(maxsize=256)  # the blocks of a model are alike
+def _share(layer: BlockFacts, tensor: int, is_sequence: bool) -> BlockFacts:
+    if tensor == 1:
+        return layer
+    between = tensor if is_sequence else 1
+    whole = layer.saved_bytes - layer.split_bytes - layer.stream_bytes
+    return replace(
+        layer,
+        parameters=layer.parameters - layer.split_parameters + -(-layer.split_parameters // tensor),
+        largest_parameter=-(-layer.largest_parameter // tensor),
+        saved_bytes=whole + layer.split_bytes / tensor + layer.stream_bytes / between,
+        input_bytes=layer.input_bytes / between,
+        product_bytes=layer.product_bytes - layer.split_products * (1 - 1 / tensor),
+        cast_bytes=layer.cast_bytes // tensor,
+        temporary_bytes=layer.temporary_bytes / tensor,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer costs: times are seconds or any other unit, the same for all layers of a model.
+
+    ``state_bytes`` is what its parameters need all the time (with gradients and optimizer state), ``activation_bytes``
+    what one microbatch keeps for backward.
+    """
+
+    name: str
+    forward: float
+    backward: float
+    state_bytes: int = 0
+    activation_bytes: int = 0
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward
+
+
+def choose_bounds(
+    costs: Sequence[LayerCost], stages: int, *, memory_bytes: float = math.inf, in_flight: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Returns the cut into ``stages`` whose slowest stage is the fastest, among those that fit into ``memory_bytes``.
+
+    ``in_flight``: how many microbatches each stage keeps at once (1F1B: stages - s); None: one. Raises UsageError where
+    there are fewer layers than stages, or no cut fits.
+    """
+    if stages < 1 or len(costs) < stages:
+        raise UsageError(
+            f"{stages} stages of a model with {len(costs)} layers\n"
+            "  every stage runs at least one whole layer\n"
+            f"  take {len(costs)} stages or fewer, or a deeper model"
+        )
+    in_flight = in_flight or [1] * stages
+    times = [0.0, *accumulate(cost.total for cost in costs)]
+    states = [0, *accumulate(cost.state_bytes for cost in costs)]
+    kept = [0, *accumulate(cost.activation_bytes for cost in costs)]
+    no_way = (math.inf, math.inf)
+    # best[j]: slowest stage and largest memory of the first s stages over layers 0 to j - 1, and where the last begins.
+    best: list[tuple[float, float]] = [(0.0, 0.0), *([no_way] * len(costs))]
+    cuts: list[list[int]] = []
+    for stage in range(stages):
+        begins, found = [0] * len(best), [no_way] * len(best)
+        for end in range(stage + 1, len(costs) - (stages - stage - 1) + 1):
+            for begin in range(stage, end):
+                memory = states[end] - states[begin] + in_flight[stage] * (kept[end] - kept[begin])
+                if memory > memory_bytes:
+                    continue
+                way = (max(best[begin][0], times[end] - times[begin]), max(best[begin][1], memory))
+                if way < found[end]:
+                    found[end], begins[end] = way, begin
+        best, cuts = found, [*cuts, begins]
+    if best[-1][0] == math.inf:
+        raise UsageError(_too_large(costs, stages, memory_bytes, in_flight))
+    bounds = [len(costs)]
+    for begins in reversed(cuts):
+        bounds.append(begins[bounds[-1]])
+    return tuple(reversed(bounds))
+
+
+def stage_totals(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[float, ...]:
+    """Returns the cost of each stage, forward and backward."""
+    return tuple(sum(cost.total for cost in costs[begin:end]) for begin, end in pairwise(bounds))
+
+
+def _too_large(costs: Sequence[LayerCost], stages: int, memory_bytes: float, in_flight: Sequence[int]) -> str:
+    needs = {cost.name: cost.state_bytes + min(in_flight) * cost.activation_bytes for cost in costs}
+    largest = max(needs, key=lambda name: needs[name])
+    states = sum(cost.state_bytes for cost in costs) / stages
+    return (
+        f"no cut into {stages} stages fits into {memory_bytes / MIB:.0f} MiB a rank\n"
+        f"  the largest layer, {largest}, needs {needs[largest] / MIB:.0f} MiB by itself, and parameters with their "
+        f"states {states / MIB:.0f} MiB a stage on average\n"
+        "  take more stages, a smaller microbatch, activation checkpointing, or a strategy that shards"
+    )

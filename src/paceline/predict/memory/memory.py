@@ -29,7 +29,7 @@ Activations come from the model's facts. Checkpointing keeps the inputs of a blo
 
 Known error. Parameters, gradients and optimizer state are exact but for padding (under 1 % for units above 100,000
 parameters). Activations: see ``activations.py``. What an allocator loses between tensors is not counted: the margin of
-``search/choice.py`` is for that.
+``search/automatic.py`` is for that.
 """
 
 from __future__ import annotations
@@ -41,8 +41,7 @@ from paceline.errors import ConfigError, UsageError
 from paceline.plan.layout import WITH_MASTERS, Layout, Offload, loss_rows
 from paceline.plan.plan import MemoryEstimate, Plan
 from paceline.predict.memory.activations import describe_model
-from paceline.predict.memory.facts import BlockFacts, ModelFacts
-from paceline.predict.memory.parts import RankPart, parts_of
+from paceline.predict.memory.facts import BlockFacts, ModelFacts, RankPart, parts_of
 from paceline.units import MIB
 
 # What records of an H200 have beside the tensors (131 to 165 MiB, bench/results/gpu-h200*.json): cuBLAS and cuBLASLt

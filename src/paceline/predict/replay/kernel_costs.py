@@ -168,7 +168,8 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
         kernel = event.operation
         if same:
             kernel = replace(kernel, reads=tuple(same.get(tensor, (tensor, size)) for tensor, size in kernel.reads))
-        if _is_widened(kernel, event.block):
+        is_widened = len(kernel.reads) == len(kernel.writes) == 1 and kernel.writes[0][1] > kernel.reads[0][1]
+        if kernel.family == "convert" and is_widened and event.block not in ("", LOSS):  # that stays as it was measured
             same[kernel.writes[0][0]] = kernel.reads[0]
             continue
         is_repeatable = _is_repeatable(kernel) or _is_transposed_cast(event)
@@ -180,13 +181,6 @@ def _without_copies(events: Sequence[Event]) -> list[Event]:
                 continue
         found.append(Run(kernel, event.block))
     return found
-
-
-def _is_widened(kernel: Operation, block: str) -> bool:
-    """Whether a kernel of a block converts to a wider dtype; what a loss widens is left as it was measured."""
-    if kernel.family != "convert" or block in ("", LOSS) or len(kernel.reads) != 1 or len(kernel.writes) != 1:
-        return False
-    return kernel.writes[0][1] > kernel.reads[0][1]
 
 
 def _is_repeatable(kernel: Operation) -> bool:
@@ -253,28 +247,23 @@ def _delayed(events: Sequence[Event]) -> list[Event]:
         found.extend((*later.pop(place, ()), event))
 
     for place, event in enumerate(events):
-        target = _reader(events, event, first) if isinstance(event, Run) else None
-        if target is None or target <= place:
-            put(place, event)
-        else:
+        written = {tensor for tensor, _ in event.operation.writes} if isinstance(event, Run) else set()
+        target = min((first[tensor] for tensor in written if tensor in first), default=-1)
+        if target > place and _may_precede(event, events[target]):
             later.setdefault(target, []).extend([*later.pop(place, ()), event])
+        else:
+            put(place, event)
     return found
 
 
-def _reader(events: Sequence[Event], event: Run, first: dict[int, int]) -> int | None:
-    """Returns the place of the kernel that an operation may be put before; None where it stays."""
-    kernel = event.operation
-    written = {tensor for tensor, _ in kernel.writes}
-    is_in_place = any(tensor in written for tensor, _ in kernel.reads)
-    if not _can_fuse(event) or is_in_place:
-        return None
-    place = min((first[tensor] for tensor in written if tensor in first), default=None)
-    if place is None:
-        return None
-    reader = events[place]
+def _may_precede(event: Event, reader: Event) -> bool:
+    """Whether a kernel may be put right before another that reads its results: both may be fused."""
+    assert isinstance(event, Run)
     assert isinstance(reader, Run)
-    is_same = reader.block == event.block and reader.operation.phase == kernel.phase
-    return place if is_same and _can_fuse(reader) else None
+    written = {tensor for tensor, _ in event.operation.writes}
+    is_in_place = any(tensor in written for tensor, _ in event.operation.reads)
+    is_same = reader.block == event.block and reader.operation.phase == event.operation.phase
+    return is_same and not is_in_place and _can_fuse(event) and _can_fuse(reader)
 
 
 def _can_fuse(event: Run) -> bool:
@@ -297,27 +286,18 @@ def _groups(events: Sequence[Event]) -> dict[int, int]:
         if not _can_fuse(event):
             first = None
             continue
-        is_same = last is not None and last.block == event.block and last.operation.phase == event.operation.phase
-        if first is None or not is_same or not reduced.isdisjoint(_large_use(event.operation)):
-            first, reduced = place, set()
-        reduced |= _reduced(event.operation, reduced)
+        kernel = event.operation
+        is_same = last is not None and last.block == event.block and last.operation.phase == kernel.phase
+        is_scalar = all(size <= _SCALAR_BYTES for _, size in kernel.writes)
+        uses = any(tensor in reduced for tensor, _ in kernel.reads)
+        if first is None or not is_same or (uses and not is_scalar):
+            first, reduced, uses = place, set(), False
+        is_reduction = kernel.family == "reduction" and any(size > _SCALAR_BYTES for _, size in kernel.reads)
+        if is_scalar and (uses or is_reduction):
+            reduced |= {tensor for tensor, _ in kernel.writes}
         found[place] = first
         last = event
     return found
-
-
-def _reduced(kernel: Operation, known: set[int]) -> set[int]:
-    """Returns what a kernel writes, if it reduces a whole tensor to one number, or computes with such numbers alone."""
-    is_scalar = all(size <= _SCALAR_BYTES for _, size in kernel.writes)
-    follows = any(tensor in known for tensor, _ in kernel.reads)
-    is_reduction = kernel.family == "reduction" and any(size > _SCALAR_BYTES for _, size in kernel.reads)
-    return {tensor for tensor, _ in kernel.writes} if is_scalar and (follows or is_reduction) else set()
-
-
-def _large_use(kernel: Operation) -> set[int]:
-    """Returns the tensors that a kernel reads, if it goes through more than single numbers."""
-    is_large = any(size > _SCALAR_BYTES for _, size in kernel.writes)
-    return {tensor for tensor, _ in kernel.reads} if is_large else set()
 
 
 def _fused(

@@ -168,8 +168,18 @@ class _Player:
         self._droppers: dict[int, int] = {}
         self._makers: dict[int, int] = {}
         for (kind, _, microbatch), piece in self._pieces.items():
-            if kind != END:
-                self._learn(piece, microbatch, is_forward=kind == "F")
+            for event in piece if kind != END else ():
+                if isinstance(event, Issue):
+                    self._issuers[event.number] = microbatch
+                    if event.kind == "send":
+                        self._is_send.add(event.number)
+                elif isinstance(event, Hold):
+                    self._holders[event.number] = microbatch
+                elif isinstance(event, Drop):
+                    self._droppers[event.number] = microbatch
+                elif isinstance(event, Run) and kind == "F":
+                    for tensor, _ in event.operation.writes:
+                        self._makers.setdefault(tensor, microbatch)
         numbers = [e.number for e in events if isinstance(e, Issue | Wait | Hold | Drop)]
         self._fresh = count(max(numbers, default=0) + 1)
         self._numbers: dict[tuple[str, int, int], int] = {}  # of operations ("") and memory ("held"), by microbatch
@@ -182,20 +192,6 @@ class _Player:
         for sends in self._sent.values():
             yield from (Wait(number, "optimizer") for number in sends)
         yield from self._end(self._pieces.get(_BEHIND, ()))
-
-    def _learn(self, piece: Sequence[Event], microbatch: int, *, is_forward: bool) -> None:
-        for event in piece:
-            if isinstance(event, Issue):
-                self._issuers[event.number] = microbatch
-                if event.kind == "send":
-                    self._is_send.add(event.number)
-            elif isinstance(event, Hold):
-                self._holders[event.number] = microbatch
-            elif isinstance(event, Drop):
-                self._droppers[event.number] = microbatch
-            elif isinstance(event, Run) and is_forward:
-                for tensor, _ in event.operation.writes:
-                    self._makers.setdefault(tensor, microbatch)
 
     def _take(self, turn: Turn) -> Iterator[Event]:
         arrived = list(turn.arrived)
@@ -254,10 +250,9 @@ class _Player:
 
     def _number(self, kind: str, number: int, microbatch: int) -> int:
         key = (kind, number, microbatch)
-        found = self._numbers.get(key)
-        if found is None:
-            found = self._numbers[key] = next(self._fresh)
-        return found
+        if key not in self._numbers:
+            self._numbers[key] = next(self._fresh)
+        return self._numbers[key]
 
 
 def _renumbered(event: Hold | Drop, number: int) -> Event:
@@ -363,20 +358,17 @@ class _Middle:
 
         What a copy waits for was issued by itself or, as long before its beginning, by the one before.
         """
+        if copy == 0:
+            return event
         if isinstance(event, Run):
-            return self._renamed(event, copy)
+            kernel, fresh, further = event.operation, self._fresh, self._tensor_step * copy  # of tens of thousands
+            reads = tuple([(each + further if each in fresh else each, size) for each, size in kernel.reads])
+            writes = tuple([(each + further if each in fresh else each, size) for each, size in kernel.writes])
+            return Run(replace(kernel, reads=reads, writes=writes), event.block)
         further = self._num_issues * copy
         if isinstance(event, OnHost):
             return replace(event, waits=tuple(each + further if each >= first else each for each in event.waits))
         return replace(event, number=event.number + further) if event.number >= first else event
-
-    def _renamed(self, event: Run, copy: int) -> Run:
-        if copy == 0:
-            return event
-        kernel, fresh, further = event.operation, self._fresh, self._tensor_step * copy  # of tens of thousands
-        reads = tuple([(each + further if each in fresh else each, size) for each, size in kernel.reads])
-        writes = tuple([(each + further if each in fresh else each, size) for each, size in kernel.writes])
-        return Run(replace(kernel, reads=reads, writes=writes), event.block)
 
     def _memory(self, number: int, copy: int) -> int:
         return number + self._memory_step * copy if number in self._held else number

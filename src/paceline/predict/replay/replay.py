@@ -399,7 +399,12 @@ class _Actors:
         The n-th collective of a group on a lane is the same on all ranks; so is the n-th message of a tag between two.
         """
         ready = actor.issue(event)
-        others = sum(each is not actor and self._shares(each, actor, event) for each in self._actors)
+        # The slow copy of a rank stands for one that all its groups have.
+        others = sum(
+            len(event.ranks) > 1 if each.program is actor.program else each.program.rank in event.ranks
+            for each in self._actors
+            if each is not actor
+        )
         is_message = event.kind in ("send", "recv")
         channel = (event.ranks, event.tag if is_message else event.lane)
         actor.issued[event.kind, channel] += 1
@@ -411,12 +416,6 @@ class _Actors:
         if len(meeting.ready) == 1 + others:
             self._open.pop(key, None)
             self._settle(meeting)
-
-    def _shares(self, other: _Actor, actor: _Actor, event: Issue) -> bool:
-        """Whether another actor takes part: the slow copy of a rank stands for one that all its groups have."""
-        if other.program is actor.program:
-            return len(event.ranks) > 1
-        return other.program.rank in event.ranks
 
     def _settle(self, meeting: _Meeting) -> None:
         event = meeting.event

@@ -88,12 +88,15 @@ def read_case(row: Row) -> PublishedRun:
     has_fused_attention = not (
         generation in ("volta", "turing") or (framework == "megatron" and compute == "fp16") or _is_encoder(row)
     )
+    length = row.whole("seq_len", 1 if model.is_sampled else None)
+    if _is_encoder(row) and framework != "megatron":  # whose loaders put sentences of like lengths into a batch
+        length = round(_DOCUMENT_TOKENS * (1 - math.exp(-length / _DOCUMENT_TOKENS)))
     sharing, precision = row.text["zero_stage_or_fsdp"].lower(), row.text["precision"].lower()
     is_plain = layout.strategy == "ddp" and layout.overlap
     run = Running(
         global_batch=row.number("global_batch") or (micro_batch or 1) * layout.data,
         micro_batch=micro_batch or 1,
-        seq_len=_seq_len(row, model, framework),
+        seq_len=length,
         compute=compute,
         recomputes_attention="attention" in row.text["activation_recompute"].lower(),
         framework=framework,
@@ -113,19 +116,11 @@ def read_case(row: Row) -> PublishedRun:
         chooses_micro_batch=micro_batch is None,
         chooses_chunks=layout.pipeline > 1 and chunks is None,
         chooses_recompute=row.text["activation_recompute"].lower() in ("", "not stated"),
-        expert_ranks=_expert_degrees(model, layout),
+        expert_ranks=_expert_degrees(model, layout.data * layout.context, layout.expert),
     )
 
 
 # What a row says, column by column.
-
-
-def _seq_len(row: Row, model: ModelShape, framework: Framework) -> int:
-    """The tokens that are computed of a sequence: loaders of encoders put sentences of like lengths into a batch."""
-    length = row.whole("seq_len", 1 if model.is_sampled else None)
-    if not _is_encoder(row) or framework == "megatron":
-        return length
-    return round(_DOCUMENT_TOKENS * (1 - math.exp(-length / _DOCUMENT_TOKENS)))
 
 
 def _is_encoder(row: Row) -> bool:
@@ -228,7 +223,7 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
         schedule="interleaved" if chunks > 1 else "1f1b",
         chunks=chunks,
         context=context,
-        expert=_expert_ranks(model, min(data * context, max(1, cluster.node.devices // tensor))),
+        expert=_expert_degrees(model, data * context, min(data * context, max(1, cluster.node.devices // tensor)))[0],
         shard_ranks=min(group, data * context) if group else data * context,
         overlap=overlap,
         sequence_parallel=tensor > 1 and (is_cut or (framework == "megatron" and overlap)),
@@ -236,18 +231,14 @@ def _layout(row: Row, cluster: Cluster, model: ModelShape) -> Layout:
     )
 
 
-def _expert_ranks(model: ModelShape, ranks: int) -> int:
-    """As many ranks as share a layer's experts: all of a node that can."""
-    if not model.experts:
-        return 1
-    return max(size for size in range(1, min(ranks, 64) + 1) if ranks % size == 0 and model.experts % size == 0)
+def _expert_degrees(model: ModelShape, ranks: int, near: int) -> tuple[int, ...]:
+    """As many ranks as can share a layer's experts, all of ``near``; and twice, four times ... as many.
 
-
-def _expert_degrees(model: ModelShape, layout: Layout) -> tuple[int, ...]:
-    """The ranks of a node, and twice, four times ... as many: for experts that a node cannot hold."""
+    The others are for experts that a node cannot hold.
+    """
     if not model.experts:
         return (1,)
-    ranks, found = layout.data * layout.context, [layout.expert]
+    found = [max(size for size in range(1, min(near, 64) + 1) if near % size == 0 and model.experts % size == 0)]
     while 2 * found[-1] <= min(ranks, 64) and ranks % (2 * found[-1]) == 0 and model.experts % (2 * found[-1]) == 0:
         found.append(2 * found[-1])
     return tuple(found)

@@ -22,12 +22,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from paceline.cluster.detect import Machine, detect_machine
-from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_from_dict
 from paceline.config.yaml_text import parse_document
 from paceline.errors import PacelineError
 from paceline.predict.memory.memory import WORKSPACE_BYTES
-from paceline.predict.replay.replayed import ReplayedStep
 from paceline.search.expect import present_cluster, unpriced
 from paceline.search.expectation import Expectation
 
@@ -42,8 +40,8 @@ def expect_by_dry_run(
 ) -> Expectation:
     """Records and replays a step of a config whose device and ranks are settled; a reason where that cannot be."""
     from paceline.predict.replay.replay import replay
+    from paceline.rehearse.dryrun.parts import with_stand_in
     from paceline.rehearse.dryrun.record import record_stages
-    from paceline.rehearse.dryrun.stand_in import with_stand_in
 
     ranks = config.parallel.decided_ranks
     reason = unpriced(config, 1, entry)
@@ -57,6 +55,9 @@ def expect_by_dry_run(
         found = replay(programs, cluster, with_loop=True)
     except PacelineError as error:
         return Expectation(ranks=ranks, reason=str(error))
+    memory = None  # on a CPU records have the process's, as estimates do; of a GPU, what its allocator holds
+    if not cluster.device.is_cpu:
+        memory = float(found.total_memory - found.memory["framework"] + WORKSPACE_BYTES)
     return Expectation(
         ranks=ranks,
         cluster=cluster.name,
@@ -64,17 +65,10 @@ def expect_by_dry_run(
         step_s=found.seconds,
         step_s_low=found.seconds * (1 - _BAND),
         step_s_high=found.seconds * (1 + _BAND),
-        memory_bytes=_allocated(found, cluster),
+        memory_bytes=memory,
         fitted=not rough,
         assumed=(*assumed, rough) if rough else assumed,
     )
-
-
-def _allocated(found: ReplayedStep, cluster: Cluster) -> float | None:
-    """Returns what a GPU's allocator holds, as records have it; on a CPU they have the process's, as estimates do."""
-    if cluster.device.is_cpu:
-        return None
-    return float(found.total_memory - found.memory["framework"] + WORKSPACE_BYTES)
 
 
 def plain_start(command: Sequence[str]) -> list[str]:
@@ -150,7 +144,6 @@ def better_of(formula: Expectation | None, dry: Expectation | None) -> Expectati
 
 
 def main() -> None:
-    """Predicts the run whose config comes in."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--config", required=True)
     parser.add_argument("--threads", type=int)

@@ -135,8 +135,6 @@ class MetaFunctions(TorchFunctionMode):
 
 
 class _MetaAttention(torch.autograd.Function):
-    """Fused attention, without values."""
-
     @staticmethod
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, is_causal: bool, seer: SeesAttention

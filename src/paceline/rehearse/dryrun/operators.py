@@ -47,7 +47,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def tensors_of(tree: Any) -> Iterator[torch.Tensor]:
-    """Iterates over the tensors of arguments or results."""
     # What operators take and return is this plain; torch's own walk through trees takes ten times as long.
     if isinstance(tree, torch.Tensor):
         yield tree

@@ -1,33 +1,51 @@
-"""What a step without values is made of: the model on meta, the engine that would train it, its optimizer, a batch."""
+"""What a step without values is made of: the model on meta, the engine that would train it, its optimizer, a batch.
+
+A model of a library that cannot be run without values has a GPT in its place: a rougher prediction, and said so. It has
+the width, the layers, the heads and the vocabulary of the model's config.json, and an MLP so wide that both have as
+many parameters: for P parameters, L layers of width h and a vocabulary of V (2 V where the ends are not tied)
+
+    mlp_width = (P - V h - 4 L h^2) / (2 L h)
+
+So weights, gradients, optimizer state and traffic are those of the model. A mixture computes with some of its experts
+only, and its stand-in with all parameters: its time is an upper bound.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
-from paceline.cluster.measured import read_table
+from paceline.checkpoint.write import own_shares
+from paceline.cluster.costs import read_table
 from paceline.comm.algorithms.rounds import from_names
 from paceline.comm.base import Communicator
 from paceline.comm.compress import Compressor
-from paceline.comm.dry.communicator import META, DryAlgorithmCommunicator, DryCommunicator
+from paceline.comm.dry.communicator import META, DryAlgorithmCommunicator, DryCommunicator, DryWorld
 from paceline.config import Config
 from paceline.config.data_sections import may_ignore
+from paceline.config.sections import GPTModelConfig, HFModelConfig
 from paceline.data.loader import StepBatch
 from paceline.data.registry import DataSplits, SyntheticConfig, data_of
 from paceline.engines.apply import parallelize
 from paceline.engines.engine import Engine
 from paceline.engines.precision import precision_named
+from paceline.errors import UntraceableError, UsageError
+from paceline.models.hugging_face import text_settings
 from paceline.models.known_values import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
 from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
+from paceline.shards import Region
 from paceline.train.assemble import build_compressor, build_policy, normalises_inside
 from paceline.train.loss import Loss, build_loss, fuses_loss
 from paceline.train.optim import build_optimizer
@@ -35,12 +53,12 @@ from paceline.train.run_state import WeightAverage
 from paceline.train.step import LossScaler, StepPolicy, make_scaler
 
 _FEW = 16  # samples of data whose values nobody looks at
+_SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+_Found = TypeVar("_Found")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPieces:
-    """What a step is made of."""
-
     engine: Engine
     optimizer: torch.optim.Optimizer
     batch: StepBatch
@@ -153,3 +171,69 @@ def _optimizer(config: Config, engine: Engine, memory: HeldMemory) -> torch.opti
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
     return optimizer
+
+
+def with_stand_in(config: Config, work: Callable[[Config], _Found]) -> tuple[_Found, str]:
+    """Returns ``work(config)`` and nothing more to say; or that of the stand-in, and in words what it stands for.
+
+    Raises UntraceableError for a model of the user's own code that cannot be run without values, UsageError for one of
+    transformers that has no stand-in.
+    """
+    try:
+        return work(config), ""
+    except UntraceableError as error:
+        if not isinstance(config.model, HFModelConfig):
+            raise
+        other = _stand_in(config, config.model, error)
+        sizes = f"{other.layers} layers of width {other.width}"
+        return work(config.model_copy(update={"model": other})), (
+            f"a rough figure, of a GPT with {sizes} and as many parameters as the model (with all experts of a mixture "
+            f"at work), since {error.headline}"
+        )
+
+
+def _stand_in(config: Config, model: HFModelConfig, error: UntraceableError) -> GPTModelConfig:
+    data = few_data(config)
+    settings: Any = text_settings(model) if data.shape.kind == "tokens" else None
+    sizes: list[Any] = [getattr(settings, name, None) for name in _SIZES]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise UsageError(
+            f"{error.headline}\n  it is a model of transformers, and has no GPT of the same size to stand in for it\n"
+            "  paceline simulate runs it with values, on virtual ranks"
+        )
+    width, layers, heads, vocabulary = sizes
+    parameters = sum(each.numel() for each in empty_model(config, data).parameters())
+    tied = bool(getattr(settings, "tie_word_embeddings", False))
+    ends = vocabulary * width * (1 if tied else 2)
+    return GPTModelConfig(
+        kind="gpt",
+        layers=layers,
+        width=width,
+        heads=math.gcd(heads, width),
+        mlp_width=max(1, round((parameters - ends - 4 * layers * width**2) / (2 * layers * width))),
+        vocab_size=vocabulary,
+        context=data.shape.context,
+        tied=tied,
+        mlp="gelu",
+        positions="learned",
+        compile=model.compile,
+    )
+
+
+def cut_of_run(config: Config, layout: Layout) -> list[Mapping[str, Region]]:
+    """Returns what the ranks of a layout would write into a checkpoint of the model that a config trains."""
+    data = few_data(config)
+    return cut_of_training(lambda: empty_model(config, data), layout)
+
+
+def cut_of_training(make_model: Callable[[], nn.Module], layout: Layout) -> list[Mapping[str, Region]]:
+    """Returns by rank the regions that it writes of the model's parameters and buffers, by their names.
+
+    ``make_model`` makes the model on the meta device.
+    """
+    world = DryWorld(layout.ranks)
+    found: list[Mapping[str, Region]] = []
+    for rank in range(layout.ranks):  # the first one tells the others where the model is cut
+        engine = parallelize(make_model(), world.rank(rank), layout=layout)
+        found.append({share.name: share.region for share in own_shares(engine.shards())})
+    return found

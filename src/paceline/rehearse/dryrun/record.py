@@ -13,7 +13,7 @@ import bisect
 import contextlib
 import functools
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from paceline.errors import PacelineError, UsageError
 from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
+from paceline.plan.plan import MARGIN
 from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
 from paceline.predict.replay.program import Program, counted, is_playable, repeat
 from paceline.predict.replay.replay import replay
@@ -44,7 +45,6 @@ from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model,
 from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
 from paceline.schedule.grid import Action
 from paceline.schedule.lowering import RankProgram
-from paceline.search.choice import MARGIN
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
 from paceline.train.resolve import first_line, is_users, made_at, misfit, needs_values, raised_at
@@ -78,15 +78,15 @@ def claim_states(memory: HeldMemory, parts: StepPieces) -> None:
 
 def _look_after(group: FlatGroup, memory: HeldMemory) -> None:
     """Looks at followed storages when a group's memory comes or goes: after every kernel would take long."""
+
+    def then_look(change: Callable[[], None]) -> None:
+        change()
+        memory.look()
+        _claim_resident(group, memory)
+
     for name in ("allocate", "free"):
         if name not in vars(group):
-            vars(group)[name] = functools.partial(_then_look, group, getattr(group, name), memory)
-
-
-def _then_look(group: FlatGroup, change: Callable[[], None], memory: HeldMemory) -> None:
-    change()
-    memory.look()
-    _claim_resident(group, memory)
+            vars(group)[name] = functools.partial(then_look, getattr(group, name))
 
 
 def _claim_resident(group: FlatGroup, memory: HeldMemory) -> None:
@@ -117,6 +117,7 @@ def watch_update(memory: HeldMemory, parts: StepPieces) -> None:
     parts.optimizer.register_step_pre_hook(claim)
 
 
+_RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
 _FEW = 3  # microbatches that are run: the first, one that stands for all between, and the last
 
 
@@ -186,7 +187,7 @@ class _Recording:
                 for _ in range(2 if layout.strategy == "ddp" else 1):
                     _run(recorder, functions, parts, 1)
             done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
-        return self._program(rank, parts, done, order)
+        return self._described(rank, parts, done, order)
 
     @contextlib.contextmanager
     def _telling(self, model: nn.Module) -> Iterator[None]:
@@ -204,16 +205,19 @@ class _Recording:
             made = made_at(self._config)
             raise misfit(error, "the model cannot be traced", self._data, place, made=made) from error
 
-    def _graphs(self, parts: StepPieces) -> Literal["off", "auto", "on"]:
-        asked, device = self._config.train.cuda_graphs, "cpu" if self._config.parallel.device == "cpu" else "cuda"
-        if asked is False or graph_problem(self._config, self._layout, device, parts.loss):
-            return "off"
-        return "on" if asked is True else "auto"
-
-    def _program(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
+    def _described(self, rank: int, parts: StepPieces, done: Recorded, order: tuple[Turn, ...]) -> Program:
         config, layout = self._config, self._layout
         precision = precision_named(layout.precision)
         samples = layout.microbatch * layout.accumulate * layout.data
+        graphs: Literal["off", "auto", "on"] = "on" if config.train.cuda_graphs is True else "auto"
+        if config.train.cuda_graphs is False or graph_problem(config, layout, self._world.device_kind, parts.loss):
+            graphs = "off"
+        # Three times what forward takes, attention in full.
+        forward = sum(
+            times * event.operation.full_flops
+            for event, times in counted(done.events, order)
+            if isinstance(event, Run) and event.operation.phase == "forward"
+        )
         return Program(
             name=config.name,
             rank=rank,
@@ -224,10 +228,10 @@ class _Recording:
             samples=samples,
             elements=samples * (parts.loss.elements_per_sample or 1.0),
             element="tokens" if self._data.shape.kind == "tokens" else "samples",
-            model_flops=_model_flops(counted(done.events, order)),
+            model_flops=3.0 * forward,
             dtype=dtype_name(precision.autocast_dtype or precision.param_dtype or torch.float32),
             is_compiled=layout.is_compiled,
-            graphs=self._graphs(parts),
+            graphs=graphs,
             stage=rank // self.stage_ranks,
             stages=layout.pipeline,
             order=order,
@@ -288,8 +292,13 @@ def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[t
         return done.events, ()
     if pipeline is None:  # forward and backward of the second microbatch are between the second and the fourth lap
         return repeat(done.events, done.laps[1], done.laps[3], 1 + count - few), ()
-    marked = with_marks(done.events, done.acts, pipeline.program(few).actions)
-    return marked, order_of(pipeline.program(count), few)
+    marked: list[Event] = []  # a mark before the events of each action
+    actions = pipeline.program(few).actions
+    for number, (begin, end) in enumerate(pairwise((*done.acts, len(done.events)))):
+        action = actions[number] if number < len(actions) else None
+        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
+        marked += (mark, *done.events[begin:end])
+    return tuple(marked), _order_of(pipeline.program(count), few)
 
 
 def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
@@ -311,15 +320,6 @@ def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
     return layout_of(config, ranks, node_ranks)
 
 
-def _model_flops(events: Iterable[tuple[Event, int]]) -> float:
-    """Three times what forward takes, attention in full; of events, and how often each of them is done."""
-    found = 0.0
-    for event, times in events:
-        if isinstance(event, Run) and event.operation.phase == "forward":
-            found += times * event.operation.full_flops
-    return 3.0 * found
-
-
 def _enough_microbatches(pipeline: StageRunner | None, wanted: int) -> int:
     """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
     if pipeline is None:
@@ -333,7 +333,7 @@ def _enough_microbatches(pipeline: StageRunner | None, wanted: int) -> int:
     return wanted
 
 
-def order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
+def _order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
     """Returns the actions of a whole step, by those of one with few microbatches."""
     most = max(action.microbatch for action in program.actions)
     arrived: Mapping[Action, Sequence[Action]] = program.released
@@ -348,19 +348,6 @@ def order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
         messages = tuple((send.kind, send.stage, send.microbatch) for send in sends)
         found.append(Turn(action.kind, action.stage, number, like, messages))
     return tuple(found)
-
-
-def with_marks(events: Sequence[Event], acts: Sequence[int], actions: Sequence[Action]) -> tuple[Event, ...]:
-    """Returns the events with a mark before those of each action; ``acts`` are the places where these begin."""
-    found: list[Event] = []
-    for number, (begin, end) in enumerate(pairwise((*acts, len(events)))):
-        action = actions[number] if number < len(actions) else None
-        mark = EventMark(END, 0, 0) if action is None else EventMark(action.kind, action.stage, action.microbatch)
-        found += (mark, *events[begin:end])
-    return tuple(found)
-
-
-_RECEIVES = {"F": "RF", "B": "RB", "I": "RB"}
 
 
 def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:

@@ -123,7 +123,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # What surrounds it.
 
     def watch(self, blocks: Sequence[nn.Module], functions: MetaFunctions) -> None:
-        """Notes when blocks begin and end."""
         for index, block in enumerate(blocks):
             # Not by hooks: a block that is computed again is not called, but its forward is.
             block.forward = self.watched(f"block {index}", block.forward, functions)
@@ -158,7 +157,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         changes, resident = self.memory.events(self._phases, self._again, lying)
         rows: list[tuple[tuple[int, int, bool], Event]] = [((act, place, False), each) for act, place, each in changes]
         for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
-            rows.append(((self._acts[place], place, True), _in_phase(event, phase)))
+            done: Event
+            if isinstance(event, _Kernel):
+                kernel = replace(event.kind, reads=event.reads, writes=event.writes, phase=phase)
+                done = Run(kernel, event.block)
+            else:
+                done = replace(event, phase=phase)
+            rows.append(((self._acts[place], place, True), done))
         rows.sort(key=lambda row: row[0])
         places = [row[0][1] for row in rows]
         acts = [row[0][0] for row in rows]
@@ -188,7 +193,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._owners.append(label)
 
     def _owner(self) -> str:
-        """Returns the block that the present kernel belongs to."""
         if torch._C._current_graph_task_id() == -1:
             return self._block
         node = torch._C._current_autograd_node()
@@ -273,12 +277,6 @@ def _kind(func: Any) -> str:
     returns = func._schema.returns
     is_view = bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
     return "view" if is_view and name != "lift_fresh" else "plain"
-
-
-def _in_phase(event: _Kernel | Issue | Wait | OnHost, phase: str) -> Event:
-    if isinstance(event, _Kernel):
-        return Run(replace(event.kind, reads=event.reads, writes=event.writes, phase=phase), event.block)
-    return replace(event, phase=phase)
 
 
 def _asker() -> tuple[str, str]:

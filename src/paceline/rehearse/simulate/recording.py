@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -22,42 +21,33 @@ from paceline.errors import RunFolderError
 from paceline.records.meter import StepFacts, StepMeter
 from paceline.records.records import Record, RunRecord, StepRecord
 from paceline.records.sinks import JsonlSink, Sink
+from paceline.rehearse.simulate.prices import KernelPrices
 from paceline.train.trainer import Trainer
 
 
-@dataclass(slots=True)
-class Memory:
-    """A sink that keeps what it is given."""
+class KeptRecords:
+    """A sink that keeps what it is given, dated by a rank's clock if there is one, and shows it to another sink."""
 
-    records: list[Record] = field(default_factory=list)
+    def __init__(self, clock: VirtualClock | None = None, view: Sink | None = None) -> None:
+        self.records: list[Record] = []
+        self._clock, self._view = clock, view
 
     def write(self, *records: Record) -> None:
+        if self._clock is not None:
+            # The meter has dated the records of steps, by the moment at which each ended.
+            now_s = self._clock.now_s
+            records = tuple(each if isinstance(each, StepRecord) else replace(each, time=now_s) for each in records)
         self.records += records
+        if self._view is not None:
+            self._view.write(*records)
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        if self._view is not None:
+            self._view.flush()
 
     def close(self) -> None:
-        """Nothing is open."""
-
-
-class ClockSink:
-    """Passes records on with the time of a rank's clock."""
-
-    def __init__(self, inner: Sink, clock: VirtualClock) -> None:
-        self._inner = inner
-        self._clock = clock
-
-    def write(self, *records: Record) -> None:
-        now_s = self._clock.now_s
-        # The meter has dated the records of steps, by the moment at which each ended.
-        self._inner.write(*(each if isinstance(each, StepRecord) else replace(each, time=now_s) for each in records))
-
-    def flush(self) -> None:
-        self._inner.flush()
-
-    def close(self) -> None:
-        self._inner.close()
+        if self._view is not None:
+            self._view.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +63,6 @@ class StepBounds:
     busy_s: float | None = None
 
 
-class LaunchTimes(Protocol):
-    """What kernels took so far, on the device and to launch. Both are 0 where the host computes itself."""
-
-    work_s: float
-    launch_s: float
-
-
 class ClockMeter(StepMeter):
     """Takes a step apart as any meter does, on a rank's clock, whose compute it names by phase.
 
@@ -87,7 +70,7 @@ class ClockMeter(StepMeter):
     waiting for, as on a GPU.
     """
 
-    launches: LaunchTimes | None = None
+    launches: KernelPrices | None = None
 
     def __init__(self, device: torch.device, trace: Trace, clock: VirtualClock, memory_bytes: int) -> None:
         super().__init__(device, trace)
@@ -113,7 +96,13 @@ class ClockMeter(StepMeter):
     def finish(self, facts: StepFacts) -> bool:
         """Ends the step. Always time to drain: how often must not depend on the time of this machine."""
         super().finish(facts)
-        busy_s, self._host_s[facts.step] = self._launch_times()
+        busy_s = host_s = None
+        if self.launches is not None and self.launches.launch_s:
+            busy_s = self.launches.work_s - self._launched[0]
+            launch_s = self.launches.launch_s - self._launched[1]
+            host_s = launch_s if launch_s > busy_s else 0.0
+            self._launched = (self.launches.work_s, self.launches.launch_s)
+        self._host_s[facts.step] = host_s
         self.steps.append(StepBounds(facts.step, self._began_s, self._clock.now_s, busy_s))
         self._began_s = self._clock.now_s
         return True
@@ -130,14 +119,6 @@ class ClockMeter(StepMeter):
 
     def _now(self) -> float:
         return self._clock.now_s
-
-    def _launch_times(self) -> tuple[float | None, float | None]:
-        """Returns the device's time for the step that ends now, and the host's if that was more, else 0."""
-        if self.launches is None or not self.launches.launch_s:
-            return None, None
-        (work_s, launch_s), self._launched = self._launched, (self.launches.work_s, self.launches.launch_s)
-        work_s, launch_s = self._launched[0] - work_s, self._launched[1] - launch_s
-        return work_s, launch_s if launch_s > work_s else 0.0
 
 
 def run_record(trainer: Trainer, rank: int, device: str, host: str) -> RunRecord:

@@ -10,7 +10,7 @@ One step is the step of ``paceline train``: the same code, on the same engine.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
@@ -27,14 +27,13 @@ from paceline.notebook import Shown, curve
 from paceline.plan.plan import MemoryEstimate, Plan
 from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
-from paceline.records.sinks import Fanout, Sink
+from paceline.records.sinks import Sink
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
-from paceline.rehearse.simulate.recording import ClockMeter, ClockSink, Memory, StepBounds, run_record
+from paceline.rehearse.simulate.recording import ClockMeter, KeptRecords, StepBounds, run_record
 from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
 from paceline.train.assemble import build_trainer
-from paceline.train.hooks import EvaluateHook, Every
 from paceline.train.randomness import compute_threads
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import EvaluateHook, Every, Trainer
 
 ComputeKind: TypeAlias = Literal["measured", "modelled"]
 COMPUTE_KINDS: tuple[ComputeKind, ...] = ("measured", "modelled")
@@ -58,7 +57,6 @@ class Conditions:
 
     @property
     def rates(self) -> Rates | KernelPrices:
-        """The rates that modelled compute is priced by."""
         return Rates() if self.cluster is None else KernelPrices(self.cluster.device)
 
     @property
@@ -132,26 +130,23 @@ def prepare(
         raise UsageError(f"device = {where}\n  virtual ranks share a CPU, or one GPU\n  take cpu or cuda")
     if where == "cuda" and not torch.cuda.is_available():
         raise UsageError("device = cuda, and there is no CUDA device here\n  virtual ranks share one\n  take cpu")
-    node_ranks = asked.node_ranks if cluster is None else _node_ranks(config, count, cluster)
+    node_ranks = asked.node_ranks
+    if cluster is not None:  # ranks fill one host before the next, which may then have fewer (None)
+        each = min(count, cluster.node.devices)
+        if node_ranks is not None and node_ranks != each:
+            raise UsageError(
+                f"parallel.node_ranks = {node_ranks} on {cluster.name}\n"
+                f"  {count} ranks fill hosts of {cluster.node.devices} devices, so that {each} share one\n"
+                "  leave parallel.node_ranks out, or name another cluster"
+            )
+        needs_hosts = config.comm.algorithm == "hierarchical" or asked.strategy == "hybrid"
+        node_ranks = each if count % each == 0 or needs_hosts else None
     changes = {"ranks": count, "device": where, "node_ranks": node_ranks}
     settled = config.with_values("parallel", **changes).with_values("comm", backend="virtual")
     problems = check_ranks(settled, count, node_ranks)
     if problems:
         raise ConfigError(problems, source=source)
     return settled
-
-
-def _node_ranks(config: Config, ranks: int, cluster: Cluster) -> int | None:
-    """Returns how many ranks a host of the cluster has: they fill one before the next, and then may differ (None)."""
-    each, asked = min(ranks, cluster.node.devices), config.parallel.node_ranks
-    if asked is not None and asked != each:
-        raise UsageError(
-            f"parallel.node_ranks = {asked} on {cluster.name}\n"
-            f"  {ranks} ranks fill hosts of {cluster.node.devices} devices, so that {each} share one\n"
-            "  leave parallel.node_ranks out, or name another cluster"
-        )
-    needs_hosts = config.comm.algorithm == "hierarchical" or config.parallel.strategy == "hybrid"
-    return each if ranks % each == 0 or needs_hosts else None
 
 
 def simulate(
@@ -169,12 +164,12 @@ def simulate(
     where = conditions or Conditions()
     check_conditions(config, where)
     ranks, timing = _timing(config, where)
-    places = [_SimulatedRank(config, where, rank, view if rank == 0 else None) for rank in range(ranks)]
+    found: list[tuple[KeptRecords, list[StepBounds]]] = []
     try:
         # As many threads as a rank of a real run on this machine has: the numbers, and the times, are its own.
         with compute_threads(config.parallel.threads or max(1, len(usable_cores()) // ranks)):
-            run_virtual(
-                lambda comm: places[comm.rank].run(comm, watch),
+            found = run_virtual(
+                lambda comm: _run_rank(comm, config, where, None if comm.rank else view, watch),
                 ranks,
                 device=config.parallel.device,
                 timeout_s=config.comm.timeout_s,
@@ -184,14 +179,14 @@ def simulate(
         if isinstance(error.__cause__, PacelineError):
             raise error.__cause__ from error
         raise
-    steps = tuple(tuple(place.steps) for place in places)
+    records, steps = [kept.records for kept, _ in found], tuple(tuple(bounds) for _, bounds in found)
     return Simulation(
         config=config,
         conditions=where,
-        records=tuple(tuple(place.kept.records) for place in places),
+        records=tuple(map(tuple, records)),
         clocks=tuple(timing.clocks),
         steps=steps,
-        summary=summarize_clocks([place.kept.records for place in places], timing.clocks, steps),
+        summary=summarize_clocks(records, timing.clocks, steps),
     )
 
 
@@ -210,7 +205,6 @@ def check_conditions(config: Config, conditions: Conditions) -> None:
 
 
 def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
-    """Returns the number of ranks, and the settings of their clocks."""
     ranks = config.parallel.decided_ranks
     return ranks, VirtualTime(
         cost=conditions.wire_cost(ranks, config.parallel.node_ranks),
@@ -220,70 +214,52 @@ def _timing(config: Config, conditions: Conditions) -> tuple[int, VirtualTime]:
     )
 
 
-class _SimulatedRank:
-    """One rank's part in a simulated run."""
-
-    def __init__(self, config: Config, conditions: Conditions, rank: int, view: Sink | None) -> None:
-        self.kept = Memory()
-        self.steps: Sequence[StepBounds] = ()
-        self._config = config
-        self._conditions = conditions
-        self._rank = rank
-        self._view = view
-
-    def run(self, comm: VirtualCommunicator, watch: Callable[[int, Trainer], None] | None) -> None:
-        """Trains this rank's share and writes its records."""
-        clock = comm.clock
-        assert clock is not None
-        config = self._config
-        hooks = [Every(config.train.eval_every, EvaluateHook())]
-        trainer = build_trainer(config, comm, hooks=hooks, node_ranks=config.parallel.node_ranks)
-        meter = self._put_on_clock(trainer, comm, clock)
-        comm.barrier()  # set-up is over everywhere: the run begins
-        clock.name("set-up")
-        began_s = clock.take()
-        sinks: list[Sink] = [self.kept] if self._view is None else [self.kept, self._view]
-        with contextlib.closing(ClockSink(Fanout(sinks), clock)) as trainer.sink:
-            assert trainer.sink is not None
-            trainer.sink.write(run_record(trainer, self._rank, self._device(comm), self._host()))
-            with self._pricing(clock, meter):
-                trainer.run()
-            clock.name("evaluation")
-            seconds = clock.take() - began_s
-            trainer.sink.write(EndRecord(status="done", step=trainer.step, seconds=seconds, message="", time=0.0))
-        self.steps = meter.steps
-        if watch is not None:
-            with clock.paused():
-                watch(self._rank, trainer)
-
-    def _put_on_clock(self, trainer: Trainer, comm: VirtualCommunicator, clock: VirtualClock) -> ClockMeter:
-        trace = trainer.parts.engine.world.trace
-        assert trace is not None
-        memory = self._memory(trainer.parts.plan)
-        meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
-        trainer.parts = replace(trainer.parts, meter=meter)
-        return meter
-
-    def _memory(self, plan: Plan) -> MemoryEstimate | None:
-        """Returns the estimate of a rank: on the GPU that it is taken to have, where that is another device."""
-        if not self._conditions.gpu:
-            return plan.memory
-        need = EngineMemory.of(self._config, "cuda")
-        return need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None
-
-    def _pricing(self, clock: VirtualClock, meter: ClockMeter) -> contextlib.AbstractContextManager[object]:
-        if self._conditions.compute == "measured":
-            return contextlib.nullcontext()
-        rates = self._conditions.rates
+def _run_rank(
+    comm: VirtualCommunicator,
+    config: Config,
+    where: Conditions,
+    view: Sink | None,
+    watch: Callable[[int, Trainer], None] | None,
+) -> tuple[KeptRecords, list[StepBounds]]:
+    """Trains one rank's share; returns what it recorded, and when its steps began and ended."""
+    clock, node_ranks = comm.clock, config.parallel.node_ranks
+    assert clock is not None
+    hooks = [Every(config.train.eval_every, EvaluateHook())]
+    trainer = build_trainer(config, comm, hooks=hooks, node_ranks=node_ranks)
+    trace, memory = trainer.parts.engine.world.trace, _memory(config, where, trainer.parts.plan)
+    assert trace is not None
+    meter = ClockMeter(comm.device, trace, clock, 0 if memory is None else int(memory.device_bytes))
+    trainer.parts = replace(trainer.parts, meter=meter)
+    device = "cpu"
+    pricing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if comm.device.type == "cuda":
+        device = torch.cuda.get_device_name(comm.device)
+    if where.compute == "modelled":
+        rates = where.rates
+        device, pricing = rates.name, PricedCompute(rates, clock.spend)
         meter.launches = rates if isinstance(rates, KernelPrices) else None
-        return PricedCompute(rates, clock.spend)
+    node_ranks = node_ranks if where.cluster is None else where.cluster.node.devices
+    host = "virtual-0" if node_ranks is None else f"virtual-{comm.rank // node_ranks}"
+    comm.barrier()  # set-up is over everywhere: the run begins
+    clock.name("set-up")
+    began_s, kept = clock.take(), KeptRecords(clock, view)
+    with contextlib.closing(kept):
+        trainer.sink = kept
+        kept.write(run_record(trainer, comm.rank, device, host))
+        with pricing:
+            trainer.run()
+        clock.name("evaluation")
+        seconds = clock.take() - began_s
+        kept.write(EndRecord(status="done", step=trainer.step, seconds=seconds, message="", time=0.0))
+    if watch is not None:
+        with clock.paused():
+            watch(comm.rank, trainer)
+    return kept, meter.steps
 
-    def _device(self, comm: VirtualCommunicator) -> str:
-        if self._conditions.compute == "modelled":
-            return self._conditions.rates.name
-        return torch.cuda.get_device_name(comm.device) if comm.device.type == "cuda" else "cpu"
 
-    def _host(self) -> str:
-        cluster = self._conditions.cluster
-        node_ranks = self._config.parallel.node_ranks if cluster is None else cluster.node.devices
-        return "virtual-0" if node_ranks is None else f"virtual-{self._rank // node_ranks}"
+def _memory(config: Config, where: Conditions, plan: Plan) -> MemoryEstimate | None:
+    """Returns the estimate of a rank: on the GPU that it is taken to have, where that is another device."""
+    if not where.gpu:
+        return plan.memory
+    need = EngineMemory.of(config, "cuda")
+    return need.estimate(plan.layout) if need is not None and is_known(need.facts, plan.layout) else None

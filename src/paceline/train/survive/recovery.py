@@ -3,21 +3,41 @@
     a step's gradients are not finite  on_bad_step(policy, num_in_a_row, limit, ...)        asked by every rank
     the loss jumped                    find_spike(losses) then on_spike(policy, ...)        asked by every rank
 
-Nothing here talks, reads a clock or imports torch: whoever asks with the same values gets the same answer, so that
-ranks which hold the same numbers agree without a word. What is done about ranks that died or hung is decided by
+These neither talk nor read a clock: whoever asks with the same values gets the same answer, so that ranks which hold
+the same numbers agree without a word. What is done about ranks that died or hung is decided by
 ``health/diagnosis.py``.
+
+A bad step was left out (see step.py); here the host learns of it. Every rank reads the same norm of the same step at
+the same point of its program, so all of them can stop together, and replay the step together. On CUDA the norm of a
+step is read when the next one has been issued: the device always has work, and the host runs one step ahead of it at
+most. Once a step was bad, the norm is read at once, for the parameters of a bad step are only there until the next good
+one.
+
+Where numbers stop being finite is found by a replay: the parameters are still those of the step. In this order: samples
+that are not finite, then parameters, then the first module whose output is not, then the loss, then the first gradient
+in the order of backward. Costly (every output is looked at) and collective.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from itertools import count
+from typing import Any, TypeAlias
 
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from paceline.comm.objects import gather_objects
 from paceline.config.sections import RecoveryConfig
+from paceline.engines.agree import tensors_in
+from paceline.engines.precision import Precision
 from paceline.health.diagnosis import Stop
+from paceline.train.step import Passes, RunPasses, StepOutcome, accumulate
 
 _MAD_TO_DEVIATION = 1.4826  # of a normal distribution
 
@@ -118,3 +138,180 @@ def _go_back(policy: RecoveryConfig, how: str, what: str, *, num_roll_backs: int
     if how == "lower_rate":
         return GoBack(reason=what, skips_data=False, rate_factor=policy.rate_factor)
     return GoBack(reason=what, skips_data=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadStep:
+    """A step that was left out, with what a replay needs of it."""
+
+    step: int
+    grad_norm: float
+    num_in_a_row: int
+    outcome: StepOutcome
+    batch: Any
+
+    def detail(self) -> dict[str, Any]:
+        """Returns what a record tells of it. Waits for the device."""
+        scale = self.outcome.loss_scale
+        scaled = {} if scale is None else {"loss_scale": float(scale)}
+        return {"grad_norm": self.grad_norm, "in_a_row": self.num_in_a_row, **scaled}
+
+
+class BadSteps:
+    """How many steps were left out: in all, and in a row up to now."""
+
+    def __init__(self) -> None:
+        self.num_skipped = 0
+        self.num_in_a_row = 0
+        # Step, outcome, batch, the norm on the host, and when it is there.
+        self._unread: deque[tuple[int, StepOutcome, Any, torch.Tensor, torch.cuda.Event | None]] = deque()
+
+    def note(self, step: int, outcome: StepOutcome, batch: Any) -> Iterator[BadStep]:
+        """Takes a step that was issued; yields the bad ones among those that are known by now."""
+        norm, copied = outcome.grad_norm.detach(), None
+        if norm.device.type != "cpu":
+            norm = norm.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        self._unread.append((step, outcome, batch, norm, copied))
+        return self._read(leave=0 if copied is None else 1)
+
+    def read_all(self) -> Iterator[BadStep]:
+        """Yields the bad ones among all steps issued. Waits for the device."""
+        return self._read(leave=0)
+
+    def state_dict(self) -> dict[str, int]:
+        """Returns the counts, of the steps that were read."""
+        return {"num_skipped": self.num_skipped, "num_in_a_row": self.num_in_a_row}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_skipped, self.num_in_a_row = state["num_skipped"], state["num_in_a_row"]
+        self._unread.clear()
+
+    def _read(self, leave: int) -> Iterator[BadStep]:
+        while len(self._unread) > (0 if self.num_in_a_row else leave):
+            step, outcome, batch, measured, copied = self._unread.popleft()
+            if copied is not None:
+                copied.synchronize()  # sync point, with the step before the last one issued
+            norm = measured.item()
+            if math.isfinite(norm):
+                self.num_in_a_row = 0
+                continue
+            self.num_skipped += 1
+            self.num_in_a_row += 1
+            in_a_row = self.num_in_a_row
+            yield BadStep(step=step, grad_norm=norm, num_in_a_row=in_a_row, outcome=outcome, batch=batch)
+
+
+_DATA, _PARAMETER, _FORWARD, _LOSS, _GRADIENT = range(5)
+_MANY = 2**40  # more calls than a step has
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Overflow:
+    """Something that is not finite; the smallest finding is the cause of the others."""
+
+    stage: int
+    place: int
+    rank: int
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.what}, on rank {self.rank}"
+
+
+def find_overflow(passes: Passes, run: RunPasses | None = None) -> Overflow | None:
+    """Repeats the passes of a step and returns where its numbers stop being finite, the same on every rank.
+
+    None where the repetition is finite, because it drew other random numbers, say. ``run`` takes the place of
+    ``accumulate``, as in a step. Leaves no gradients.
+    """
+    engine, rank = passes.engine, passes.engine.world.rank
+    first = engine.random_stream // engine.gradient_comm.size * _MANY  # stages of a pipeline are called in their order
+    findings: list[Overflow] = []
+    calls: dict[str, int] = {}  # by module: the number of its last call
+    next_call = count(1).__next__
+
+    def look(stage: int, place: int, tensor: Any, before: str, after: str = "") -> None:
+        problem = _describe(tensor) if isinstance(tensor, torch.Tensor) else ""
+        if problem:
+            findings.append(Overflow(stage, place, rank, f"{before}: {problem}{after}"))
+
+    def watch(name: str) -> Any:
+        def hook(module: nn.Module, _: Any, output: Any) -> None:
+            calls[name] = next_call()
+            for tensor in tensors_in(output):
+                if not findings:
+                    title = f"{name or 'the model'} ({type(module).__name__}) in forward"
+                    look(_FORWARD, first + calls[name], tensor, title, " of its output")
+
+        return hook
+
+    handles = [module.register_forward_hook(watch(name)) for name, module in engine.module.named_modules()]
+    try:
+        values = (run or accumulate)(passes)
+    finally:
+        for handle in handles:
+            handle.remove()
+    for number, microbatch in enumerate(passes.microbatches):
+        for leaf in tree_leaves(microbatch):
+            shape = f" of shape {list(getattr(leaf, 'shape', ()))}"
+            look(_DATA, len(findings), leaf, f"the data of microbatch {number}", shape)
+    for name, parameter in engine.named_parameters():
+        look(_PARAMETER, len(findings), parameter, f"the parameter {name} itself")
+    findings += [Overflow(_LOSS, 0, rank, f"the loss is {v.total.item()}") for v in values if not v.total.isfinite()]
+    engine.gradients()  # all of them at what the engine updates
+    for name, parameter in engine.named_parameters():  # gradients of the modules called last arise first
+        place = -calls.get(name.rpartition(".")[0], 0)
+        look(_GRADIENT, place, parameter.grad, f"the gradient of {name} in backward")
+    for parameter in engine.parameters():
+        parameter.grad = None
+    everyone = gather_objects(engine.world, min(findings, default=None))
+    return min((finding for finding in everyone if finding is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wording:
+    """What a user calls the things that an explanation names."""
+
+    step: str = "step"
+    rate: str = "optim.lr"
+    clip: str = "optim.clip_norm"
+    precision: str = "train.precision = bf16"
+
+
+def explain_bad_steps(
+    bad: BadStep, finding: Overflow | None, precision: Precision, wording: Wording | None = None
+) -> str:
+    """Writes why a run stops: how many steps in a row were left out, where the first number overflowed, what to do."""
+    wording = wording or Wording()
+    step = wording.step
+    scale = "" if bad.outcome.loss_scale is None else f", loss scale {float(bad.outcome.loss_scale):g}"
+    where = finding or "none in a repetition: the step drew other random numbers, or parameters have changed since"
+    if finding is not None and finding.stage == _DATA:
+        advice = "repair or leave out these samples"
+    elif finding is not None and finding.stage == _PARAMETER:
+        advice = "start from an earlier checkpoint"
+    elif torch.float16 in (precision.autocast_dtype, precision.param_dtype):
+        advice = f"use {wording.precision}, which has the range of fp32, or lower {wording.rate}"
+    else:
+        advice = f"lower {wording.rate}, set {wording.clip}, or look at the data of that {step}"
+    return (
+        f"{bad.num_in_a_row} {step}s in a row had gradients that are not finite, up to {step} {bad.step} "
+        f"(gradient norm {bad.grad_norm}{scale})\n"
+        f"  the first numbers that are not finite: {where}\n"
+        f"  those {step}s were left out, and the parameters are as they were before; {advice}"
+    )
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    """Counts what is not finite in a tensor; empty if nothing is."""
+    if not tensor.is_floating_point() or not tensor.numel():
+        return ""
+    value = tensor.detach()
+    if value.isfinite().all():
+        return ""
+    num_nan = int(value.isnan().sum())
+    num_inf = int(value.isinf().sum())
+    parts = [f"{count} {kind}" for count, kind in ((num_nan, "nan"), (num_inf, "inf")) if count]
+    return f"{' and '.join(parts)} in {value.numel()} numbers"

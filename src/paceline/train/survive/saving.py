@@ -24,9 +24,8 @@ from paceline.checkpoint.storage import FileStore
 from paceline.checkpoint.writer import CheckpointWriter
 from paceline.config import CheckpointConfig
 from paceline.errors import CheckpointError
-from paceline.train.hooks import is_time
 from paceline.train.step import StepResult
-from paceline.train.trainer import Trainer
+from paceline.train.trainer import Trainer, is_time
 
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
 _WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay

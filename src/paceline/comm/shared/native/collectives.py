@@ -25,7 +25,7 @@ from pathlib import Path
 
 import torch
 
-from paceline.comm.base import ReduceOp
+from paceline.comm.base import Call
 from paceline.comm.shared import board as plain
 from paceline.comm.shared.board import Board
 from paceline.comm.shared.progress import ProgressLoop, Steps
@@ -170,33 +170,18 @@ class CompiledCollectives(plain.Collectives):
             slot_bytes=board.slot_bytes,
         )
 
-    def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        if tensor.dtype not in self._types or tensor.numel() == 0:
-            return super().all_reduce(tensor, op)
-        stamp = plain.stamp_of("all_reduce", tensor, plain.OPS.index(op))
+    def start(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
+        is_moved = call.kind in ("all_gather", "broadcast")
+        if tensor.numel() == 0 or not (is_moved or tensor.dtype in self._types):
+            return super().start(call, output, tensor, stamp)
+        if call.kind == "all_gather":
+            own = output.view(self.board.size, tensor.numel())[self.board.rank]
+            if own.data_ptr() != tensor.data_ptr():
+                own.copy_(tensor)
         # Asked now, as the ranks issue in one order: when the operation starts, a rank may have buffers that another
         # has not made yet.
-        meets = self._num_buffers > 0
-        return self._steps("all_reduce", tensor, tensor, tensor.numel(), stamp, op=op, meets=meets)
-
-    def reduce_scatter(self, output: torch.Tensor, tensor: torch.Tensor, op: ReduceOp) -> Steps:
-        if tensor.dtype not in self._types or tensor.numel() == 0:
-            return super().reduce_scatter(output, tensor, op)
-        stamp = plain.stamp_of("reduce_scatter", tensor, plain.OPS.index(op))
-        return self._steps("reduce_scatter", output, tensor, output.numel(), stamp, op=op)
-
-    def all_gather(self, output: torch.Tensor, tensor: torch.Tensor, stamp: int) -> Steps:
-        if tensor.numel() == 0:
-            return super().all_gather(output, tensor, stamp)
-        own = output.view(self.board.size, tensor.numel())[self.board.rank]
-        if own.data_ptr() != tensor.data_ptr():
-            own.copy_(tensor)
-        return self._steps("all_gather", output, tensor, tensor.numel(), stamp)
-
-    def broadcast(self, tensor: torch.Tensor, source: int, stamp: int) -> Steps:
-        if tensor.numel() == 0:
-            return super().broadcast(tensor, source, stamp)
-        return self._steps("broadcast", tensor, tensor, tensor.numel(), stamp, source=source)
+        meets = call.kind == "all_reduce" and self._num_buffers > 0
+        return self._steps(call, output, tensor, stamp, meets=meets)
 
     def add_buffer(self, address: int, area_bytes: int) -> Callable[[], object]:
         """Makes a buffer known in which each rank has an area of so many bytes; returns what forgets it.
@@ -222,19 +207,9 @@ class CompiledCollectives(plain.Collectives):
                 return number + 1 << _PLACE_BITS | address - area.start
         return 0
 
-    def _steps(
-        self,
-        kind: str,
-        output: torch.Tensor,
-        tensor: torch.Tensor,
-        length: int,
-        stamp: int,
-        *,
-        op: ReduceOp = "sum",
-        source: int = 0,
-        meets: bool = False,
-    ) -> Steps:
-        board, item = self.board, tensor.element_size()
+    def _steps(self, call: Call, output: torch.Tensor, tensor: torch.Tensor, stamp: int, *, meets: bool) -> Steps:
+        board, item, kind, source = self.board, tensor.element_size(), call.kind, call.peer
+        length = output.numel() if kind == "reduce_scatter" else tensor.numel()
         num_bytes = length * item
         type_ = _BYTES if kind in ("all_gather", "broadcast") else self._types[tensor.dtype]
         is_small = kind == "all_reduce" and num_bytes <= min(_SMALL_BYTES, board.slot_bytes)
@@ -245,7 +220,8 @@ class CompiledCollectives(plain.Collectives):
         place = self._place(tensor.data_ptr(), num_bytes) if meets else 0
         first = board.take(rounds + meets)
         operation = _CompiledOperation(
-            *(tensor.data_ptr(), output.data_ptr(), _KINDS[kind], type_, plain.OPS.index(op), source, is_small, length),
+            *(tensor.data_ptr(), output.data_ptr()),
+            *(_KINDS[kind], type_, plain.OPS.index(call.op), source, is_small, length),
             *(first if meets else 0, first + meets, rounds, stamp, place),
         )
         yield from self._run(operation, (source,) if kind == "broadcast" else None)

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from paceline.data import workers
+from paceline.data import loader
 from paceline.data.datasets import SampleSubset, TensorPairs
-from paceline.data.workers import choose_workers
+from paceline.data.loader import choose_workers
 
 
 class Slow:
@@ -29,7 +29,7 @@ class Slow:
 
 
 def chosen(dataset: Any, monkeypatch: pytest.MonkeyPatch, *, batch: int = 32, cores: int = 16) -> tuple[int, str]:
-    monkeypatch.setattr(workers.time, "perf_counter", lambda: getattr(dataset, "now", 0.0))
+    monkeypatch.setattr(loader.time, "perf_counter", lambda: getattr(dataset, "now", 0.0))
     choice = choose_workers(dataset, batch, cores=cores, worker_start="auto")
     assert choice.detail() == {"workers": choice.workers, "reason": choice.reason}
     return choice.workers, choice.reason
