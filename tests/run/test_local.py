@@ -17,11 +17,13 @@ from gone_processes import wait_until_gone
 
 from paceline.errors import LaunchError, UsageError
 from paceline.health.diagnosis import FailedAttempt, diagnose
+from paceline.health.verdict import HangLimits
 from paceline.records.records import EndRecord, RunRecord, read_records
 from paceline.run import local
 from paceline.run.failure import RunPreemptedError, RunStoppedError
 from paceline.run.local import Launcher, LocalRanks, launching
 from paceline.run.notes import noted_processes
+from paceline.run.watch import WatchPolicy
 
 # torch leaves the files of redirected output to the garbage collector.
 pytestmark = [
@@ -253,17 +255,18 @@ def test_a_request_for_room_that_finds_nothing_to_save_is_a_preemption(
     assert not list(folder.glob("logs/*.error.json"))
 
 
-@pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "forget_attempt"])
+@pytest.mark.parametrize("moment", ["usable_cores", "loopback_interface", "forget_attempt", "Watch"])
 def test_a_signal_before_the_ranks_ends_the_run_too(folder: Path, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
     real = getattr(local, moment)
 
-    def interrupted(*arguments: Any) -> Any:
+    def interrupted(*arguments: Any, **options: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
-        return real(*arguments)
+        return real(*arguments, **options)
 
     monkeypatch.setattr(local, moment, interrupted)
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(RunStoppedError, match="ended by SIGINT"), launching(folder, LocalRanks(ranks=1)) as launcher:
+    asked = LocalRanks(ranks=1, watch=WatchPolicy(limits=HangLimits()))
+    with pytest.raises(RunStoppedError, match="ended by SIGINT"), launching(folder, asked) as launcher:
         launcher.start(["no_such_module"])
     assert signal.getsignal(signal.SIGINT) is before
 

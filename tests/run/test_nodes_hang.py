@@ -56,19 +56,21 @@ def die():
 def mistake():
     raise TypeError("a mistake")
 
+def once(change):
+    real = LedgerCommunicator.issue
+    def issue(self, call):
+        if call.kind != "all_reduce":
+            return real(self, call)
+        LedgerCommunicator.issue = real
+        return change(real, self, call)
+    LedgerCommunicator.issue = issue
+
 def skip():
-    real = LedgerCommunicator.all_reduce
-    def pass_over(self, tensor, op="sum"):
-        LedgerCommunicator.all_reduce = real
-        return DONE
-    LedgerCommunicator.all_reduce = pass_over
+    once(lambda real, comm, call: DONE)
 
 def shape():
-    real = LedgerCommunicator.all_reduce
-    def other(self, tensor, op="sum"):
-        LedgerCommunicator.all_reduce = real
-        return real(self, torch.ones(5), op)
-    LedgerCommunicator.all_reduce = other
+    short = torch.ones(5)
+    once(lambda real, comm, call: real(comm, call._replace(output=short, tensor=short)))
 
 def net():
     return Net()

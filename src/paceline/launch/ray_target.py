@@ -31,10 +31,12 @@ def machines(job: LaunchJob) -> TargetMachines:
     notes = [f"the Ray cluster is {cluster.address}", *(_describe(node) for node in able)]
     if room < job.least:
         if not options.waits_for_nodes:
+            needs = " and ".join(f"{amount:g} {name}" for name, amount in options.bundle.items())
+            there = "; ".join(_describe(node) for node in cluster.nodes())
             where = "a Ray node of its own" if options.strategy == "STRICT_SPREAD" else "a Ray node"
             raise UsageError(
                 f"--nodes {job.least}, and the Ray cluster {cluster.address} has room for {room}\n"
-                f"  each {options.actor} needs {_amounts(options)} on {where}: {_room(cluster)}\n"
+                f"  each {options.actor} needs {needs} on {where}: {there or 'no node lives'}\n"
                 "  ask for less (--nodes, --gpus-per-node, --set cpus=N), or let nodes come: --set autoscale=yes"
             )
         notes.append(f"there is room for {room} hosts now; the run waits for {job.least}")
@@ -101,11 +103,3 @@ def state(job: LaunchJob) -> JobState:
 def _describe(node: RayNode) -> str:
     gpus = f", {node.resources['GPU']:g} GPUs" if node.resources.get("GPU") else ""
     return f"Ray node {node.address} ({node.id[:8]}): {node.resources.get('CPU', 0):g} CPUs{gpus}"
-
-
-def _amounts(options: RayOptions) -> str:
-    return " and ".join(f"{amount:g} {name}" for name, amount in options.bundle.items())
-
-
-def _room(cluster: RayCluster) -> str:
-    return "; ".join(_describe(node) for node in cluster.nodes()) or "no node lives"

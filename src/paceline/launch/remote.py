@@ -144,7 +144,10 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
         env=environment,
         stdin=subprocess.DEVNULL,
         start_new_session=True,
-        preexec_fn=lambda: _hear_parent_die(system),  # no other thread runs yet
+        # No other thread runs yet.
+        preexec_fn=(lambda: system.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGTERM)))
+        if sys.platform == "linux"
+        else None,
     )
 
     def listen() -> None:
@@ -158,11 +161,6 @@ def _run(order: dict[str, Any], orders: IO[bytes]) -> int:
         signal.signal(number, lambda *_: _send(process, signal.SIGTERM))
     code = process.wait()
     return 128 - code if code < 0 else code
-
-
-def _hear_parent_die(system: ctypes.CDLL) -> None:
-    if sys.platform == "linux":
-        system.prctl(_PARENT_DEATH_SIGNAL, int(signal.SIGTERM))
 
 
 def _send(process: subprocess.Popen[bytes], number: int) -> None:

@@ -55,7 +55,11 @@ def machines(job: LaunchJob) -> TargetMachines:
     """Asks all hosts at once. Raises UsageError without hosts, and ConfigError with all that is wrong with them."""
     refuse_options(job, _NOT_HERE)
     refuse_settings(job, SETTINGS)
-    wrong = [repr(host[:_SHOWN]) for host in job.hosts if not _is_host(host)]
+    wrong = [
+        repr(host[:_SHOWN])
+        for host in job.hosts
+        if host.startswith("-") or not host.isprintable() or " " in host or len(host) > _LONGEST_HOST
+    ]
     if len(job.hosts) < 1 or wrong:
         raise UsageError(
             f"--on ssh with {'hosts ' + ', '.join(wrong[:3]) if wrong else 'no hosts'}\n"
@@ -74,10 +78,6 @@ def machines(job: LaunchJob) -> TargetMachines:
         host_bytes=min(float(each["memory_bytes"]) for each in answers),
         notes=(f"the hosts meet at {address}:{answers[0]['port']}", *silent),
     )
-
-
-def _is_host(name: str) -> bool:
-    return not name.startswith("-") and name.isprintable() and " " not in name and len(name) <= _LONGEST_HOST
 
 
 def ask_hosts(job: LaunchJob) -> tuple[str, dict[str, dict[str, Any] | str]]:

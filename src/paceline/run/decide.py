@@ -102,7 +102,11 @@ def resolve_config(config: Config) -> Config:
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     device = config.parallel.device if config.parallel.device != "auto" else ("cuda" if num_gpus else "cpu")
     ranks = config.parallel.ranks if config.parallel.ranks != "auto" else (num_gpus if device == "cuda" else CPU_RANKS)
-    problems = _check_precision(config.train.precision_on(device), device)
+    problems: list[Problem] = []
+    if device == "cpu":  # GPUs are asked by the ranks that own them
+        name = config.train.precision_on(device)
+        found = precision.precision_problem(precision.precision_named(name), torch.device("cpu"))
+        problems = [] if found is None else [replace(found, what=f"train.precision = {name}: {found.what}")]
     if device == "cuda" and num_gpus == 0:
         problems.append(
             Problem(
@@ -226,14 +230,6 @@ def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[
 def _refuse(problems: list[Problem]) -> None:
     if problems:
         raise ConfigError(problems, source="config")
-
-
-def _check_precision(name: str, device: str) -> list[Problem]:
-    """Lists why CPU ranks cannot compute in a precision. GPUs are asked by the ranks that own them."""
-    if device != "cpu":
-        return []
-    found = precision.precision_problem(precision.precision_named(name), torch.device("cpu"))
-    return [] if found is None else [replace(found, what=f"train.precision = {name}: {found.what}")]
 
 
 def _compare(config: Config, need: MemoryNeed) -> MemoryVerdict:

@@ -63,20 +63,17 @@ def remove_leftovers() -> None:
         with contextlib.suppress(OSError):  # it went meanwhile
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
-            if _is_left(path):
+            try:
+                lock = os.open(path / _LOCK, os.O_RDWR)
+            except FileNotFoundError:
+                is_left = time.time() - path.stat().st_mtime > _MAKING_S
+            else:
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    is_left = True
+                except OSError:
+                    is_left = False
+                finally:
+                    os.close(lock)
+            if is_left:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_left(path: Path) -> bool:
-    try:
-        lock = os.open(path / _LOCK, os.O_RDWR)
-    except FileNotFoundError:
-        return time.time() - path.stat().st_mtime > _MAKING_S
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(lock)
