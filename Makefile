@@ -8,7 +8,7 @@ SHARE  ?= 1
 # The tests start hundreds of processes: each would compile all modules again if none of them kept its bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help run test test-all browser soak fuzz slurm hosts ray check format docs bench container clean
+.PHONY: help run test test-all judges browser soak fuzz slurm hosts ray check format docs bench container clean
 
 help:            ## show the targets
 	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*##/\t/' | expand -t 12
@@ -34,6 +34,9 @@ test: $(VENV)/ready-dev  ## run the tests
 
 test-all: $(VENV)/ready-dev  ## run all tests, the exhaustive ones too
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not slurm and not hosts and not ray" --hypothesis-profile=all
+
+judges: $(VENV)/ready-dev  ## run other people's tests and catalogues against ours, all cases, and write docs/judges.md (minutes)
+	$(BIN)/python scripts/judges.py
 
 browser:         ## install Chromium, for the tests of the page (Debian, Ubuntu)
 	@command -v chromium chromium-browser google-chrome >/dev/null || apt-get install -y --no-install-recommends chromium

@@ -41,6 +41,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The judges of tests/judges: all cases, and a file for what came out."""
+    parser.addoption("--all-judges", action="store_true", help="run all cases of the judges, not only today's tenth")
+    parser.addoption("--judges-record", metavar="FILE", help="write what each judge found to this file")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Has the workers of pytest-xdist forked too, from the server that they then share."""

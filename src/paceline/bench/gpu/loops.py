@@ -200,8 +200,8 @@ def make_optimizer(asked: OptimConfig, parameters: Iterable[nn.Parameter]) -> to
 
 
 def _accelerate(model: nn.Module, config: Config, device: torch.device) -> Step:
-    from accelerate import Accelerator  # type: ignore[import-not-found, unused-ignore]
-    from accelerate.utils import TorchDynamoPlugin  # type: ignore[import-not-found, unused-ignore]
+    from accelerate import Accelerator  # type: ignore[import-not-found, import-untyped, unused-ignore]
+    from accelerate.utils import TorchDynamoPlugin  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     plugin = TorchDynamoPlugin(backend="inductor" if device.type == "cuda" else "eager")
     accelerator = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu", dynamo_plugin=plugin)
@@ -221,7 +221,7 @@ def _accelerate(model: nn.Module, config: Config, device: torch.device) -> Step:
 
 
 def _lightning(model: nn.Module, config: Config, device: torch.device) -> Step:
-    from lightning.fabric import Fabric  # type: ignore[import-not-found, unused-ignore]
+    from lightning.fabric import Fabric  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
     compiled: Any = _compile(WithLoss(model), device)
@@ -241,7 +241,7 @@ def _lightning(model: nn.Module, config: Config, device: torch.device) -> Step:
 
 
 def _to_fp8(model: nn.Module) -> None:
-    from torchao import float8  # type: ignore[import-not-found, unused-ignore]
+    from torchao import float8  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
     def fits(module: nn.Module, name: str) -> bool:
         is_multiple = isinstance(module, nn.Linear) and module.in_features % 16 == module.out_features % 16 == 0

@@ -251,10 +251,11 @@ def clip_pieces(
     else:
         if norms is None:
             norms = torch._foreach_norm(gradients, norm_type) if gradients else []
-        local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
         if norms:
             stacked = torch.stack(list(norms)).to(comm.device)
             local = torch.dot(stacked, stacked) if norm_type == 2.0 else add_powers(stacked, norm_type)
+        else:
+            local = torch.zeros((), dtype=pieces[0].dtype if pieces else torch.float32, device=comm.device)
         norm = reduce_norm(local, comm, norm_type)
     scale_to(max_norm, norm, gradients)
     return norm
