@@ -27,8 +27,8 @@ Our own tests prove what we thought of. A judge is a test or a catalogue that so
 engines. `make judges` runs every case (minutes) and writes this page; `make test` runs a tenth of them, another tenth
 each day.
 
-A case is *passed* when our result is that of one process, *refused* when Paceline says before anything is trained that
-it cannot do it, with the rule and a fix, and *skipped* when the case does not concern us. A failed case is a bug of
+A case is passed when our result is that of one process, refused when Paceline says before anything is trained that
+it cannot do it, with the rule and a fix, and skipped when the case does not concern us. A failed case is a bug of
 ours.
 
 | judge | what it checks | passed | refused | skipped | failed |
@@ -44,7 +44,8 @@ def page_of(record: dict[str, Any]) -> str:
         failed = counts.get("failed", 0) + counts.get("error", 0)
         numbers = " | ".join(str(counts.get(name, 0)) for name in ("passed", "refused", "skipped"))
         rows.append(f"| `{judge}` | {purpose_of(judge)} | {numbers} | {failed} |")
-        reasons = [f"- {count} {reason}" for reason, count in sorted(found["reasons"].items())]
+        told = [(*reason.split(": ", 1), count) for reason, count in sorted(found["reasons"].items())]
+        reasons = [f"- {count} {outcome}: `{why}`" for outcome, why, count in told]
         notes += [f"## {judge}: what did not pass, and why", "", *reasons, ""] if reasons else []
     return HEAD + "\n".join(rows) + "\n\n" + "\n".join(notes).rstrip() + "\n"
 

@@ -32,4 +32,4 @@ def test_failures_and_reasons_are_on_the_page(judges: ModuleType) -> None:
     found = {"outcomes": {"passed": 3, "failed": 1, "error": 1}, "reasons": {"failed: a test": 2}}
     page = judges.page_of({"torch_optimizers": found})
     assert "| 3 | 0 | 0 | 2 |" in page
-    assert "- 2 failed: a test" in page
+    assert "- 2 failed: `a test`" in page
