@@ -520,3 +520,26 @@ def test_blocks_may_be_compiled_checkpointed_or_not(gloo_pool: GlooPool) -> None
     expected = train_alone(make("plain"), shares)
     for found in gloo_pool.run(compiled_work, shares, ranks=2, timeout_s=120.0):
         check_close(found, expected)
+
+
+def test_a_layer_with_a_weight_and_no_bias_trains() -> None:
+    """Found by torch's catalogue of modules, since layers may be built so."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(2)
+        layer = nn.BatchNorm1d(3)
+        layer.register_parameter("bias", None)
+        return nn.Sequential(nn.Linear(4, 3), layer).double()
+
+    batch = torch.randn(6, 4, dtype=torch.float64)
+    alone = build()
+    alone(batch).pow(3).mean().backward()
+
+    def train(comm: Communicator) -> dict[str, torch.Tensor | None]:
+        engine = parallelize(build(), comm, "ddp")
+        engine(batch[comm.rank * 3 : comm.rank * 3 + 3]).pow(3).mean().backward()
+        return engine.full_gradients()
+
+    for found in run_virtual(train, 2):
+        for name, parameter in alone.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-10, atol=1e-14)

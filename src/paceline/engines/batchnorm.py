@@ -144,7 +144,7 @@ class _Normalise(torch.autograd.Function):
         dtype = _statistics_dtype(x)
         mean, variance = moments.mean.to(dtype), moments.variance.to(dtype)
         ctx.save_for_backward(x, weight, mean, variance, moments.count)
-        ctx.eps, ctx.exchange = eps, exchange
+        ctx.eps, ctx.exchange, ctx.bias_dtype = eps, exchange, None if bias is None else bias.dtype
         if not x.numel():
             return x.clone()
         return F.batch_norm(x, mean, variance, _to(weight, dtype), _to(bias, dtype), False, 0.0, eps)
@@ -170,8 +170,9 @@ class _Normalise(torch.autograd.Function):
         slope = inverse if scale is None else inverse * scale
         constant, linear = (slope * mean_sum).view(shape), (slope * inverse * mean_product).view(shape)
         dx.sub_(torch.addcmul(constant, x - mean.view(shape), linear))  # what the statistics' own gradients take back
-        own = (products.to(weight.dtype), sums.to(weight.dtype)) if weight is not None else (None, None)
-        return dx, *own, None, None, None
+        of_weight = None if weight is None else products.to(weight.dtype)
+        of_bias = None if ctx.bias_dtype is None else sums.to(ctx.bias_dtype)  # there may be a weight without a bias
+        return dx, of_weight, of_bias, None, None, None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
