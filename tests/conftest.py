@@ -43,7 +43,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The judges of tests/judges: all cases, and a file for what came out."""
-    parser.addoption("--all-judges", action="store_true", help="run all cases of the judges, not only today's tenth")
+    parser.addoption("--all-judges", action="store_true", help="run all cases of the judges, not only today's part")
     parser.addoption("--judges-record", metavar="FILE", help="write what each judge found to this file")
 
 

@@ -1,6 +1,6 @@
 """The judges: other people's tests and catalogues, run against ours. See docs/judges.md, and ``make judges``.
 
-By default a tenth of the cases runs, another one each day; ``--all-judges`` runs them all, and ``--judges-record FILE``
+By default a fortieth of the cases runs, another one each day; ``--all-judges`` runs them all, and ``--judges-record FILE``
 keeps what came out.
 """
 
@@ -17,7 +17,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-TURNS = 10
+TURNS = 40
 HERE = Path(__file__).parent
 
 
