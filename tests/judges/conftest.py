@@ -1,7 +1,7 @@
 """The judges: other people's tests and catalogues, run against ours. See docs/judges.md, and ``make judges``.
 
-By default a fortieth of the cases runs, another one each day; ``--all-judges`` runs them all, and ``--judges-record FILE``
-keeps what came out.
+By default a fortieth of the cases runs, another one each day; ``--all-judges`` runs them all, and
+``--judges-record FILE`` keeps what came out.
 """
 
 from __future__ import annotations
