@@ -27,8 +27,8 @@ from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.buckets.buckets import choose_for_link
 from paceline.engines.buckets.tuner import probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
-from paceline.engines.compiled import compile_model
-from paceline.engines.composition import combine
+from paceline.engines.combined import combine
+from paceline.engines.compiled import compile_model, swap_pools
 from paceline.engines.ddp import DataParallel
 from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
@@ -36,7 +36,6 @@ from paceline.engines.float8 import check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
 from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.pooling import swap_pools
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket

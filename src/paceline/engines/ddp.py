@@ -27,9 +27,8 @@ from torch import nn
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
-from paceline.engines.buckets.gradients import ReplicaBucket
+from paceline.engines.buckets.gradients import Arrivals, ReplicaBucket
 from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.flat.optimizer_state import on_cpu
 from paceline.engines.flat.shard_gradients import reduce_norm

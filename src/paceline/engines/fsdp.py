@@ -35,7 +35,7 @@ from paceline.engines.agree import tensors_in
 from paceline.engines.flat.gathering import Table
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
-from paceline.engines.flat.side_stream import SideStream
+from paceline.engines.flat.shard_layout import SideStream
 from paceline.engines.flat.unit import Call, Crossing, Pass, Routes, Unit, read_note
 from paceline.engines.groups import Groups
 from paceline.engines.module_engine import ModuleEngine

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import Communicator
-from paceline.engines.agree import broadcast_tensors
+from paceline.engines.agree import ReplicaWatch, broadcast_tensors
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import BufferPolicy, Engine
 from paceline.engines.flat.flat import piece_places
@@ -21,7 +21,6 @@ from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_o
 from paceline.engines.flat.shard_layout import dense_stride, full_shape
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
-from paceline.engines.replicas import ReplicaWatch
 from paceline.engines.tensor.layout import ExpertParts
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
 from paceline.shards import Region, Shard, memory_order, whole_region

@@ -32,8 +32,8 @@ from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
 from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, differentiable_sum
 from paceline.engines.module_engine import ModuleEngine
+from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
-from paceline.engines.stages.split_backward import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError
 from paceline.schedule.grid import Action, Schedule

@@ -31,9 +31,8 @@ from torch import nn
 
 from paceline.comm.base import DONE, Communicator, Work, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.buckets.arrivals import Arrivals
 from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket_parameters
-from paceline.engines.buckets.gradients import BufferPool, SlicedBucket
+from paceline.engines.buckets.gradients import Arrivals, BufferPool, SlicedBucket
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
 from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms

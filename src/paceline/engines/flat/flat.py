@@ -22,8 +22,7 @@ from torch import nn
 
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.shard_gradients import ShardGradients
-from paceline.engines.flat.shard_layout import ALIGN, ShardLayout
-from paceline.engines.flat.side_stream import HostShard, SideStream
+from paceline.engines.flat.shard_layout import ALIGN, HostShard, ShardLayout, SideStream
 from paceline.engines.float8 import E4M3, round_to, scales_of
 from paceline.engines.groups import ParameterGroups, expert_dim, mark_expert
 from paceline.engines.precision import Precision

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
-from paceline.engines.flat.shard_layout import ShardLayout
-from paceline.engines.flat.side_stream import SideStream, host_empty
+from paceline.engines.flat.shard_layout import ShardLayout, SideStream, host_empty
 from paceline.engines.groups import ParameterGroups, reduction
 
 _DOTTED = (torch.float32, torch.float64)  # sums of squares in other dtypes would overflow, or lose too much

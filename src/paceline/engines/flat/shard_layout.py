@@ -1,17 +1,22 @@
-"""Where the parameters of a flat group lie, and which slice of them is whose: known once, and the same ever after.
+"""A rank's slice of a flat group: where it lies among the parameters, and how it gets to the host and back.
 
-flat      | weight ............ | pad | bias | pad | weight .......... | pad |
-slices    |  rank 0's slice  |  rank 1's slice  |  rank 2's slice  |
+    flat      | weight ............ | pad | bias | pad | weight .......... | pad |
+    slices    |  rank 0's slice  |  rank 1's slice  |  rank 2's slice  |
+
+A cast or a copy is bound by memory, a matrix product by arithmetic: on CUDA the two run at the same time if they are on
+different streams. What is issued on a side stream begins when the device has come so far; who needs the result waits
+for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from paceline.comm.base import DONE, Work
 from paceline.shards import FlatLayout, Region, Spans, flat_layout, memory_order, row_major
 
 ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, whatever the dtype
@@ -94,3 +99,102 @@ def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
             return row_major(parameter.shape)
         step *= size
     return parameter.stride() if 0 not in parameter.stride() else row_major(parameter.shape)
+
+
+class _SideStreamPoint:
+    """What was issued on a side stream up to a point."""
+
+    __slots__ = ("_device", "_event")
+
+    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
+        self._event = event
+        self._device = device
+
+    def wait(self) -> None:
+        """Makes what the device computes from here on wait for it."""
+        torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class SideStream:
+    """Copies beside what the device computes, to the host or of another dtype; on a CPU everything runs in order."""
+
+    def __init__(self, device: torch.device) -> None:
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def issue(self, work: Callable[[], Work]) -> Work:
+        """Runs ``work`` from the point on that the device has come to; what it uses lives until it was waited for."""
+        if self._stream is None:
+            return work()
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            inner = work()
+            if inner is not DONE:
+                return inner
+            return _SideStreamPoint(self._stream.record_event(), self._device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Starts a copy. The host's side is pinned; the device's is kept until the copy has ended."""
+        if self._stream is None:
+            target.copy_(source)
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+        for tensor in (target, source):
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)
+
+    def wait(self) -> None:
+        """Makes what the device computes from here on wait for the copies: a side stream is a ``Work``."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+    def finish(self) -> None:
+        """Makes the host wait for the copies. A sync point."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Makes a host tensor that ``device`` can copy from and to without waiting: pinned where that is CUDA.
+
+    A dry run has no values on the host either; that the memory would be pinned tells it from a device's.
+    """
+    if device.type == "meta":
+        return torch.empty(length, dtype=dtype, device=device, pin_memory=True)
+    return torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")
+
+
+class HostShard:
+    """A rank's slice of a flat group that an optimizer updates on the host, and the way of its values to the device.
+
+    master (as built, on the host)  --cast-->  staged (the parameters' dtype, pinned)  --copy-->  the device
+    """
+
+    def __init__(self, mine: torch.Tensor, param_dtype: torch.dtype, *, stays_on_device: bool) -> None:
+        """Copies this rank's slice to the host. ``stays_on_device``: a copy in the parameters' dtype stays there."""
+        self._device = mine.device
+        self.master = host_empty(mine.numel(), mine.dtype, mine.device).copy_(mine)
+        self.resident: torch.Tensor | None = None  # the slice on the device, another one after each update
+        self.copies = SideStream(mine.device)
+        self.seen_version = -1
+        self._stays_on_device = stays_on_device
+        is_cast = param_dtype != mine.dtype
+        self._staged = host_empty(mine.numel(), param_dtype, mine.device) if is_cast else None
+
+    def copy_to(self, mine: torch.Tensor, *, may_have_changed: bool) -> Work:
+        """Copies the values to the device, beside what that computes.
+
+        ``may_have_changed``: since the last call. The version alone does not tell: fused optimizers do not raise it.
+        """
+        source = self.master.detach() if self._staged is None else self._staged
+        if may_have_changed or self.seen_version != self.master._version:
+            self.seen_version = self.master._version
+            if self._staged is not None:
+                self._staged.copy_(self.master.detach())
+            if self._stays_on_device:
+                self.resident = torch.empty_like(source, device=self._device).copy_(source, non_blocking=True)
+        self.copies.copy(mine, source if self.resident is None else self.resident)
+        return self.copies
