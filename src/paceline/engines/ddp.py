@@ -102,17 +102,13 @@ class DataParallel(ModuleEngine):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
-        if self.experts:
-            self._collect_gradients()
-            return self._clip_with_experts(max_norm, norm_type)
-        if not math.isinf(max_norm):
-            self._collect_gradients()
+        if not self.experts and math.isinf(max_norm):
+            found = [p.grad for p in self._parameters if p.grad is not None]
+            left = [] if self._masters is None else self._masters.gradients_left()
+            return norm_of(found, left, norm_type) if left else nn.utils.get_total_norm(found, norm_type)
+        self._collect_gradients()
+        if not self.experts:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
-        gradients = [p.grad for p in self._parameters if p.grad is not None]
-        left = [] if self._masters is None else self._masters.gradients_left()
-        return norm_of(gradients, left, norm_type) if left else nn.utils.get_total_norm(gradients, norm_type)
-
-    def _clip_with_experts(self, max_norm: float, norm_type: float) -> torch.Tensor:
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         dense = nn.utils.get_total_norm([g for name, g in gradients.items() if name not in self.experts], norm_type)
         mine = nn.utils.get_total_norm([g for name, g in gradients.items() if name in self.experts], norm_type)
@@ -167,7 +163,6 @@ class DataParallel(ModuleEngine):
         return {name: on_cpu(value) for name, value in state.items()}
 
     def mark_loaded(self) -> None:
-        """Tells the engine that the shards have new values: the module's parameters follow their masters."""
         if self._masters is not None:
             self._masters.may_have_changed = True
             self._masters.refresh()
@@ -190,7 +185,6 @@ class DataParallel(ModuleEngine):
         return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module under its precision, with parameters that follow their masters."""
         if self._masters is not None:
             self._masters.refresh()
             if self.gradient_comm.size == 1:
@@ -239,7 +233,7 @@ class DataParallel(ModuleEngine):
         stays = masters.is_cast_fused and self._is_syncing and self.gradient_comm.size == 1 and master.grad is None
         if master is not self._held[index] and not stays:
             if master.grad is None and self.gradient_comm.size > 1:
-                bucket, place = self._arrivals.place_of(index)
+                bucket, place = self._arrivals.place_of[index]
                 parameter.grad, master.grad = None, bucket.cast(place, gradient)
             else:  # nothing to reduce: its own memory, freed with it
                 hand_over(parameter, master)
@@ -281,8 +275,15 @@ class DataParallel(ModuleEngine):
     def _finish(self) -> None:
         """Ends a synchronised backward: sends the rest, waits, and finds out who has a gradient."""
         missing = [i for i in self._trainable if self._parameters[i].grad is None]
-        if self._tuner is not None and self._tuner.is_watching:
-            self._send_one_by_one(self._tuner)
+        if self._tuner is not None and self._tuner.is_watching:  # one by one, so that each can be timed
+            buckets = list(self._arrivals.take_leaving(is_end=True))
+            for bucket in buckets:
+                self._fill(bucket)
+            self._tuner.end_backward()
+            for bucket in buckets:
+                self._send(bucket)
+                bucket.wait()
+            self._tuner.end_watched(len(buckets))
         for bucket in self._arrivals.take_leaving(is_end=True):
             self._launch(bucket)
         for bucket in self._arrivals.buckets:
@@ -295,22 +296,11 @@ class DataParallel(ModuleEngine):
         self._reset()
         self._end_pass()
 
-    def _send_one_by_one(self, tuner: BucketTuner) -> None:
-        """Sends each bucket when the one before it is there, for the tuner to take the time."""
-        buckets = list(self._arrivals.take_leaving(is_end=True))
-        for bucket in buckets:
-            self._fill(bucket)
-        tuner.end_backward()
-        for bucket in buckets:
-            self._send(bucket)
-            bucket.wait()
-        tuner.end_watched(len(buckets))
-
     def _fill_missing(self, missing: list[int]) -> None:
         """Gives parameters that this rank did not use the gradient of the ranks that did. Reads the flags: a sync."""
         used = dict(zip(self._trainable, (self._arrivals.buckets[-1].flags > 0).tolist(), strict=True))
         for index in missing:
-            bucket, place = self._arrivals.place_of(index)
+            bucket, place = self._arrivals.place_of[index]
             self._parameters[index].grad = bucket.gradient(place) if used[index] else None
         if self._compression is not None:
             self._compression.keep_residuals([self._arrivals.names[index] for index in missing if not used[index]])
@@ -378,20 +368,17 @@ class DataParallel(ModuleEngine):
             parameters = [self._parameters[i] for i in group]
             buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale=scale, num_flags=num_flags))
         if self._compression is not None:
-            names = self._arrivals.names
-            shapes = [
-                BucketShape(names=tuple(names[i] for i in b.members), layout=b.layout, tail=b.num_flags)
-                for b in buckets
-            ]
+            names = [tuple(self._arrivals.names[i] for i in bucket.members) for bucket in buckets]
+            pairs = zip(names, buckets, strict=True)
+            shapes = [BucketShape(names=each, layout=b.layout, tail=b.num_flags) for each, b in pairs]
             for bucket, compressed in zip(buckets, self._compression.bind(shapes), strict=True):
                 bucket.compressed = compressed
         elif self._order:  # agreed on by all ranks: they can make something together
-            for bucket in buckets:
+            for bucket in [each for each in buckets if not each.adopts]:
                 # Where all ranks can reach it, if the communicator has such memory: less is copied.
-                if not bucket.adopts:
-                    buffer = bucket.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
-                    if buffer is not None:
-                        bucket.use(buffer)
+                buffer = bucket.comm.shared_buffer(bucket.layout.length, bucket.parameters[0].dtype)
+                if buffer is not None:
+                    bucket.use(buffer)
         self._arrivals.arrange(buckets)
 
     def _reset(self) -> None:

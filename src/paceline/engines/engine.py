@@ -23,14 +23,13 @@ from paceline.comm.base import Communicator
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action
-from paceline.schedule.lowering import RankProgram
 from paceline.shards import Shard
 
 if TYPE_CHECKING:
     from paceline.engines.buckets.buckets import BucketChoice
     from paceline.engines.flat.flat import FlatGroup
     from paceline.engines.float8 import Float8Layers
+    from paceline.engines.pipeline import Pipeline
 
 T = TypeVar("T")
 BufferPolicy = Literal["broadcast", "local"]
@@ -90,21 +89,6 @@ def ignore_phase(phase: str) -> None:
     """Ignores the end of a phase."""
 
 
-class StageRunner(Protocol):
-    """What runs the stages of a pipeline, for those who look at the order of its actions."""
-
-    pipe: Communicator
-    placement: tuple[int, ...]  # by stage, the rank that runs it
-    journal: list[Action]  # what the last step did, in order
-
-    @property
-    def splits_backward(self) -> bool:
-        """Whether backward runs in two parts."""
-
-    def program(self, microbatches: int) -> RankProgram:
-        """Returns what this rank does in a step of so many microbatches."""
-
-
 class Engine(ABC):
     """A model that trains on the ranks of ``groups.world``; those of ``batch_comm`` share out every batch."""
 
@@ -113,7 +97,7 @@ class Engine(ABC):
     precision: Precision
     bucket_choice: BucketChoice | None = None  # set where the engine was asked to find the size of its buckets
     float8: Float8Layers | None = None  # the linear layers that compute with 8 bits, where the precision asks for it
-    pipeline: StageRunner | None = None  # what runs the stages, where the model has several
+    pipeline: Pipeline | None = None  # what runs the stages, where the model has several
     flat_groups: Sequence[FlatGroup] = ()  # whose pieces the optimizer updates, where it is not the parameters
     checked_optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # the last one that was found to fit
     can_leave_pass: ClassVar[bool] = False  # whether a rank whose pass failed may join the rest of it without samples
@@ -129,14 +113,14 @@ class Engine(ABC):
         return self.groups.batch
 
     @property
-    def gradient_comm(self) -> Communicator:
-        """The ranks over which losses are added up, and the gradients of dense parameters averaged."""
-        return self.groups.gradients
-
-    @property
     def comm(self) -> Communicator:
         """Another name of ``batch_comm``, for scripts."""
         return self.groups.batch
+
+    @property
+    def gradient_comm(self) -> Communicator:
+        """The ranks over which losses are added up, and the gradients of dense parameters averaged."""
+        return self.groups.gradients
 
     @property
     def device(self) -> torch.device:
@@ -201,8 +185,7 @@ class Engine(ABC):
         ``loss(model, microbatch)`` returns a sum and a count; the sum times ``scale`` is differentiated. A microbatch
         without samples on this rank is None: the rank joins that pass. Every rank passes the same number of
         microbatches, or none, which counts as one without samples. ``on_phase`` is called at the end of each "forward"
-        and "backward".
-        Returns the sums and counts of what this rank computed.
+        and "backward". Returns the sums and counts of what this rank computed.
         """
         values: list[LossSum] = []
         microbatches = microbatches or [None]  # no samples in the whole step, but the others wait for this rank
@@ -225,7 +208,7 @@ class Engine(ABC):
         return compute(self, batch)
 
     def add_up(self, sums: torch.Tensor) -> None:
-        """Adds what ``apply_loss`` gave over all ranks that have a part, the same on every rank of the world."""
+        """Adds what ``apply_loss`` gave over all ranks that have a part; every rank of the world gets the result."""
         self.gradient_comm.all_reduce(sums).wait()
 
     @abstractmethod
@@ -417,8 +400,8 @@ class Engine(ABC):
 
     def apply(self, *_: Any) -> NoReturn:
         """Raises UsageError: values are set before the ranks share them."""
-        rule = "a rank may hold parts of parameters, as vectors"
-        _refuse("engine.apply(...)", rule, "call model.apply(...) before parallelize()")
+        fix = "call model.apply(...) before parallelize()"
+        _refuse("engine.apply(...)", "a rank may hold parts of parameters, as vectors", fix)
 
     def compile(self, *_: Any, **__: Any) -> NoReturn:
         """Raises UsageError: what is compiled is part of the layout."""

@@ -116,18 +116,13 @@ class ModuleEngine(Engine):
     def _whole_sizes(self) -> dict[nn.Parameter, int]:
         """Returns how many elements each parameter has in the whole model."""
         splits = self.experts.splits
-        return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self.named_parameters()}
+        return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self._updated.items()}
 
     def holders(self) -> dict[str, Communicator]:
         """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
-        groups, places = self.groups, piece_places(self.flat_groups)
-        found: dict[str, Communicator] = {}
-        for name, parameter in self.named_parameters():
-            if id(parameter) in places:
-                found[name] = places[id(parameter)][0].shared.replicate
-            else:
-                found[name] = groups.expert_gradients if name in self.experts else groups.gradients
-        return found
+        groups = self.groups
+        whole = {n: groups.expert_gradients if n in self.experts else groups.gradients for n in self._updated}
+        return whole | {name: group.shared.replicate for group in self.flat_groups for name in group.layout.names}
 
     # What a pipeline asks of the engine of a stage.
 

@@ -24,7 +24,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -52,8 +52,7 @@ class ZeroParallel(ModuleEngine):
     def __init__(self, module: nn.Module, groups: Groups, layout: Layout, precision: Precision | None = None) -> None:
         self.layout = layout
         super().__init__(module, groups, precision or Precision(), layout.buffers)
-        comm = groups.gradients
-        offload = layout.offload
+        comm, offload = groups.gradients, layout.offload
         is_offloaded = offload.is_any and comm.device.type != "cpu"
         self.precision.cast_buffers(module)
         self._named = dict(module.named_parameters())
@@ -155,8 +154,7 @@ class ZeroParallel(ModuleEngine):
                 continue
             if not torch.equal(held, built.to(held)):  # somebody has changed it since
                 built.copy_(held)
-            region = own_region(built)
-            yield dataclasses.replace(shard, tensor=built, region=region, parameter=shard.tensor)
+            yield dataclasses.replace(shard, tensor=built, region=own_region(built), parameter=shard.tensor)
 
     @torch.no_grad()
     def mark_loaded(self) -> None:
@@ -173,7 +171,19 @@ class ZeroParallel(ModuleEngine):
         pieces = [self._updated[name].requires_grad for name in self._named]
         is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         if is_trainable != self._is_trainable or pieces != self._is_trainable:
-            self._follow_frozen(is_trainable, pieces)
+            self._arrivals.expected = None
+            for place, (name, own, piece) in enumerate(zip(self._named, is_trainable, pieces, strict=True)):
+                # As the one of the two that has changed: users may have the parameter or its piece in hand.
+                now = own if piece == self._is_trainable[place] else piece
+                if now and name not in self._arrivals.names:
+                    raise UsageError(
+                        f"{name} was frozen when the engine was built, and requires a gradient now\n"
+                        "  an optimizer holds pieces of the parameters that were trainable then\n"
+                        "  build the engine with it trainable, and freeze it afterwards"
+                    )
+                self._named[name].requires_grad_(now)
+                self._updated[name].requires_grad_(now)
+                self._is_trainable[place] = now
         if self._arrivals.is_open:
             self._drop_failed()
         if self._is_syncing and self.module.training:
@@ -183,21 +193,6 @@ class ZeroParallel(ModuleEngine):
         for bucket in self._fixed:
             bucket.abandon()
         self._reset()
-
-    def _follow_frozen(self, parameters: list[bool], pieces: list[bool]) -> None:
-        """Freezes or unfreezes a parameter whose piece was, or the other way round: users may have either in hand."""
-        self._arrivals.expected = None
-        for place, (name, own, piece) in enumerate(zip(self._named, parameters, pieces, strict=True)):
-            now = own if piece == self._is_trainable[place] else piece
-            if now and name not in self._arrivals.names:
-                raise UsageError(
-                    f"{name} was frozen when the engine was built, and requires a gradient now\n"
-                    "  an optimizer holds pieces of the parameters that were trainable then\n"
-                    "  build the engine with it trainable, and freeze it afterwards"
-                )
-            self._named[name].requires_grad_(now)
-            self._updated[name].requires_grad_(now)
-            self._is_trainable[place] = now
 
     # Backward: gradients arrive, buckets leave.
 
@@ -279,7 +274,7 @@ class ZeroParallel(ModuleEngine):
 
     def _drop_unused(self, missing: list[int]) -> None:
         """Takes the gradient from pieces of parameters that no rank has used. Reads the flags: a sync."""
-        places = {index: self._arrivals.place_of(index) for index in missing}
+        places = {index: self._arrivals.place_of[index] for index in missing}
         if any(bucket.parameters[place].requires_grad for bucket, place in places.values()):
             used = self._summary.used_anywhere()
             missing = [index for index in missing if not used[index]]
@@ -291,7 +286,7 @@ class ZeroParallel(ModuleEngine):
         """Keeps how often gradients arrived; agrees with rank 0 on the order in which buckets are complete."""
         arrivals = self._arrivals
         if arrivals.expected is None and arrivals.seen:
-            last = {arrivals.place_of(index)[0]: moment for moment, index in enumerate(arrivals.seen)}
+            last = {arrivals.place_of[index][0]: moment for moment, index in enumerate(arrivals.seen)}
             ends = [last.get(bucket, len(arrivals.seen)) for bucket in self._fixed]
             if self._own_order is not None:
                 self._own_order = sorted(range(len(ends)), key=ends.__getitem__)
@@ -341,41 +336,32 @@ class _BackwardSummary:
     def used_anywhere(self) -> list[float]:
         """Returns how many ranks have used each parameter. A sync point."""
         self._work.wait()
-        found: list[float] = self._sums[1:].tolist()
-        return found
+        return cast("list[float]", self._sums[1:].tolist())
 
     def note_measured(self) -> None:
         """Notes which gradients the squares are those of, now that it is known who has one."""
-        groups = self._groups if self._has_squares else ()
-        self._measured = [(group.gradients.version, _has_gradient(group)) for group in groups]
+        self._measured = [(g.gradients.version, g.has_gradient) for g in self._groups] if self._has_squares else []
 
     def take_squares(self) -> torch.Tensor | None:
         """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
         measured, self._measured = self._measured, []
+        for group, (version, had) in zip(self._groups if measured else (), measured, strict=True):
+            if not group.gradients.is_of_version(version) or group.has_gradient != had:
+                return None
         if not measured:
             return None
-        for group, (version, had) in zip(self._groups, measured, strict=True):
-            if not group.gradients.is_of_version(version) or _has_gradient(group) != had:
-                return None
         self._work.wait()
         return self._sums[0]
-
-
-def _has_gradient(group: FlatGroup) -> list[bool]:
-    return [piece.grad is not None for piece in group.pieces]
 
 
 def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[int]]:
     """Returns the sizes of what is trainable, in the order of definition, and the order in which buckets fill."""
     kept = kept_parameters(module)
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    sizes = [
-        ParameterSize(
-            num_bytes=p.numel() * p.element_size(),
-            kind=f"{p.dtype} {p in kept} {index * is_alone(p)} {expert_dim(p) is None}",
-        )
-        for index, p in enumerate(trainable, start=1)
-    ]
+    sizes = []
+    for index, p in enumerate(trainable, start=1):
+        kind = f"{p.dtype} {p in kept} {index * is_alone(p)} {expert_dim(p) is None}"
+        sizes.append(ParameterSize(num_bytes=p.numel() * p.element_size(), kind=kind))
     return sizes, list(reversed(range(len(trainable))))
 
 

@@ -97,11 +97,9 @@ class GradientBucket:
 
     def _prepare(self) -> None:
         """Makes the buffer ready for this backward. Safe to call twice."""
-        raise NotImplementedError
 
     def _mark_filled(self, place: int) -> None:
         """Notes that a gradient's values are in the buffer: the parameter's own tensor is not needed any more."""
-        raise NotImplementedError
 
 
 class ReplicaBucket(GradientBucket):
@@ -112,17 +110,12 @@ class ReplicaBucket(GradientBucket):
         members: Sequence[int],
         parameters: Sequence[nn.Parameter],
         comm: Communicator,
-        *,
         scale: float,
         num_flags: int,
     ) -> None:
         """Takes the ranks that reduce the gradients, and the factor that these get before."""
-        layout = flat_layout(
-            [tuple(p.shape) for p in parameters],
-            strides=[dense_stride(p) for p in parameters],
-            align=ALIGN,
-            tail=num_flags,
-        )
+        shapes, strides = [tuple(p.shape) for p in parameters], [dense_stride(p) for p in parameters]
+        layout = flat_layout(shapes, strides=strides, align=ALIGN, tail=num_flags)
         super().__init__(members, parameters, layout)
         self.comm = comm
         self.scale = scale
@@ -156,7 +149,14 @@ class ReplicaBucket(GradientBucket):
         if not self.adopts:
             super().fill(scale)
             return
-        self.buffer = _adopt(self.parameters[0], self.layout.slots[0].stride)
+        parameter, slot = self.parameters[0], self.layout.slots[0]
+        gradient = parameter.grad
+        if gradient is None:
+            self.buffer = torch.zeros(slot.numel, dtype=parameter.dtype, device=parameter.device)
+            return
+        if gradient.stride() != slot.stride:  # its memory is laid out differently
+            parameter.grad = gradient = self.cast(0, gradient)
+        self.buffer = gradient.detach().as_strided((slot.numel,), (1,))
         if scale != 1.0:
             self.buffer.mul_(scale)
 
@@ -190,17 +190,6 @@ class ReplicaBucket(GradientBucket):
     def _mark_filled(self, place: int) -> None:
         self.parameters[place].grad = self.views[place]
         self._is_filled[place] = True
-
-
-def _adopt(parameter: nn.Parameter, stride: tuple[int, ...]) -> torch.Tensor:
-    """Returns a parameter's gradient as a flat buffer; a copy is made only if its memory is laid out differently."""
-    gradient = parameter.grad
-    if gradient is None:
-        return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-    if gradient.stride() != stride:
-        dense = torch.empty_strided(parameter.shape, stride, dtype=parameter.dtype, device=parameter.device)
-        parameter.grad = gradient = dense.copy_(gradient)
-    return gradient.detach().as_strided((gradient.numel(),), (1,))
 
 
 class Buffer:
@@ -328,9 +317,21 @@ class SlicedBucket(GradientBucket):
             self._whole, self.views = self._buffer.lay_out(self.group.gradients)
             if self._keeps_buffer:
                 self._slice = self._whole[self.group.layout.start : self.group.layout.stop]
-        is_set = [piece.grad is not None for piece in self.group.pieces]
+        is_set = self.group.has_gradient
         if self._is_accumulating:
-            self._check_placeholder(any(is_set))
+            if self._placeholder is not None:  # it was taken away, as ``zero_grad()`` does, or changed, or neither
+                if not any(is_set):
+                    self._earlier = None
+                    self.group.gradients.stashed = None
+                elif self._placeholder._version != self._placeholder_version:
+                    raise UsageError(
+                        "gradients that were accumulated inside no_sync() were changed before they were reduced\n"
+                        "  a rank sees a part of them only, and cannot tell what the change means for the rest\n"
+                        "  drop them with optimizer.zero_grad(set_to_none=True), or change them after the last backward"
+                    )
+                self._placeholder = None
+                for piece in self.group.pieces:
+                    piece.grad = None
             self._has_gradient = [now and still for now, still in zip(self._has_gradient, is_set, strict=True)]
             self._is_filled = [filled and still for filled, still in zip(self._is_filled, is_set, strict=True)]
             self._had_gradient = [before and still for before, still in zip(self._had_gradient, is_set, strict=True)]
@@ -344,23 +345,6 @@ class SlicedBucket(GradientBucket):
                         self._earlier[begin:end] = piece.grad
                         piece.grad = None
         self._is_accumulating = self._is_in_backward = True
-
-    def _check_placeholder(self, is_any_set: bool) -> None:
-        """Notices what became of a placeholder: taken away, as ``zero_grad()`` does, or changed."""
-        if self._placeholder is None:
-            return
-        if not is_any_set:
-            self._earlier = None
-            self.group.gradients.stashed = None
-        elif self._placeholder._version != self._placeholder_version:
-            raise UsageError(
-                "gradients that were accumulated inside no_sync() were changed before they were reduced\n"
-                "  a rank sees a part of them only, and cannot tell what the change means for the rest\n"
-                "  drop them with optimizer.zero_grad(set_to_none=True), or change them after the last backward"
-            )
-        self._placeholder = None
-        for piece in self.group.pieces:
-            piece.grad = None
 
     def _drop_buffer(self) -> None:
         if self._buffer is not None:
@@ -389,7 +373,7 @@ class Arrivals(Generic[B]):
         self.reduces = True  # that backward, or the last one: else it accumulates
         self._overlap = overlap
         self._graph_fix = graph_fix
-        self._place_of: dict[int, tuple[B, int]] = {}
+        self.place_of: dict[int, tuple[B, int]] = {}  # by number: the bucket, and the place in it
         self._complete: set[int] = set()
         self._task = -1  # autograd's number of the backward
         self._watched: set[int] = set()
@@ -408,10 +392,7 @@ class Arrivals(Generic[B]):
     def arrange(self, buckets: Sequence[B]) -> None:
         """Sets the buckets, in the order in which they leave. No backward may be under way."""
         self.buckets = list(buckets)
-        self._place_of = {index: (b, place) for b in self.buckets for place, index in enumerate(b.members)}
-
-    def place_of(self, index: int) -> tuple[B, int]:
-        return self._place_of[index]
+        self.place_of = {index: (b, place) for b in self.buckets for place, index in enumerate(b.members)}
 
     def open(self, finish: Callable[[], None], *, reduces: bool = True) -> None:
         """Begins a backward, at whose end autograd calls ``finish``.
@@ -452,7 +433,7 @@ class Arrivals(Generic[B]):
             return None
         if is_complete:
             self._complete.add(index)
-            found = self._place_of[index]
+            found = self.place_of[index]
             found[0].num_missing -= 1
             return found
         if index in self._complete:

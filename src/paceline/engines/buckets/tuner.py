@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -115,13 +116,13 @@ class BucketTuner:
         self._comm.all_gather(everyone, mine).wait()
         columns = list(zip(*everyone.view(self._comm.size, -1).tolist(), strict=True))
         reduced_s = [min(column) for column in columns[: _NUM_WATCHED - 1]]
-        backward_s, whole_s, *moments_s = (_mean(column) for column in columns[_NUM_WATCHED - 1 :])
+        backward_s, whole_s, *moments_s = (_known(statistics.fmean, each) for each in columns[_NUM_WATCHED - 1 :])
         link = self._fit(reduced_s, sum(sizes[index].num_bytes for index in arrival))
-        if link is None or backward_s is None or whole_s is None:
+        if link is None or math.isnan(backward_s) or math.isnan(whole_s):
             return None
         moments = [backward_s] * len(sizes)
         for index, moment_s in zip(arrival, moments_s, strict=True):
-            if moment_s is not None and self._overlap:
+            if not math.isnan(moment_s) and self._overlap:
                 moments[index] = min(moment_s, backward_s)
         arrivals = ArrivalTimes(moments_s=tuple(moments), backward_s=backward_s)
         overlapped = bucket_parameters(sizes, arrival, self._trials[1])
@@ -134,11 +135,11 @@ class BucketTuner:
         Seconds of each reduction; of backward alone; of backward with reduction; and until each gradient was there.
         """
         watched, overlapped = self._passes[1:_NUM_WATCHED], self._passes[_NUM_WATCHED + 1 :]
+        median = partial(_known, statistics.median)
         row = [_seconds(each.end, each.reduced) for each in watched]
-        row.append(_median([_seconds(each.begin, each.end) for each in watched]))
-        row.append(_median([_seconds(each.begin, each.reduced) for each in overlapped]))
-        row += [_median([_seconds(each.begin, each.arrived.get(index)) for each in watched]) for index in arrival]
-        return row
+        row.append(median(_seconds(each.begin, each.end) for each in watched))
+        row.append(median(_seconds(each.begin, each.reduced) for each in overlapped))
+        return row + [median(_seconds(each.begin, each.arrived.get(i)) for each in watched) for i in arrival]
 
     def _fit(self, reduced_s: Sequence[float], num_bytes: int) -> Wire | None:
         watched = list(zip(self._passes[1:_NUM_WATCHED], reduced_s, strict=True))
@@ -174,11 +175,6 @@ def _seconds(start: _Time | None, end: _Time | None) -> float:
     return math.nan if start is None or end is None else seconds_between(start, end)
 
 
-def _median(values: Sequence[float]) -> float:
+def _known(middle: Callable[[list[float]], float], values: Iterable[float]) -> float:
     known = [value for value in values if not math.isnan(value)]
-    return statistics.median(known) if known else math.nan
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else None
+    return middle(known) if known else math.nan

@@ -14,6 +14,7 @@ Where what lies is in ``shard_layout.py``, the gradients' side in ``shard_gradie
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -82,6 +83,10 @@ class FlatGroup:
     def size_bytes(self) -> int:
         return self.layout.length * self.param_dtype.itemsize
 
+    @property
+    def has_gradient(self) -> list[bool]:
+        return [piece.grad is not None for piece in self.pieces]
+
     def keep_slice(self, *, in_place: bool = False) -> None:
         """Makes this rank's master and pieces from the values in ``full``. Once, when these are final.
 
@@ -95,7 +100,8 @@ class FlatGroup:
         mine = self.full.detach()[self.layout.start : self.layout.stop]
         if self.is_unfilled:
             mine = torch.empty_like(mine) if self.has_copy and not is_on_host else mine
-            for begin, end in self.layout.gaps():  # whoever fills the parameters has no values for them
+            edges = [0, *itertools.chain(*self.layout.spans), self.layout.shard_length]
+            for begin, end in zip(edges[::2], edges[1::2], strict=True):  # gaps, for which nobody has values
                 mine[begin:end].zero_()
         if is_on_host:
             self.host = HostShard(mine, self.param_dtype, stays_on_device=not offload.parameters)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ class ShardGradients:
         self._norms: tuple[int, Sequence[torch.Tensor], Work] | None = None  # of which version of the slice
 
     @property
-    def _is_cleared(self) -> bool:
+    def is_cleared(self) -> bool:
         return all(piece.grad is None for piece in self.pieces)
 
     # Whole gradients.
@@ -62,12 +63,6 @@ class ShardGradients:
     def new_buffer(self) -> torch.Tensor:
         """Makes the flat buffer that gradients are copied into; nobody reads its padding."""
         return torch.empty(self.layout.length, dtype=self.reduce_dtype, device=self.comm.device)
-
-    def take(self) -> list[torch.Tensor | None]:
-        taken = [parameter.grad for parameter in self.parameters]
-        for parameter in self.parameters:
-            parameter.grad = None
-        return taken
 
     def copy_in(self, buffer: torch.Tensor, taken: list[torch.Tensor | None], scale: float) -> None:
         """Copies gradients times ``scale`` into a buffer, zeros for those that are missing.
@@ -95,7 +90,7 @@ class ShardGradients:
     def new_slice(self) -> torch.Tensor:
         """Returns where a reduce-scatter puts this rank's slice: the one there is, if no piece has a gradient in it."""
         is_plain = self.reduce_dtype == self.dtype and self._host_copies is None
-        if self.slice is not None and is_plain and self._is_cleared:
+        if self.slice is not None and is_plain and self.is_cleared:
             return self.slice
         return torch.empty(self.layout.shard_length, dtype=self.reduce_dtype, device=self.comm.device)
 
@@ -127,16 +122,21 @@ class ShardGradients:
             if self.stashed is not None:
                 mine = mine + self.stashed.to(mine.device, non_blocking=True)
                 self.stashed = None
-        if self._is_cleared:
-            self._set(mine)
-        else:
+        if not self.is_cleared:
             self._add(mine)
+        elif self._host_copies is None:
+            if mine is not self.slice:
+                self._keep(mine.to(self.dtype))
+        else:
+            if self.slice is None:
+                self._keep(host_empty(mine.numel(), self.dtype, self.comm.device))
+            self._host_copies.copy(cast("torch.Tensor", self.slice), mine.to(self.dtype))
         for piece, view in zip(self.pieces, self._views, strict=True):
             piece.grad = view
 
     def take_arrived(self) -> bool:
         """Says whether gradients came since the last call, so that an optimizer may have stepped."""
-        arrived, self._has_arrived = self._has_arrived, not self._is_cleared
+        arrived, self._has_arrived = self._has_arrived, not self.is_cleared
         return arrived
 
     def finish(self) -> None:
@@ -146,19 +146,8 @@ class ShardGradients:
 
     def drop(self) -> None:
         """Frees the slice once the pieces have no gradient. A CPU keeps the memory: to get it anew costs more."""
-        if self.comm.device_kind != "cpu" and self._host_copies is None and self._is_cleared:
+        if self.comm.device_kind != "cpu" and self._host_copies is None and self.is_cleared:
             self.slice, self._views = None, []
-
-    def _set(self, mine: torch.Tensor) -> None:
-        if mine is self.slice:
-            return
-        if self._host_copies is None:
-            self._keep(mine.to(self.dtype))
-            return
-        if self.slice is None:
-            self._keep(host_empty(mine.numel(), self.dtype, self.comm.device))
-        assert self.slice is not None
-        self._host_copies.copy(self.slice, mine.to(self.dtype))
 
     def _add(self, mine: torch.Tensor) -> None:
         if self.slice is None:  # the loss has a term of the pieces themselves, whose gradients came first
@@ -286,7 +275,7 @@ def measured_norms(gradients: Iterable[ShardGradients]) -> list[torch.Tensor] | 
     """Returns the norms that were taken in backward; None unless they are those of all gradients there are now."""
     norms: list[torch.Tensor] = []
     for each in gradients:
-        if any(piece.grad is not None for piece in each.pieces):
+        if not each.is_cleared:
             measured = each.take_norms()
             if measured is None:
                 return None

@@ -10,7 +10,7 @@ for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,12 +37,8 @@ class ShardLayout(FlatLayout):
     @classmethod
     def of(cls, named: Sequence[tuple[str, nn.Parameter]], rank: int, num_ranks: int) -> ShardLayout:
         """Lays parameters out one after another, for ranks that get slices of one length."""
-        flat = flat_layout(
-            [tuple(parameter.shape) for _, parameter in named],
-            strides=[dense_stride(parameter) for _, parameter in named],
-            align=ALIGN,
-            num_shards=ALIGN * num_ranks,
-        )
+        shapes, strides = [tuple(p.shape) for _, p in named], [dense_stride(p) for _, p in named]
+        flat = flat_layout(shapes, strides=strides, align=ALIGN, num_shards=ALIGN * num_ranks)
         start, stop = flat.shard_range(rank, num_ranks)
         ends = [(slot.offset, slot.offset + slot.numel) for slot in flat.slots]
         spans = tuple((min(max(a, start), stop) - start, min(max(b, start), stop) - start) for a, b in ends)
@@ -56,14 +52,6 @@ class ShardLayout(FlatLayout):
     def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
         """Returns the pieces in this rank's slice of a buffer."""
         return [shard[begin:end] for begin, end in self.spans]
-
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        """Yields what lies between the pieces of the slice, and behind them."""
-        last = 0
-        for begin, end in self.spans:
-            yield last, begin
-            last = end
-        yield last, self.shard_length
 
     def region(self, place: int) -> Region:
         """Returns which part of the n-th parameter its piece is."""
@@ -101,18 +89,16 @@ def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
     return parameter.stride() if 0 not in parameter.stride() else row_major(parameter.shape)
 
 
+@dataclass(frozen=True, slots=True)
 class _SideStreamPoint:
     """What was issued on a side stream up to a point."""
 
-    __slots__ = ("_device", "_event")
-
-    def __init__(self, event: torch.cuda.Event, device: torch.device) -> None:
-        self._event = event
-        self._device = device
+    event: torch.cuda.Event
+    device: torch.device
 
     def wait(self) -> None:
         """Makes what the device computes from here on wait for it."""
-        torch.cuda.current_stream(self._device).wait_event(self._event)
+        torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class SideStream:

@@ -10,7 +10,7 @@ the tables of its modules are then such that ask first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -119,11 +119,6 @@ class Unit:
             tables[place.module][0][place.name] = parameter
         return tables
 
-    def owns_memory_of(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Says whether one of these is a parameter, or a view of one, whose memory must stay."""
-        mine = {group.full.untyped_storage()._cdata for group in self.groups}
-        return any(tensor.untyped_storage()._cdata in mine for tensor in tensors)
-
     def put_into(self, tables: Mapping[nn.Module, tuple[Table, ...]]) -> None:
         """Sees to parameters of this unit in modules that have several tables, because another unit has the rest."""
         self.places = [
@@ -131,19 +126,6 @@ class Unit:
             for place, parameter, piece in self.places
         ]
         self._put = self.places
-
-    # Calls.
-
-    @property
-    def is_called(self) -> bool:
-        """Whether there was a call whose backward has not ended."""
-        return any(self.open_calls.values())
-
-    def close_call(self, forward: int) -> bool:
-        """Notes the end of a call's backward; returns whether it was the last one open of that forward."""
-        if forward in self.open_calls:
-            self.open_calls[forward] -= 1
-        return self.open_calls.get(forward) == 0
 
     # Parameters.
 
@@ -206,11 +188,6 @@ class Unit:
 
     # Gradients.
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether backward has left gradients that are not reduced yet."""
-        return any(parameter.grad is not None for group in self.groups for parameter in group.parameters)
-
     def start_reduce(self, *, averages_replicas: bool) -> list[str]:
         """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
         used: list[str] = []
@@ -220,7 +197,9 @@ class Unit:
             mine = group.gradients.new_slice()
             # One rank's slice is the whole: what is brought in is the gradient.
             gradient = mine if group.comm.size == 1 else group.gradients.new_buffer()
-            taken = group.gradients.take()
+            taken = [parameter.grad for parameter in group.parameters]
+            for parameter in group.parameters:
+                parameter.grad = None
             scale = group.shared.scale
             if not averages_replicas and group.comm.device_kind == "cpu":
                 scale *= group.shared.replicate.size
@@ -252,7 +231,7 @@ class Unit:
             on_device = mine.to(comm.device)  # itself, unless it was offloaded
             if group.gradients.compressed is None:
                 work = comm.all_reduce(on_device, reduction(comm))
-            elif any(piece.grad is not None for piece in group.pieces):
+            elif not group.gradients.is_cleared:
                 work = group.gradients.compressed.start(on_device, comm)
             else:  # left over from an earlier step: nothing of it may be added to the residual
                 continue
@@ -287,20 +266,14 @@ class Crossing:
 
 
 @dataclass(slots=True)
-class Routes:
-    """The order of collectives in each kind of pass."""
+class Pass:
+    """Where this rank is in its passes, the order of collectives in each kind, and what ends a step."""
 
     training: Route
     evaluation: Route
-    backwards: dict[int, Route] = field(default_factory=dict)  # by the number of forwards that one backward undoes
-
-
-@dataclass(slots=True)
-class Pass:
-    """Where this rank is in its passes, and what the one that ends a step has to do."""
-
-    forward: Route
+    forward: Route  # of this pass, or the last one
     backward: Route
+    backwards: dict[int, Route] = field(default_factory=dict)  # by the number of forwards that one backward undoes
     is_forward: bool = False
     is_backward: bool = False
     number: int = 0  # of forwards and backwards so far: in each, a unit is gathered when it is first needed
@@ -336,7 +309,7 @@ def read_note(model: nn.Module, units: Sequence[Unit], read: Sequence[Unit]) -> 
     for unit in units:
         if unit not in read:
             better.append(unit.name)
-        elif not unit.is_called and unit.name not in unit.readers:
+        elif not any(unit.open_calls.values()) and unit.name not in unit.readers:
             children = model.get_submodule(unit.name).named_children()
             better += [name for child, inner in children for name, _ in called_parts(f"{unit.name}.{child}", inner)]
     cut = f"({', '.join(map(repr, better))},)" if better else "()"
