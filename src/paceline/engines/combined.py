@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
@@ -96,7 +97,14 @@ class CombinedParallel(Engine):
             for name, same in engine.holders().items()
             if self._counts(stage, name, same)
         }
-        self._tie_comms = dict(self._split_ties(pipeline.placement))
+        self._tie_comms: dict[str, Communicator] = {}  # the ranks of each tied parameter, made in one order on all
+        made: dict[tuple[int, ...], Communicator] = {}
+        for name, stages in self._tied.items():
+            ranks = tuple(sorted({pipeline.placement[stage] for stage in stages}))
+            if len(ranks) > 1 and groups.pipeline.rank in ranks:
+                if ranks not in made:
+                    made[ranks] = groups.pipeline.split(ranks)
+                self._tie_comms[name] = made[ranks]
 
     @property
     def num_parameters(self) -> int:
@@ -211,27 +219,16 @@ class CombinedParallel(Engine):
     @torch.no_grad()
     def _sum_tied(self) -> None:
         """Adds the gradients that the stages of a tied parameter have computed."""
-        for engine in self.stages.values():
-            for name, parameter in engine.named_parameters():
-                if name in self._tie_comms and parameter.requires_grad:
-                    if parameter.grad is None:
-                        parameter.grad = torch.zeros_like(parameter)
-                    gradient = parameter.grad
-                    if gradient.numel():
-                        whole = gradient if gradient.is_contiguous() else gradient.contiguous()
-                        self._tie_comms[name].all_reduce(whole).wait()
-                        if whole is not gradient:
-                            gradient.copy_(whole)
-
-    def _split_ties(self, placement: Sequence[int]) -> Iterator[tuple[str, Communicator]]:
-        """Makes the group of each tied parameter's ranks, one after another on all ranks alike."""
-        pipe, made = self.groups.pipeline, dict[tuple[int, ...], Communicator]()
-        for name, stages in self._tied.items():
-            ranks = tuple(sorted({placement[stage] for stage in stages}))
-            if len(ranks) > 1 and pipe.rank in ranks:
-                if ranks not in made:
-                    made[ranks] = pipe.split(ranks)
-                yield name, made[ranks]
+        for name, parameter in self.named_parameters():
+            if name in self._tie_comms and parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradient = parameter.grad
+                if gradient.numel():
+                    whole = gradient.contiguous()
+                    self._tie_comms[name].all_reduce(whole).wait()
+                    if whole is not gradient:
+                        gradient.copy_(whole)
 
     # States.
 
@@ -290,13 +287,13 @@ class CombinedParallel(Engine):
         return {} if rank0_only and self.world.rank else numbered_states(groups, found)
 
     def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
-        load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), self._part_values)
+        def part(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+            for split in self._split:
+                values = {key: split.part(name, value) for key, value in values.items()}
+            return dict(values)
 
-    def _part_values(self, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        for split in self._split:
-            values = {key: split.part(name, value) for key, value in values.items()}
-        return dict(values)
+        groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
+        load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), part)
 
     def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
         """Collects over the pipeline what its ranks have, in the model's order; by request on world rank 0 alone."""
@@ -313,7 +310,15 @@ def combine(
     groups = make_groups(comm, asked)
     schedule = _schedule(asked, 1)
     check_same_model(model, comm)
-    _take_first_values(model, comm)
+    with torch.no_grad():
+        # Every rank takes the values of rank 0, one tensor at a time; experts get theirs with the engine of a stage.
+        dense = [parameter for parameter in model.parameters() if expert_dim(parameter) is None]
+        for tensor in (*dense, *model.buffers()):
+            if comm.size > 1 and not tensor.is_meta and tensor.numel():
+                value = tensor.detach().to(comm.device).contiguous()
+                comm.broadcast(value, 0).wait()
+                if value.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(value)
     names = tuple(model.state_dict())
     numbers = {p: p.numel() * (1 if expert_dim(p) is None else asked.expert) for p in model.parameters()}
     sizes = sum(numbers.values()), sum(number for p, number in numbers.items() if p.requires_grad)
@@ -330,7 +335,7 @@ def combine(
     parts = split_model(model, bounds, mine, layers=layers) if layers else {0: model}
     allocate_unfilled(parts.values(), comm.device)
     engines = {stage: share(part, groups) for stage, part in parts.items()}
-    pipeline = Pipeline(engines, groups.pipeline, schedule, lambda microbatches: _schedule(asked, microbatches))
+    pipeline = Pipeline(engines, groups.pipeline, partial(_schedule, asked))
     return CombinedParallel(groups, pipeline, names, tied, layout, sizes)
 
 
@@ -386,15 +391,3 @@ def _measure(model: nn.Module, layers: tuple[PipelineLayer, ...], comm: Communic
         return measure_layers(model.to(comm.device), inputs, layers)
     finally:
         model.to(before)
-
-
-@torch.no_grad()
-def _take_first_values(model: nn.Module, comm: Communicator) -> None:
-    """Gives every rank the values of rank 0, one tensor at a time; experts get theirs with the engine of a stage."""
-    dense = [parameter for parameter in model.parameters() if expert_dim(parameter) is None]
-    for tensor in (*dense, *model.buffers()):
-        if comm.size > 1 and not tensor.is_meta and tensor.numel():
-            value = tensor.detach().to(comm.device).contiguous()
-            comm.broadcast(value, 0).wait()
-            if value.data_ptr() != tensor.data_ptr():
-                tensor.copy_(value)

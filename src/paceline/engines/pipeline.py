@@ -43,10 +43,6 @@ from paceline.schedule.lowering import RankProgram, lower
 class _Asked(BaseException):
     """Carries what a loss calls the model with. Not an Exception: a loss that catches those must not catch this."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self.inputs = args, kwargs
-        super().__init__()
-
 
 @dataclass(slots=True)
 class _Flight:
@@ -62,13 +58,10 @@ class Pipeline:
     """Runs microbatches through the stages of this rank and of the others."""
 
     def __init__(
-        self,
-        stages: Mapping[int, ModuleEngine],
-        pipe: Communicator,
-        first: Schedule,
-        make_schedule: Callable[[int], Schedule],
+        self, stages: Mapping[int, ModuleEngine], pipe: Communicator, make_schedule: Callable[[int], Schedule]
     ) -> None:
-        """Takes this rank's engines by stage, one schedule, and what makes those for other numbers of microbatches."""
+        """Takes this rank's engines by stage, and what makes the schedule for a number of microbatches."""
+        first = make_schedule(1)
         self.stages = dict(sorted(stages.items()))
         self.pipe = pipe
         self._make_schedule = make_schedule
@@ -113,7 +106,8 @@ class Pipeline:
                 self.on_action(action)
             if action.kind in _PHASES:
                 on_phase(_PHASES[action.kind])
-        step.finish()
+        for works in step.sends.values():
+            _wait(works)
         return step.values
 
     @torch.no_grad()
@@ -200,7 +194,7 @@ class _Step:
         for action in program.actions:
             if action.kind in ("B", "W"):
                 self._last |= dict.fromkeys(self._receivers(action), action)
-        self._sends: dict[Action, list[Work]] = {}
+        self.sends: dict[Action, list[Work]] = {}
 
     def do(self, action: Action) -> None:
         """Does one action; those of a microbatch without samples are nothing, or a pass to join."""
@@ -219,9 +213,9 @@ class _Step:
             self._weight_part(action)
         elif kind == "SF":
             output = self._outputs.pop((stage, number))
-            self._sends[action] = self._links.send_outputs(stage + 1, self._keys[number], output)
+            self.sends[action] = self._links.send_outputs(stage + 1, self._keys[number], output)
         elif kind == "SB":
-            self._sends[action] = self._links.send_gradients(stage, self._gradients.pop((stage, number)))
+            self.sends[action] = self._links.send_gradients(stage, self._gradients.pop((stage, number)))
         elif kind == "RB":
             self._arrivals[action] = self._links.post_gradients(stage, self._flights[stage, number].roots)
         elif self._late.get(stage) or not self._links.knows(stage, self._keys[number]):
@@ -231,16 +225,12 @@ class _Step:
         else:
             self._post_inputs(action)
 
-    def finish(self) -> None:
-        for works in self._sends.values():
-            _wait(works)
-
     # Computing.
 
     def _forward(self, action: Action) -> None:
         owner, stage, number = self._owner, action.stage, action.microbatch
         engine, batch = owner.stages[stage], self._microbatches[number]
-        handed = self._take_inputs(action) if stage else None
+        handed = self._take(Action("RF", stage, number)) if stage else None
         part = WeightPart() if owner.splits_backward else None
         deferring = contextlib.nullcontext() if part is None else DeferredWeights(part)
         with self._syncing(action, stage), deferring, engine.precision.context(engine.device):
@@ -327,9 +317,7 @@ class _Step:
         if action.kind not in ("F", "B", "W"):
             return
         engine = self._owner.stages[action.stage]
-        if engine.gradient_comm.size > 1 and any(
-            isinstance(module, SyncBatchNorm) for module in engine.module.modules()
-        ):
+        if engine.gradient_comm.size > 1 and any(isinstance(each, SyncBatchNorm) for each in engine.module.modules()):
             raise UsageError(
                 f"microbatch {action.microbatch} has no samples on this rank, and stage {action.stage} has "
                 "synchronised batch norms\n"
@@ -346,25 +334,21 @@ class _Step:
 
     # What comes and goes.
 
-    def _take_inputs(self, action: Action) -> Any:
-        receive = Action("RF", action.stage, action.microbatch)
+    def _take(self, receive: Action) -> Any:
+        """Returns what a neighbour gave, and lets go of the sends that have arrived, as that tells."""
         if receive in self._handed:
             return self._handed.pop(receive)
         while receive not in self._arrivals:
-            self._post_inputs(self._late[action.stage].popleft())
+            self._post_inputs(self._late[receive.stage].popleft())
         tree = self._arrivals.pop(receive).take()
-        self._release(receive)
+        for send in self._program.released.get(receive, ()):
+            _wait(self.sends.pop(send, []))
         return tree
 
     def _take_gradients(self, action: Action, flight: _Flight) -> list[torch.Tensor | None]:
         if flight.gradients is not None:
             return flight.gradients
-        receive = Action("RB", action.stage, action.microbatch)
-        if receive in self._handed:
-            return list(self._handed.pop(receive))
-        gradients: list[torch.Tensor | None] = self._arrivals.pop(receive).take()
-        self._release(receive)
-        return gradients
+        return list(self._take(Action("RB", action.stage, action.microbatch)))
 
     def _give_gradients(self, action: Action, flight: _Flight, found: Sequence[torch.Tensor | None]) -> None:
         """Keeps the gradients of a stage's inputs for the stage before; zeros where there is none."""
@@ -380,11 +364,6 @@ class _Step:
     def _post_inputs(self, action: Action) -> None:
         self._arrivals[action] = self._links.post_inputs(action.stage, self._keys[action.microbatch])
 
-    def _release(self, receive: Action) -> None:
-        """Lets go of sends that have arrived, as what was just received tells."""
-        for send in self._program.released.get(receive, ()):
-            _wait(self._sends.pop(send, []))
-
 
 def model_inputs(compute: LossFunction, batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Returns what a loss calls the model with for a batch: runs it up to that call."""
@@ -395,7 +374,8 @@ def model_inputs(compute: LossFunction, batch: Any) -> tuple[tuple[Any, ...], di
     try:
         compute(ask, batch)
     except _Asked as asked:
-        return asked.inputs
+        args, kwargs = asked.args
+        return args, kwargs
     raise UsageError("the loss does not call the model\n  it is called as loss(model, batch), and calls model(inputs)")
 
 

@@ -36,7 +36,6 @@ from paceline.engines.module_engine import ModuleEngine
 from paceline.errors import UsageError
 from paceline.shards import are_states_own
 
-_Engines = weakref.WeakKeyDictionary[Engine, frozenset[int]]
 _Parameter = weakref.ref[nn.Parameter]
 
 
@@ -44,7 +43,8 @@ class _Watch:
     """The engines of this process, what they replaced, and the optimizers that were looked at."""
 
     def __init__(self) -> None:
-        self.engines: _Engines = weakref.WeakKeyDictionary()  # by engine, the ids of what it updates, which it keeps
+        # By engine, the ids of what it updates, which it keeps.
+        self.engines: weakref.WeakKeyDictionary[Engine, frozenset[int]] = weakref.WeakKeyDictionary()
         self.elsewhere: weakref.WeakSet[Engine] = weakref.WeakSet()  # that update not the module's parameters
         self.replaced: dict[int, tuple[_Parameter, _Parameter | None]] = {}  # by id: itself, and what is updated now
         self.seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
@@ -97,10 +97,28 @@ def watch_engine(engine: Engine, before: Mapping[str, nn.Parameter]) -> None:
     _WATCH.engines[engine] = frozenset(updated)
     if engine.holds_parts or replaced:
         _WATCH.elsewhere.add(engine)
-        _guard_states(engine.module)
-    if not _WATCH.is_installed:
-        _WATCH.is_installed = True
-        _install()
+        # Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which stays open, and write them
+        # with ``load_own_state``.
+        each: Any  # torch does not annotate these
+        for each in engine.module.modules():
+            each.register_state_dict_pre_hook(_refuse_state)
+            each.register_load_state_dict_pre_hook(_refuse_loading)
+    if _WATCH.is_installed:
+        return
+    _WATCH.is_installed = True
+    register_optimizer_step_pre_hook(_check_step)
+    _replace_inside(clip_grad, "_get_total_norm", _total_norm)
+    _replace_inside(clip_grad, "clip_grad_norm_", _checked)
+    _replace_inside(clip_grad, "clip_grad_value_", _checked)
+    for owner, name, wrap in (
+        (torch.optim.Optimizer, "state_dict", _whole_state),
+        (torch.optim.Optimizer, "load_state_dict", _loading_whole),
+        (convert_parameters, "_check_param_device", _one_of_vector),
+        (AveragedModel, "update_parameters", _average),
+        (torch.amp.GradScaler, "_unscale_grads_", _unscaled),
+        (nn.Module, "zero_grad", _forgetting),
+    ):
+        setattr(owner, name, wrap(getattr(owner, name)))
 
 
 def _forget(replaced: dict[int, tuple[_Parameter, _Parameter | None]], number: int, reference: object) -> None:
@@ -191,18 +209,6 @@ def _loading_whole(function: Callable[..., Any], optimizer: torch.optim.Optimize
 
 
 # Modules.
-
-
-def _guard_states(module: nn.Module) -> None:
-    """Lets ``state_dict`` and ``load_state_dict`` of a module, and of all modules inside, refuse.
-
-    Engines read the module's own tensors with ``state_dict(keep_vars=True)``, which stays open, and write them with
-    ``load_own_state``.
-    """
-    each: Any  # torch does not annotate these
-    for each in module.modules():
-        each.register_state_dict_pre_hook(_refuse_state)
-        each.register_load_state_dict_pre_hook(_refuse_loading)
 
 
 def _refuse_state(module: nn.Module, _: str, keep_vars: bool) -> None:
@@ -323,19 +329,3 @@ def _forgetting(function: Callable[..., Any], module: nn.Module, set_to_none: bo
     function(module, set_to_none)
     now = [parameter for parameter in _WATCH.replacements(module.parameters()) if parameter is not None]
     forget_gradients(now, set_to_none)
-
-
-def _install() -> None:
-    register_optimizer_step_pre_hook(_check_step)
-    _replace_inside(clip_grad, "_get_total_norm", _total_norm)
-    _replace_inside(clip_grad, "clip_grad_norm_", _checked)
-    _replace_inside(clip_grad, "clip_grad_value_", _checked)
-    for owner, name, wrap in (
-        (torch.optim.Optimizer, "state_dict", _whole_state),
-        (torch.optim.Optimizer, "load_state_dict", _loading_whole),
-        (convert_parameters, "_check_param_device", _one_of_vector),
-        (AveragedModel, "update_parameters", _average),
-        (torch.amp.GradScaler, "_unscale_grads_", _unscaled),
-        (nn.Module, "zero_grad", _forgetting),
-    ):
-        setattr(owner, name, wrap(getattr(owner, name)))
