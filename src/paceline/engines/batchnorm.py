@@ -8,19 +8,17 @@ all-gather brings the ranks' numbers together, and (Chan et al. 1979)
 which loses no digits where a plain sum of squares would. Backward needs the sums of dy and dy * xhat over the whole
 batch: one all-reduce. Per layer and pass, for C channels: 16 C bytes gathered from each rank, and 16 C reduced.
 
-A rank that runs no forward at all (``engine.join_pass()``) stands in with messages of count zero, and still moves its
-running statistics as the others do. Its messages are on their way before the pass begins, on a communicator that the
-layers have to themselves, so that it neither waits for the other ranks' computation nor disturbs the engine's
-collectives. It must know how often layers will be called: as often as in its own last pass of the same kind; before its
-first one, once each.
+A rank that runs no forward (``engine.join_pass()``) stands in with messages of count zero, and moves its running
+statistics as the others do. Its messages leave before the pass begins, on a communicator of the layers' own, so that it
+neither waits for other ranks' computation nor disturbs the engine's collectives. It assumes that layers are called as
+often as in its own last pass of the same kind; before its first one, once each.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -62,8 +60,7 @@ def standing_in(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if exchange is None else exchange.standing_in()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Moments:
+class Moments(NamedTuple):
     """Statistics of a layer's input over all ranks."""
 
     count: torch.Tensor
@@ -76,8 +73,7 @@ def combine(counts: torch.Tensor, means: torch.Tensor, squares: torch.Tensor) ->
     count = counts.sum()
     safe = count.clamp(min=1.0)  # where nobody has a value, everything is zero
     mean = (counts * means).sum(0) / safe
-    variance = (squares + counts * (means - mean).square()).sum(0) / safe
-    return Moments(count=count, mean=mean, variance=variance)
+    return Moments(count, mean, (squares + counts * (means - mean).square()).sum(0) / safe)
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -103,7 +99,6 @@ class SyncBatchNorm(_BatchNorm):
 
     @torch.no_grad()
     def _moments(self, x: torch.Tensor) -> Moments:
-        """Returns the statistics of all ranks' samples, and moves the running ones."""
         wide = x.to(_statistics_dtype(x))
         count = x.numel() // max(x.shape[1], 1)
         if count:
@@ -175,8 +170,7 @@ class _Normalise(torch.autograd.Function):
         return dx, of_weight, of_bias, None, None, None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _PassKind:
+class _PassKind(NamedTuple):
     """A kind of pass: passes of one kind call the layers equally often."""
 
     looks_at_batch: tuple[bool, ...]
@@ -269,11 +263,8 @@ class Exchange:
             is_trained = is_trained or any(p is not None and p.requires_grad for p in module._parameters.values())
             if isinstance(module, SyncBatchNorm) and module.uses_batch_statistics:
                 num_trained += is_trained or module.weight is None
-        return _PassKind(
-            looks_at_batch=tuple(layer.uses_batch_statistics for layer in self.layers),
-            has_gradients=torch.is_grad_enabled(),
-            num_trained=num_trained,
-        )
+        looks = tuple(layer.uses_batch_statistics for layer in self.layers)
+        return _PassKind(looks, torch.is_grad_enabled(), num_trained)
 
     def _remember(self) -> None:
         """Notes how often layers were called in the pass that has ended; the most, as one may have been broken off."""

@@ -95,7 +95,6 @@ class Replay:
         """Returns what ``compute`` gives in the first run, and the same again in later ones."""
         if not self._is_second:
             self._results.append(compute())
-            return self._results[-1]  # type: ignore[no-any-return]
         self._next += 1
         return self._results[self._next - 1]  # type: ignore[no-any-return]
 
@@ -104,10 +103,10 @@ class Replay:
         """Surrounds a run, however far it comes: the second one stops when backward has what it needs."""
         self._is_second, self._next = is_second, 0
         kept = [dict(layer._buffers) for layer in self._plain]
-        if not is_second:  # copied now: selective checkpointing knows no operator that only the second run has
-            self._copies = [{n: None if b is None else b.clone() for n, b in buffers.items()} for buffers in kept]
-        else:
+        if is_second:
             self._set_buffers(self._copies)
+        else:  # copied now: selective checkpointing knows no operator that only the second run has
+            self._copies = [{n: None if b is None else b.clone() for n, b in buffers.items()} for buffers in kept]
         for asking in self._asking:
             asking.replay = self
         try:
@@ -126,7 +125,6 @@ class Replay:
 def _run(
     forward: Callable[..., Any], layers: tuple[_BatchNorm, ...], keeps_products: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    """Runs a block's forward so that backward runs it again."""
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     runs: list[Replay] = []
@@ -134,19 +132,15 @@ def _run(
     def replayed(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler moves no statistics in a second run
             return forward(*args, **kwargs)
-        is_second = bool(runs)
-        if not is_second:
-            runs.append(Replay(layers))
-        with runs[0].run(is_second=is_second):
+        runs.append(runs[0] if runs else Replay(layers))
+        with runs[0].run(is_second=len(runs) > 1):
             return forward(*args, **kwargs)
 
-    body = replayed if layers else forward
     if keeps_products:
         kwargs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _is_kept)
-    return checkpoint(body, *args, use_reentrant=False, **kwargs)
+    return checkpoint(replayed if layers else forward, *args, use_reentrant=False, **kwargs)
 
 
-def _is_kept(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    del context, args, kwargs
+def _is_kept(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
     name = str(operator).removeprefix("aten.")
     return CheckpointPolicy.MUST_SAVE if name.startswith(_PRODUCTS) else CheckpointPolicy.PREFER_RECOMPUTE

@@ -74,10 +74,7 @@ class CombinedParallel(Engine):
         layout: TensorLayout | None,
         sizes: tuple[int, int],
     ) -> None:
-        """Takes the names of the whole model's state in order, and the stages that share a tied parameter.
-
-        ``sizes`` counts the parameters of the whole model, and those that are trained.
-        """
+        """Takes the names of the whole state, the stages of tied ones, and how many parameters there are and train."""
         self.groups = groups
         self.stages = pipeline.stages
         self.pipeline: Pipeline | None = pipeline if pipeline.num_stages > 1 else None
@@ -218,7 +215,6 @@ class CombinedParallel(Engine):
 
     @torch.no_grad()
     def _sum_tied(self) -> None:
-        """Adds the gradients that the stages of a tied parameter have computed."""
         for name, parameter in self.named_parameters():
             if name in self._tie_comms and parameter.requires_grad:
                 if parameter.grad is None:
@@ -258,10 +254,7 @@ class CombinedParallel(Engine):
         return self._merged(mine, rank0_only=False)
 
     def shards(self) -> Iterator[Shard]:
-        """Yields what this rank holds of the whole model: parts of the tensor axis, of the stages that it has.
-
-        What tensor ranks do not split is written by the first of them, a tied parameter by its first stage.
-        """
+        """Yields what this rank holds of the whole model; of what several ranks hold alike, the first one writes it."""
         for stage, engine in self.stages.items():
             for shard in engine.shards():
                 copy = shard.copy if self._tied.get(shard.name, (stage,))[0] == stage else None

@@ -29,7 +29,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -84,17 +84,14 @@ class Compiled:
         if mode in self._modes:
             return self._graph(*args, **kwargs)
         self._modes.add(mode)
-        start = time.monotonic()
+        start, what, problem = time.monotonic(), self._what if mode else f"{self._what}, for evaluation", ""
         try:
             result = self._graph(*args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
-            problem = f"{type(error).__name__}: {' '.join(str(error).split()[:40])}"
+            what, problem = self._what, f"{type(error).__name__}: {' '.join(str(error).split()[:40])}"
             self._graph = self._function
             result = self._function(*args, **kwargs)
-            self.notes.append(CompileNote(what=self._what, seconds=time.monotonic() - start, problem=problem))
-            return result
-        what = self._what if mode else f"{self._what}, for evaluation"
-        self.notes.append(CompileNote(what=what, seconds=time.monotonic() - start))
+        self.notes.append(CompileNote(what=what, seconds=time.monotonic() - start, problem=problem))
         return result
 
 
@@ -132,8 +129,7 @@ def take_notes(*places: Any) -> list[CompileNote]:
     """Returns what was compiled since the last call, in modules and functions."""
     notes: list[CompileNote] = []
     for each in _compiled(places):
-        notes += each.notes
-        each.notes = []
+        notes, each.notes = notes + each.notes, []
     return notes
 
 
@@ -152,9 +148,8 @@ def swap_pools(model: nn.Module, device: torch.device) -> int:
 
     Images that are not on a GPU, channels last, in single or half precision, are pooled as before.
     """
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return 0
-    found = [each for each in model.modules() if _fits(each)]
+    has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    found = [each for each in model.modules() if has_kernels and _fits(each)]
     for each in found:
         each.forward = _forward
     return len(found)
@@ -162,8 +157,7 @@ def swap_pools(model: nn.Module, device: torch.device) -> int:
 
 def max_pool(x: torch.Tensor) -> torch.Tensor:
     """Pools images (samples, channels, height, width) that lie channels last."""
-    pooled: torch.Tensor = _pool(x)[0]
-    return pooled
+    return cast("torch.Tensor", _pool(x)[0])
 
 
 def _fits(module: nn.Module) -> bool:
@@ -226,8 +220,7 @@ def _keep(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, tor
 
 
 def _backward(ctx: Any, g: torch.Tensor, _: Any) -> torch.Tensor:
-    gradient: torch.Tensor = _gradient(g, *ctx.saved_tensors, *ctx.size)
-    return gradient
+    return cast("torch.Tensor", _gradient(g, *ctx.saved_tensors, *ctx.size))
 
 
 _pool = torch.library.custom_op(

@@ -83,7 +83,6 @@ class DataParallel(ModuleEngine):
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; in training, prepares the replicas for the backward pass that follows."""
         if self.gradient_comm.size == 1 or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
         if self._trainable != [i for i, p in enumerate(self._held) if p.requires_grad]:
@@ -328,7 +327,6 @@ class DataParallel(ModuleEngine):
     # Buckets.
 
     def _watch(self) -> None:
-        """Hooks into the gradients of what is trainable now."""
         self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
         if self._masters is not None:
             self._masters.follow()

@@ -162,7 +162,6 @@ class Engine(ABC):
         """How the ranks share the work, in a few words."""
 
     def __repr__(self) -> str:
-        """Says in one line what is trained, by how many ranks, and how they share it."""
         ranks = f"rank {self.world.rank} of {self.world.size}"
         count = f"{self.num_parameters:,} parameters"
         return f"<{type(self).__name__}: {count}, {ranks}, {self._spread}, {self.precision.name}>"
@@ -217,10 +216,7 @@ class Engine(ABC):
 
     @abstractmethod
     def join_pass(self) -> None:
-        """Joins a pass of the other ranks for which this rank has no samples: takes part in its collectives.
-
-        That is a forward and its backward, or under ``torch.no_grad()`` a forward alone.
-        """
+        """Joins a forward of other ranks, and with gradients its backward, for which this rank has no samples."""
 
     def sit_out(self) -> None:
         """Another name of ``join_pass``, for scripts."""
@@ -296,16 +292,12 @@ class Engine(ABC):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their global norm is at most ``max_norm``; returns the norm before.
 
-        The same number on every rank; not finite if any gradient of any rank is not. An infinite ``max_norm`` only
-        measures.
+        The same on every rank, and not finite if any gradient is not. An infinite ``max_norm`` only measures.
         """
 
     @abstractmethod
     def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        """Returns the reduced gradients, whole, on the CPU, under the module's names; None where no rank had one.
-
-        For tests and inspection: it gathers everything. All ranks call it.
-        """
+        """Gathers the reduced gradients, whole, on the CPU, by name; None where no rank had one. All ranks call it."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raises UsageError unless the optimizer can update this engine's parameters, and updates no others."""
@@ -324,10 +316,7 @@ class Engine(ABC):
 
     @abstractmethod
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers, whole, on the CPU, under the module's names. All ranks call it.
-
-        With ``rank0_only`` the other ranks get an empty dict.
-        """
+        """Returns the whole model's state on the CPU, by name; ``rank0_only``: {} on other ranks. All ranks call it."""
 
     @abstractmethod
     def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
@@ -365,10 +354,7 @@ class Engine(ABC):
         return self(*args, **kwargs)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns all parameters and buffers, whole, on the CPU, under the module's names. All ranks call it.
-
-        ``full_state_dict(rank0_only=True)`` needs the memory on one rank only; ``paceline.save`` on none.
-        """
+        """Returns the whole state on the CPU, by name; all ranks call it. ``paceline.save`` needs no such memory."""
         return self.full_state_dict()
 
     def load_state_dict(self, state: dict[str, torch.Tensor], strict: bool = True) -> Any:

@@ -126,10 +126,7 @@ def _by_columns(x: Tensor) -> Tensor:
 
 
 def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype: torch.dtype, *, fast: bool) -> Tensor:
-    """Returns a (rows in memory) times b (columns in memory), times their inverse scales.
-
-    On a CPU the product is *emulated*: the same numbers of 8 bits are multiplied in fp32.
-    """
+    """Returns a (rows in memory) times b (columns), times both inverse scales; on a CPU in fp32, of 8-bit numbers."""
     if a8.device.type == "cpu":
         return ((a8.float() @ b8.float()) * (a_inverse * b_inverse)).to(dtype)
     is_by_row = a_inverse.ndim > 0

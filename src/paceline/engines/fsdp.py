@@ -115,7 +115,6 @@ class FullySharded(ModuleEngine):
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module; every unit is gathered when its turn comes."""
         if self._is_syncing and self.module.training and torch.is_grad_enabled():
             self.share_buffers()
         try:
@@ -474,10 +473,7 @@ class UsedFlags:
         self._sent: tuple[torch.Tensor, Work] | None = None  # the flags live until they have been waited for
 
     def ask_others(self, used: Collection[str], missing: list[str]) -> list[str]:
-        """Tells the others which parameters were used here; returns which of the missing ones no rank has used.
-
-        A rank that misses none does not wait for the answer.
-        """
+        """Sends what was used here; returns the missing that no rank used. Who misses none does not wait for it."""
         if self._sent is not None:
             self._sent[1].wait()
         flags = self._all_used

@@ -98,8 +98,5 @@ def make_groups(comm: Communicator, layout: Layout | None = None) -> Groups:
 
 
 def reduction(comm: Communicator) -> ReduceOp:
-    """Returns how gradients are reduced: NCCL averages as it adds; elsewhere the division is part of a copy.
-
-    Gloo would take a second pass over the sum.
-    """
+    """Returns how gradients are reduced: NCCL averages as it adds; for Gloo the division is part of a copy before."""
     return "sum" if comm.device_kind == "cpu" else "avg"

@@ -75,7 +75,6 @@ class ModuleEngine(Engine):
         """Takes back what the last pass taught the engine: nothing."""
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module under its precision."""
         args, kwargs = self.precision.cast_inputs((args, kwargs))
         with self.precision.context(self.device):
             return self._run_module(*args, **kwargs)
@@ -86,7 +85,6 @@ class ModuleEngine(Engine):
             self.replica_watch = ReplicaWatch(self.gradient_comm)
 
     def _end_pass(self) -> None:
-        """Ends a backward pass that has completed the gradients."""
         if self.replica_watch is not None:
             alike = (pair for pair in self.named_parameters() if pair[0] not in self.experts)
             self.replica_watch.end_pass(() if self.holds_parts else alike)
@@ -114,7 +112,6 @@ class ModuleEngine(Engine):
         return sum(size for parameter, size in self._whole_sizes().items() if parameter.requires_grad)
 
     def _whole_sizes(self) -> dict[nn.Parameter, int]:
-        """Returns how many elements each parameter has in the whole model."""
         splits = self.experts.splits
         return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self._updated.items()}
 
@@ -183,10 +180,7 @@ class ModuleEngine(Engine):
 
     @torch.no_grad()
     def _load_state(self, state: dict[str, torch.Tensor]) -> None:
-        """Loads what ``_gather_state`` gave: each rank takes its pieces, and the buffers.
-
-        Raises RuntimeError as ``nn.Module.load_state_dict`` does, before anything has changed.
-        """
+        """Loads what ``_gather_state`` gave, each rank its pieces. Raises RuntimeError before anything has changed."""
         mine = self.module.state_dict(keep_vars=True)
         places = piece_places(self.flat_groups)
         for group in self.flat_groups:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -94,7 +94,7 @@ class WeightPart:
     @torch.no_grad()
     def multiply(self) -> None:
         for weight, x, gradient in self.factors:
-            self._add(weight, weight_gradient(x, gradient).to(weight.dtype))
+            self.add(weight, weight_gradient(x, gradient).to(weight.dtype))
         self.factors.clear()
 
     def give(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -105,13 +105,7 @@ class WeightPart:
             torch.autograd.backward([parameter for parameter, _ in found], [gradient for _, gradient in found])
         return bool(found)
 
-    def keep(self, parameters: Iterable[torch.Tensor], gradients: Iterable[torch.Tensor | None]) -> None:
-        """Keeps gradients that the input part has computed besides."""
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if gradient is not None:
-                self._add(parameter, gradient)
-
-    def _add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         held = self.gradients.get(parameter)
         self.gradients[parameter] = gradient if held is None else held + gradient
 
@@ -126,15 +120,13 @@ class DeferredWeights(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if function is F.linear and torch.is_grad_enabled():
-            x, weight, bias = _Arguments(*args, **kwargs)
-            if isinstance(weight, nn.Parameter) and weight.requires_grad:
-                return self._linear(x, weight, bias)
-        return function(*args, **kwargs)
+        is_linear = function is F.linear and torch.is_grad_enabled()
+        return (self._linear if is_linear else function)(*args, **(kwargs or {}))
 
-    def _linear(self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None) -> torch.Tensor:
-        kind = x.device.type
+    def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # noqa: A002  # as torch's
+        if not isinstance(weight, nn.Parameter) or not weight.requires_grad:
+            return F.linear(input, weight, bias)
+        x, kind = input, input.device.type
         if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
             x, bias = x.to(dtype), None if bias is None else bias.to(dtype)
@@ -157,13 +149,7 @@ def input_part(
     run: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
     with DeferredWeights(part):
         found = run(tuple(roots), tuple(gradients), False, False, wanted, allow_unreachable=True, accumulate_grad=False)
-    part.keep(parameters, found[len(inputs) :])
+    for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):
+        if gradient is not None:
+            part.add(parameter, gradient)
     return list(found[: len(inputs)])
-
-
-class _Arguments(NamedTuple):
-    """The arguments of ``F.linear``, by its own names."""
-
-    input: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None = None

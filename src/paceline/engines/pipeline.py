@@ -112,10 +112,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, compute: LossFunction, batch: Any) -> Any:
-        """Runs one batch through all stages; returns what ``compute(model, batch)`` does, None but on the last stage.
-
-        Sends are not waited for: the first stage may go on with the next batch.
-        """
+        """Runs one batch through all stages; returns the result on the last one. Sends are not waited for."""
         key, handed, result, works = shape_key(batch, "evaluation"), None, None, list[Work]()
         for stage, engine in self.stages.items():
             if stage and self.placement[stage - 1] != self.pipe.rank:
@@ -151,10 +148,7 @@ class Pipeline:
         return self._programs[microbatches]
 
     def _keep_output(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """Keeps a stage's output for the input part of backward; the engine watches another view of it.
-
-        So it sees one backward a microbatch, that over its parameters.
-        """
+        """Keeps a stage's output for the input part of backward; the engine watches a view, and sees one backward."""
         del module, args
         if not torch.is_grad_enabled():
             return None
@@ -424,7 +418,6 @@ def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequenc
 
 
 def _roots(output: Any) -> list[torch.Tensor]:
-    """Returns the tensors that have gradients: of a stage's output, backward starts from them."""
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
 

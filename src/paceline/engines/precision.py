@@ -49,14 +49,12 @@ class Precision:
 
     def cast_inputs(self, arguments: Any) -> Any:
         """Returns the arguments of a forward pass with floating point tensors in the parameters' dtype."""
-        dtype = self.param_dtype
-        if dtype is None:
-            return arguments
 
         def cast(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+            is_cast = isinstance(value, torch.Tensor) and value.is_floating_point()
+            return value.to(self.param_dtype) if is_cast else value
 
-        return tree_map(cast, arguments)
+        return arguments if self.param_dtype is None else tree_map(cast, arguments)
 
     def cast_buffers(self, module: nn.Module) -> None:
         """Puts the floating point buffers of a module into ``buffer_dtype``, if there is one."""
@@ -80,10 +78,7 @@ PRECISIONS = {
 
 
 def precision_named(precision: str | Precision, device: torch.device | None = None) -> Precision:
-    """Returns the policy of a name; a policy of the user's own is passed through.
-
-    ``auto``, where there is a device: bf16 with masters on a GPU that computes in bf16, else fp32.
-    """
+    """Returns a policy by name, or the user's own; ``auto``: bf16 with masters on a GPU that has bf16, else fp32."""
     if isinstance(precision, Precision):
         return precision
     if precision == "auto" and device is not None:
@@ -100,8 +95,7 @@ def mixed_precision(device: torch.device) -> Precision:
 
 def check_precision(precision: Precision, device: torch.device) -> None:
     """Raises UsageError where the device cannot compute in the policy's dtype."""
-    problem = precision_problem(precision, device)
-    if problem is not None:
+    if problem := precision_problem(precision, device):
         raise UsageError(str(problem))
 
 
@@ -114,10 +108,8 @@ def precision_problem(precision: Precision, device: torch.device) -> Problem | N
     other = "fp16" if dtype is torch.bfloat16 and device.type == "cuda" else "bf16"
     problem, is_nvidia = "", device.type == "cuda" and not torch.version.hip
     if precision.float8 and is_nvidia and torch.cuda.get_device_capability(device) < _FLOAT8_CAPABILITY:
-        found, needed = (
-            ".".join(map(str, each)) for each in (torch.cuda.get_device_capability(device), _FLOAT8_CAPABILITY)
-        )
-        problem = f"the GPU has compute capability {found}, and tensor cores have such numbers from {needed} on"
+        (major, minor), needed = torch.cuda.get_device_capability(device), ".".join(map(str, _FLOAT8_CAPABILITY))
+        problem = f"the GPU has compute capability {major}.{minor}, and tensor cores have such numbers from {needed} on"
         other = "bf16_master"
     elif dtype is torch.bfloat16 and not has_bf16(device):
         problem = "its tensor cores have no such format, and torch would emulate it slowly"
@@ -136,11 +128,7 @@ def precision_problem(precision: Precision, device: torch.device) -> Problem | N
 
 
 def keeps_dtype(module: nn.Module) -> bool:
-    """Says whether a module's own parameters stay as they were built, whatever ``param_dtype`` is.
-
-    Norms with running statistics compute with weights in the dtype of those, and a tenth of a small difference would be
-    lost in bf16.
-    """
+    """Whether parameters stay as built: with running statistics, norms would lose small differences in bf16."""
     return isinstance(module, nn.modules.batchnorm._NormBase) and module.running_mean is not None
 
 
@@ -185,10 +173,15 @@ class Masters:
         """Casts the module's floating point parameters to ``dtype`` in place; their former values are the masters."""
         self.module = module
         kept = kept_parameters(module)
-        held = [parameter for _, parameter in module.named_parameters()]
-        self.parameters = [p if p in kept or not p.is_floating_point() else _split_off(p, dtype) for p in held]
-        self._pairs = [(p, m) for p, m in zip(held, self.parameters, strict=True) if p is not m]
-        self._master_of = dict(self._pairs)
+        self._master_of: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in module.parameters():
+            if parameter not in kept and parameter.is_floating_point():
+                master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
+                vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
+                parameter.data = parameter.data.to(dtype)
+                self._master_of[parameter] = master
+        self.parameters = [self._master_of.get(parameter, parameter) for parameter in module.parameters()]
+        self._pairs = list(self._master_of.items())
         self._seen_version = self._version()
         # Fused optimizers do not raise the version of what they update. So the masters also count as changed after a
         # backward pass that an update may follow.
@@ -243,9 +236,9 @@ class Masters:
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         load_own_state(self.module, state)
-        for (name, parameter), master in zip(self.module.named_parameters(), self.parameters, strict=True):
-            if master is not parameter:
-                master.copy_(state[name])
+        for name, parameter in self.module.named_parameters():
+            if parameter in self._master_of:
+                self._master_of[parameter].copy_(state[name])
 
     def _version(self) -> int:
         return sum(master._version for _, master in self._pairs)
@@ -264,13 +257,4 @@ def norm_of(whole: list[torch.Tensor], half: list[torch.Tensor], norm_type: floa
     """Returns the norm of gradients of which some are in half precision: these are read as they are, once."""
     norms = [*torch._foreach_norm(half, norm_type, dtype=torch.float32)]
     norms += torch._foreach_norm(whole, norm_type) if whole else []
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
-    return total
-
-
-def _split_off(parameter: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-    """Gives a parameter's values to a master, and casts the parameter itself."""
-    master = nn.Parameter(parameter.data, requires_grad=parameter.requires_grad)
-    vars(master).update(vars(parameter))  # marks that users put there, for their optimizer's groups
-    parameter.data = parameter.data.to(dtype)
-    return master
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

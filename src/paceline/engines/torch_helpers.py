@@ -249,7 +249,6 @@ def _replace_inside(module: Any, name: str, wrap: Callable[[Callable[..., Any]],
 
 @_around
 def _checked(function: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-    """Refuses parameters that an engine has replaced: these have no gradients."""
     given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     num_replaced = _WATCH.num_replaced(given)
     if num_replaced:
@@ -283,7 +282,6 @@ def _total_norm(function: Callable[..., Any], tensors: Any, norm_type: float = 2
 
 
 def _refuse_parts(parameters: Iterable[torch.Tensor], problem: str) -> None:
-    """Refuses parts of parameters, and parameters that an engine has replaced."""
     given = list(parameters)
     if _WATCH.engines_of(given) or _WATCH.num_replaced(given):
         raise UsageError(problem)

@@ -93,7 +93,6 @@ class ZeroParallel(ModuleEngine):
     # What users call.
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module with the pieces as they are now; in training, prepares for the backward that follows."""
         if self._is_plain:
             return self._forward(*args, **kwargs)
         is_training = torch.is_grad_enabled()
@@ -167,7 +166,6 @@ class ZeroParallel(ModuleEngine):
     # Forward.
 
     def _prepare(self) -> None:
-        """Makes ready for a backward: follows parameters that were frozen, drops what a failed one has left."""
         pieces = [self._updated[name].requires_grad for name in self._named]
         is_trainable = [parameter.requires_grad for parameter in self._named.values()]
         if is_trainable != self._is_trainable or pieces != self._is_trainable:
@@ -198,7 +196,6 @@ class ZeroParallel(ModuleEngine):
 
     @property
     def _reduces(self) -> bool:
-        """Whether this backward communicates."""
         return self._is_syncing or self.layout.strategy == "zero2"
 
     def _enter_backward(self, version: int, gradient: torch.Tensor) -> None:
@@ -235,7 +232,6 @@ class ZeroParallel(ModuleEngine):
                 self._launch(each)
 
     def _launch(self, bucket: SlicedBucket) -> None:
-        """Brings in the gradients of the bucket that leaves now, and sends them."""
         self._make_room(self._arrivals.num_left - 1)
         bucket.fill(bucket.group.shared.scale)
         if self._reduces:
@@ -368,7 +364,6 @@ def parameters_to_bucket(module: nn.Module) -> tuple[list[ParameterSize], list[i
 def _make_groups(
     module: nn.Module, groups: Groups, policy: BucketPolicy, precision: Precision, offload: Offload
 ) -> list[FlatGroup]:
-    """Makes flat groups of the trainable parameters, last defined first."""
     kept = kept_parameters(module)
     as_built = dataclasses.replace(precision, param_dtype=None)
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]

@@ -96,10 +96,7 @@ def bucket_parameters(
 def _with_short_tail(
     bucket: tuple[int, ...], sizes: Sequence[ParameterSize], policy: BucketPolicy
 ) -> list[tuple[int, ...]]:
-    """Cuts a large last bucket in two: the step waits at least for what leaves last, so that should be little.
-
-    What is cut off its front must be worth a collective of its own.
-    """
+    """Cuts a large last bucket in two worth a collective each: the step waits at least for what leaves last."""
     limit = min(policy.first_bucket_bytes, policy.bucket_bytes)
     total = sum(sizes[index].num_bytes for index in bucket)
     if total <= _LARGE_TAIL * limit:
@@ -128,10 +125,7 @@ class ArrivalTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketChoice:
-    """The buckets that were chosen, and why: what a step loses with them, and with the default, by the formula.
-
-    Without a look at a backward pass there are no such figures.
-    """
+    """The buckets that were chosen, and what a step loses with them and with the default, where one was timed."""
 
     policy: BucketPolicy
     num_buckets: int
@@ -166,10 +160,7 @@ def choose_buckets(
     default: BucketPolicy,
     free: float = 1.0,
 ) -> BucketChoice:
-    """Returns the buckets with which a step loses least; ``default``, unless another policy is clearly better.
-
-    ``arrival`` lists the parameters in the order in which buckets fill.
-    """
+    """Returns the buckets with which a step loses least, filled as ``arrival`` says; ``default`` if it is alike."""
     total = sum(sizes[index].num_bytes for index in arrival)
     found = {policy: bucket_parameters(sizes, arrival, policy) for policy in [default, *_candidates(total)]}
     lost = {}
@@ -228,10 +219,7 @@ def choose_for_link(sizes: Sequence[ParameterSize], arrival: Sequence[int], link
 
 
 def fit_link(few: tuple[int, float], many: tuple[int, float], num_bytes: int) -> Wire | None:
-    """Returns the link that takes so long for ``num_bytes`` in few buckets, and in many: pairs of number and seconds.
-
-    T = k alpha + P / W: two numbers of buckets give both unknowns. None where the numbers are the same.
-    """
+    """Solves T = k alpha + P / W from two pairs of k buckets and seconds; None where both have as many buckets."""
     (num_few, few_s), (num_many, many_s) = few, many
     if num_many <= num_few or not num_bytes or not (math.isfinite(few_s) and math.isfinite(many_s)):
         return None

@@ -41,7 +41,6 @@ class GradientBucket:
     """Gradients that travel together, and how many of them are missing in this backward."""
 
     def __init__(self, members: Sequence[int], parameters: Sequence[nn.Parameter], layout: FlatLayout) -> None:
-        """Takes the parameters, and their numbers among those of the engine."""
         self.members = list(members)
         self.parameters = list(parameters)
         self.layout = layout
@@ -379,11 +378,8 @@ class Arrivals(Generic[B]):
         self._watched: set[int] = set()
 
     def watch(self, engine: object, arrive: Callable[..., None], parameters: Mapping[int, nn.Parameter]) -> None:
-        """Lets autograd call ``arrive(engine, number, parameter)`` for each gradient; a parameter is watched once.
-
-        The engine is held weakly: the garbage collector does not see what a parameter's hook refers to.
-        """
-        proxy: Any = weakref.proxy(engine)
+        """Lets autograd call ``arrive(engine, number, parameter)`` for each gradient; a parameter is watched once."""
+        proxy: Any = weakref.proxy(engine)  # the garbage collector does not see what a hook refers to
         for index in parameters.keys() - self._watched:
             hook = functools.partial(arrive, proxy, index)
             parameters[index].register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]

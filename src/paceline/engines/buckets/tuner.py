@@ -1,13 +1,10 @@
 """What a run measures to find the size of its buckets, and how its ranks agree on it.
 
-First some passes of data parallelism only watch: gradients are sent when backward has ended, bucket by bucket, each
-when the one before it is there. Passes take turns with few large buckets and many small ones, so that the seconds of k
-buckets, k alpha + P / W, give latency and bandwidth as these buckets really have them. Then some passes overlap, with
-the many small buckets: what they take longer than the formula says is what communication takes from compute.
-
-No pass has a collective more than it would have anyway. At the end all ranks exchange what they saw, once, and each
-takes the same decision from the same numbers. A rank that was late makes the others wait: the time of a reduction is
-that of the rank that waited least.
+First some passes of data parallelism only watch: buckets are sent one by one when backward has ended. Passes take
+turns with few large buckets and many small ones: the seconds of k buckets, k alpha + P / W, give latency and bandwidth.
+Then some passes overlap, with the many small buckets: what they take longer than the formula says is what communication
+takes from compute. No pass has a collective more. At the end ranks exchange what they saw, once, and each takes the
+same decision. The time of a reduction is that of the rank that waited least.
 
 Where buckets cannot change any more when training begins (ZeRO), the link is tried before, with messages of two sizes.
 """
@@ -130,10 +127,7 @@ class BucketTuner:
         return choose_buckets(sizes, arrival, arrivals, link, default=self._default, free=free)
 
     def _row(self, arrival: Sequence[int]) -> list[float]:
-        """Returns what this rank saw, nan for what it did not.
-
-        Seconds of each reduction; of backward alone; of backward with reduction; and until each gradient was there.
-        """
+        """Returns seconds, nan if not seen: of each reduction, backward, both overlapped, until each gradient."""
         watched, overlapped = self._passes[1:_NUM_WATCHED], self._passes[_NUM_WATCHED + 1 :]
         median = partial(_known, statistics.median)
         row = [_seconds(each.end, each.reduced) for each in watched]

@@ -33,10 +33,7 @@ from paceline.shards import round_up
 
 
 def mark_alone(parameters: Iterable[nn.Parameter]) -> None:
-    """Asks engines to keep each of these in a flat group of its own.
-
-    Another model part on other ranks has the same parameter: alone, its slices are the same wherever it lies.
-    """
+    """Asks engines for a flat group of each: so its slices are the same on all ranks, whatever else they hold."""
     for parameter in parameters:
         parameter._paceline_alone = True  # type: ignore[attr-defined]
 
@@ -108,7 +105,12 @@ class FlatGroup:
             self.master = self.host.master
         else:
             self.master = mine.clone() if self.has_copy and not self.is_unfilled else mine
-        self.pieces = [self._piece(place, piece) for place, piece in enumerate(self.layout.pieces(self.master))]
+        self.pieces = []
+        values = self.layout.pieces(self.master)
+        for parameter, slot, value in zip(self.parameters, self.layout.slots, values, strict=True):
+            piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            piece.full_shape = slot.shape  # type: ignore[attr-defined]
+            self.pieces.append(_marked_as(parameter, piece))
         self.gradients = ShardGradients(
             self.layout,
             self.shared,
@@ -180,12 +182,6 @@ class FlatGroup:
             self.comm.all_gather(whole, mine).wait()
         return self.layout.views(whole)
 
-    def _piece(self, place: int, value: torch.Tensor) -> nn.Parameter:
-        parameter = self.parameters[place]
-        piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
-        piece.full_shape = self.layout.slots[place].shape  # type: ignore[attr-defined]
-        return _marked_as(parameter, piece)
-
 
 def _move(parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
     if parameter.is_meta and not view.is_meta:
@@ -196,7 +192,6 @@ def _move(parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
 
 
 def _marked_as(parameter: nn.Parameter, made: nn.Parameter) -> nn.Parameter:
-    """Marks what was made of an expert's parameter as one, too."""
     dim = expert_dim(parameter)
     if dim is not None:
         mark_expert(made, dim)

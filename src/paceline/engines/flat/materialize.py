@@ -1,12 +1,11 @@
 """Units of a sharded model: which modules are gathered together, and how a model becomes units.
 
-A unit is a module whose parameters are gathered just before its forward and freed after it. So it is a module that is
-called: a container without a forward is none, but its parts may be. The model itself is the *root* unit: it has what no
-other unit has, and stays gathered through forward and backward.
+A unit is a module that is called: its parameters are gathered just before its forward and freed after it. The model
+itself is the *root* unit: it has what no other unit has, and stays gathered through forward and backward.
 
-Units are built one at a time: at no moment is more than one unit (and the root) whole on a rank. A model with values is
-moved unit by unit, and the values are those of rank 0. A model on the meta device has none: its modules are initialised
-one by one, in the order of ``modules()`` and on the CPU, so that they draw the numbers that a single process would.
+Units are built one at a time, so that one unit (and the root) is whole on a rank, with the values of rank 0. Modules on
+the meta device are initialised one by one, in the order of ``modules()`` and on the CPU, so that they draw the numbers
+that a single process would.
 """
 
 from __future__ import annotations
@@ -158,7 +157,6 @@ def build_units(
 
 
 def _places(model: nn.Module) -> dict[str, list[Attribute]]:
-    """Returns where each parameter hangs, by its first name."""
     names: dict[int, str] = {}
     places: dict[str, list[Attribute]] = {}
     for prefix, module in model.named_modules():

@@ -139,7 +139,6 @@ def _adapted(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _matrix(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Makes a matrix and gradients whose slices differ in norm."""
     generator = torch.Generator().manual_seed(0)
     values, *gradients = torch.randn(1 + _NUM_STEPS, *_SHAPE, generator=generator, dtype=torch.float64)
     rows = torch.linspace(1.0, 5.0, _SHAPE[0], dtype=torch.float64)[:, None]

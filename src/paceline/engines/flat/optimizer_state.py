@@ -57,12 +57,10 @@ def gather_optimizer_state(
     kinds = _agree(comm, _rows(parameters, groups, states))
     keeps = comm.rank == 0 or not rank0_only
     whole: dict[int, dict[str, Any]] = {index: dict.fromkeys(kinds[index]) for index in kinds}
-    for index, by_key in kinds.items():
-        for key, (dtype, holders) in by_key.items():
-            if dtype is None:  # a rank's own where all have one, else that of the first that does
-                value = on_cpu(states[index][key]) if comm.rank in holders else None
-                is_everywhere = len(holders) == comm.size
-                whole[index][key] = value if is_everywhere else broadcast_object(comm, value, holders[0])
+    for index, key, holders in [(i, k, h) for i, found in kinds.items() for k, (d, h) in found.items() if d is None]:
+        # A rank's own where all have one, else that of the first that does.
+        value = on_cpu(states[index][key]) if comm.rank in holders else None
+        whole[index][key] = value if len(holders) == comm.size else broadcast_object(comm, value, holders[0])
     numbers = {id(parameter): index for index, parameter in parameters.items()}
     for group in groups:
         for index, key, tensor in _gather_group(group, [numbers.get(id(p), -1) for p in group.pieces], states, kinds):
@@ -72,8 +70,7 @@ def gather_optimizer_state(
         return {}
     others = {key: value for key, value in states.items() if key not in parameters}
     result: dict[str, Any] = on_cpu({**packed, "state": others})
-    result["state"] = {**whole, **result["state"]}
-    return result
+    return {**result, "state": {**whole, **result["state"]}}
 
 
 def load_optimizer_state(
@@ -90,7 +87,12 @@ def load_optimizer_state(
     mine = dict(state)
     if len(saved) == len(parameters):  # else torch says what is wrong
         sharded = {i: places[id(p)] for i, p in zip(saved, parameters, strict=True) if id(p) in places}
-        scalars = _scalar_names(state["state"], sharded)
+        scalars = {_WHOLE_BY_NAME}  # states with one value for a parameter: of one element, shapes do not tell
+        for index, (group, place) in sharded.items():
+            shape = group.layout.slots[place].shape
+            for key, value in state["state"].get(index, {}).items():
+                if not isinstance(value, torch.Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
+                    scalars.add(key)
         mine["state"] = {
             index: _cut(values, sharded[index], scalars) if index in sharded else tree_map(_copied, values)
             for index, values in state["state"].items()
@@ -166,11 +168,8 @@ def _gather_group(
     found = {(key, dtype): None for by_key in by_place for key, (dtype, _) in by_key.items() if dtype is not None}
     for key, dtype in found:
         held = [key in by_key and by_key[key][0] == dtype for by_key in by_place]
-        nothing = group.master.new_zeros(())
-        pieces = [
-            states.get(index, {}).get(key, nothing) if is_held else nothing
-            for index, is_held in zip(members, held, strict=True)
-        ]
+        nothing, pairs = group.master.new_zeros(()), zip(members, held, strict=True)
+        pieces = [states.get(index, {}).get(key, nothing) if is_held else nothing for index, is_held in pairs]
         tensors = group.gather_whole([piece.to(dtype) for piece in pieces])
         yield from ((index, key, tensors[i]) for i, index in enumerate(members) if held[i])
         del tensors
@@ -182,17 +181,6 @@ def on_cpu(tree: Any) -> Any:
 
 
 # Loading.
-
-
-def _scalar_names(states: _States, sharded: Mapping[int, tuple[FlatGroup, int]]) -> set[str]:
-    """Returns the names of states with one value for a parameter: of those of one element, shapes do not tell."""
-    names = {_WHOLE_BY_NAME}
-    for index, (group, place) in sharded.items():
-        shape = group.layout.slots[place].shape
-        for key, value in states.get(index, {}).items():
-            if not isinstance(value, torch.Tensor) or (value.numel() == 1 and tuple(value.shape) != shape):
-                names.add(key)
-    return names
 
 
 def _cut(values: Mapping[str, Any], where: tuple[FlatGroup, int], scalars: set[str]) -> dict[str, Any]:
@@ -312,10 +300,7 @@ def load_by_name(
     names: Mapping[int, str],
     part: Callable[[str, Mapping[str, Any]], dict[str, Any]],
 ) -> None:
-    """Loads the state dict of one process: this rank's parameters, of which ``part`` cuts what it holds.
-
-    Raises ValueError, before anything is changed, for another number of parameters or groups.
-    """
+    """Loads this rank's ``part`` of one process's state. Raises ValueError, before any change, if it does not fit."""
     saved = state["param_groups"]
     sizes, expected = [len(group["params"]) for group in saved], [len(members) for _, members in groups]
     if sizes != expected:

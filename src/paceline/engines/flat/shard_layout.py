@@ -24,10 +24,7 @@ ALIGN = 32  # elements: keeps every view, and every slice, on a cache line, what
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardLayout(FlatLayout):
-    """A flat layout of named parameters, and this rank's slice of it.
-
-    A *piece* is the part of one parameter that lies in this rank's slice, empty for some.
-    """
+    """A flat layout of named parameters, this rank's slice, and in it a *piece* of each parameter, empty for some."""
 
     names: tuple[str, ...]
     start: int
@@ -61,10 +58,7 @@ class ShardLayout(FlatLayout):
         return Region(shape=slot.shape, begin=first, end=first + end - begin, order=order)
 
     def cut_piece(self, place: int, whole: torch.Tensor) -> torch.Tensor:
-        """Returns the piece of a whole tensor of the n-th parameter's shape.
-
-        May be a view of ``whole``. Raises ValueError for another shape, which a copy would stretch to fit.
-        """
+        """Returns the n-th parameter's piece of a whole tensor, perhaps a view. Raises ValueError for another shape."""
         slot, (begin, end) = self.slots[place], self.spans[place]
         if tuple(whole.shape) != slot.shape:
             raise ValueError(f"{self.names[place]} has the shape {list(slot.shape)}, not {list(whole.shape)}")
@@ -144,10 +138,7 @@ class SideStream:
 
 
 def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Makes a host tensor that ``device`` can copy from and to without waiting: pinned where that is CUDA.
-
-    A dry run has no values on the host either; that the memory would be pinned tells it from a device's.
-    """
+    """Makes a pinned host tensor, for copies that ``device`` need not wait for; on meta pinned too, to tell it."""
     if device.type == "meta":
         return torch.empty(length, dtype=dtype, device=device, pin_memory=True)
     return torch.empty(length, dtype=dtype, pin_memory=device.type == "cuda")

@@ -101,10 +101,7 @@ class Unit:
         self.free()
 
     def notice_reads(self, on_read: Callable[[nn.Module], bool]) -> dict[nn.Module, tuple[Table, ...]]:
-        """Asks ``on_read`` whenever somebody takes a parameter that is not in its module: is it gathered now?
-
-        Returns, by module, the tables that it has from now on. To change tables is faster, too.
-        """
+        """Asks ``on_read`` when somebody takes a parameter that is not gathered; returns the tables of each module."""
         tables: dict[nn.Module, tuple[Table, ...]] = {}
         for module in {place.module: None for place, _, _ in self.places}:
             whole, pieces = module._parameters, dict(module._parameters)
@@ -298,10 +295,7 @@ def _reduce(
 
 
 def read_note(model: nn.Module, units: Sequence[Unit], read: Sequence[Unit]) -> str:
-    """Returns a note on units that were read while they were not gathered: in which modules, at what cost.
-
-    It proposes to cut a unit that nobody calls into its parts, and to leave one to the root that is called and read.
-    """
+    """Says which units were read while they were not gathered, at what cost, and how to cut the model instead."""
     modules = ", ".join(sorted({name for unit in read for name in unit.readers or [unit.name]}))
     names = ", ".join(unit.name for unit in read)
     num_bytes = sum(group.size_bytes for unit in read for group in unit.groups)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import NoneType
 from typing import Any
 
@@ -88,21 +89,16 @@ def measure_layers(
                 args = (output,)
             if number >= warmup:
                 rounds.append(times)
-    return tuple(
-        LayerCost(
-            name=layer.name,
-            forward=statistics.median(times[index][0] for times in rounds),
-            backward=statistics.median(times[index][1] for times in rounds),
-            state_bytes=_state_bytes(layer),
-        )
-        for index, layer in enumerate(layers)
-    )
+    found = []
+    for layer, times in zip(layers, zip(*rounds, strict=True), strict=True):
+        forward, backward = (statistics.median(each) for each in zip(*times, strict=True))
+        found.append(LayerCost(name=layer.name, forward=forward, backward=backward, state_bytes=_state_bytes(layer)))
+    return tuple(found)
 
 
 def _time_layer(
     layer: PipelineLayer, args: tuple[Any, ...], clock: DeviceClock, device: torch.device
 ) -> tuple[Any, tuple[float, float]]:
-    """Runs one layer forward and backward; returns what it gives the next one, and both times."""
     args = tree_map(_leaf, args)
     begin = clock.mark()
     output = layer.run(*args)
@@ -126,7 +122,6 @@ def _leaf(value: Any) -> Any:
 
 @contextlib.contextmanager
 def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts gradients, buffers and random states back as they were."""
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     devices = {parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"}
@@ -156,14 +151,9 @@ def _estimate_from_shapes(
             if likeness not in counted:
                 counted[likeness] = _count(nn.ModuleList(layer.modules), layer.run, args)
             output, forward, kept = counted[likeness]
-            cost = LayerCost(
-                name=layer.name,
-                forward=forward,
-                backward=2 * forward,
-                state_bytes=_state_bytes(layer),
-                activation_bytes=kept,
-            )
-            found.append(cost)
+            held = _state_bytes(layer)
+            cost = LayerCost(name=layer.name, forward=forward, backward=2 * forward, state_bytes=held)
+            found.append(replace(cost, activation_bytes=kept))
             args = (output,)
     return tuple(found)
 
@@ -195,7 +185,6 @@ def _is_plain(value: Any) -> bool:
 
 
 def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, float, int]:
-    """Runs a layer on meta tensors; returns its output, its cost, and the bytes that it keeps for backward."""
     outputs: list[Any] = []
 
     def keep(_: nn.Module, given: Any) -> torch.Tensor:
@@ -236,8 +225,7 @@ def _estimate_from_parameters(layers: Sequence[PipelineLayer]) -> tuple[LayerCos
         forward, seen = 0.0, set[int]()
         for module in (inner for each in layer.modules for inner in each.modules()):
             is_lookup = isinstance(module, nn.Embedding | nn.EmbeddingBag) and id(module) not in looked_up
-            if is_lookup:
-                looked_up.add(id(module))
+            looked_up.add(id(module))
             for parameter in module._parameters.values():
                 if parameter is not None and id(parameter) not in seen:
                     seen.add(id(parameter))

@@ -3,9 +3,8 @@
     bounds = (0, 3, 6)        two stages: the first runs layers 0, 1, 2, the second 3, 4, 5 (see models/layers.py)
 
 A stage is a module of its own. It holds the model's own submodules, not copies, at the paths they have in the model,
-with empty modules in between. So its parameters, buffers and state dict have the whole model's names, the engines take
-it like any other module, and the state dicts of all stages together are that of the model. A rank holds the parameters
-of its stages: P / p of P parameters on p ranks, more where layers differ.
+with empty modules in between. So the state dicts of all stages together are that of the model, under its names. A rank
+holds P / p of P parameters on p ranks, more where layers differ.
 
 Tied weights. A parameter that several stages use is in each of them that is on another rank, under its first name in
 the model; the gradients of its copies add up to that of the one parameter, and whoever runs the stages sums them
@@ -66,16 +65,15 @@ class Stage(nn.Module):
             x = layer.run(x)
         return x
 
+    # What models/registry.py asks of a model: its repeated blocks, the layers around them, and what is read apart.
+
     def blocks(self) -> list[nn.Module]:
-        """Returns the model's repeated blocks that are in this stage: what is compiled, checkpointed or sharded."""
         return list(self._roles["blocks"])
 
     def ends(self) -> list[nn.Module]:
-        """Returns the layers before and after the blocks, if this stage has them and calls them one by one."""
         return list(self._roles["ends"])
 
     def apart(self) -> list[nn.Module]:
-        """Returns the modules in this stage whose weights are read apart from their calls."""
         return list(self._roles["apart"])
 
     def train(self, mode: bool = True) -> Self:
@@ -175,10 +173,7 @@ def tied_names(
 
 @torch.no_grad()
 def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
-    """Gives stages of a model on the meta device, on the CPU, the values that one process would draw for them.
-
-    Every rank draws the whole model's numbers in order, module by module, and keeps those of its stages.
-    """
+    """Gives stages of a meta model the values that one process draws: each rank draws all, and keeps its own."""
     kept = {id(tensor) for stage in stages for tensor in (*stage.parameters(), *stage.buffers())}
     real: dict[int, nn.Parameter] = {}  # by what stood in its place
     alive = [*model.parameters(), *model.buffers()]  # to the end: the id of what is gone is used again
@@ -209,7 +204,6 @@ def _modules_of(layers: Sequence[PipelineLayer]) -> Iterator[nn.Module]:
 
 
 def _places(layers: Sequence[PipelineLayer]) -> Places:
-    """Returns where the parameters of layers hang."""
     return [
         (module, name)
         for module in _modules_of(layers)
@@ -319,10 +313,7 @@ def bounds_from_layers(
 def bounds_from_names(
     layers: Sequence[PipelineLayer], names: Sequence[str], *, stages: int | None = None
 ) -> tuple[int, ...]:
-    """Returns the cut before each of the layers named; their order does not matter.
-
-    Raises UsageError for names that are no layers, the first layer, names given twice, and other than ``stages``.
-    """
+    """Returns the cut before each named layer, in any order. Raises UsageError for wrong names, or too many or few."""
     known = {layer.name: index for index, layer in enumerate(layers)}
     wrong = [name for name in names if not known.get(name) or list(names).count(name) > 1]
     if not wrong and stages in (None, len(names) + 1):

@@ -77,8 +77,12 @@ def apply_tensor_parallel(
     Raises UsageError with all that does not fit: names, heads that do not divide, layers that cannot be split.
     """
     plan = plan or plan_for(model)
-    changes = list(_changes(model, plan, is_sequence=sequence))
-    problems = [*_plan_problems(model, plan, changes, is_sequence=sequence), *_fit_problems(changes, comm.size)]
+    changes = [
+        _LayerChange(name=name, module=module, rule=rule, splits=dict(_splits(module, rule)))
+        for name, module, rule in plan.fitting(model, *_KINDS)
+        if sequence or rule.role not in ("between", "positions")  # else what lies between stays as it is
+    ]
+    problems = [*_plan_problems(model, plan, changes, is_sequence=sequence), *_fit_problems(model, changes, comm.size)]
     if problems:
         raise UsageError(
             f"{type(model).__name__} cannot be split over {comm.size} tensor ranks by the plan for {plan.name}\n"
@@ -108,21 +112,10 @@ class _LayerChange:
     name: str
     module: nn.Module
     rule: SplitRule
-    above: nn.Module  # the module that it hangs in
     splits: dict[str, Split]  # of its own parameters
 
 
-def _changes(model: nn.Module, plan: TensorPlan, *, is_sequence: bool) -> Iterator[_LayerChange]:
-    """Finds what a plan changes. Without sequence parallelism, what lies between stays as it is."""
-    for name, module, rule in plan.fitting(model, *_KINDS):
-        if rule.role in ("between", "positions") and not is_sequence:
-            continue
-        above = model.get_submodule(name.rpartition(".")[0])
-        yield _LayerChange(name=name, module=module, rule=rule, above=above, splits=dict(_splits(module, rule)))
-
-
 def _splits(module: nn.Module, rule: SplitRule) -> Iterator[tuple[str, Split]]:
-    """Says how a layer's own parameters are cut."""
     transposed = _is_transposed(module)
     for name, parameter in module._parameters.items():
         if parameter is None:
@@ -169,7 +162,7 @@ def _plan_problems(
                 yield f"  {name}.{own} is tied to a parameter that is split: add a rule for {name}"
 
 
-def _fit_problems(changes: list[_LayerChange], size: int) -> Iterator[str]:
+def _fit_problems(model: nn.Module, changes: list[_LayerChange], size: int) -> Iterator[str]:
     for change in changes:
         role, module = change.rule.role, change.module
         is_plain = type(module).forward in (nn.Linear.forward, OutputLayer.forward, Adapted.forward)
@@ -183,26 +176,20 @@ def _fit_problems(changes: list[_LayerChange], size: int) -> Iterator[str]:
             )
         elif role in ("embedding", "positions") and not isinstance(module, nn.Embedding):
             yield f"  {change.name} is a {type(module).__name__}, not an nn.Embedding: leave it out of the plan"
-        else:
-            yield from _size_problems(change, size)
-
-
-def _size_problems(change: _LayerChange, size: int) -> Iterator[str]:
-    split = change.splits.get("weight")
-    if split is None or split.dim is None:
-        return
-    extent = split.shape[split.dim] // split.groups
-    if change.rule.heads is not None:
-        width = getattr(change.above, change.rule.heads) * change.rule.head_parts
-        heads = extent // width
-        if heads % size:
-            good = [n for n in range(size, 0, -1) if heads % n == 0]
-            yield (
-                f"  {change.name} has {heads} heads of {width} features, which do not divide by the tensor degree "
-                f"{size}: every rank has the same number of whole heads; try parallel.tensor = {good[0]}"
-            )
-    elif extent < size:
-        yield f"  {change.name} has {extent} features for {size} ranks: every rank needs one; try a smaller degree"
+        elif (split := change.splits.get("weight")) is not None and split.dim is not None:
+            extent = split.shape[split.dim] // split.groups
+            if change.rule.heads is not None:
+                above = model.get_submodule(change.name.rpartition(".")[0])
+                width = getattr(above, change.rule.heads) * change.rule.head_parts
+                heads = extent // width
+                good = next(n for n in range(size, 0, -1) if heads % n == 0)
+                if good != size:
+                    yield (
+                        f"  {change.name} has {heads} heads of {width} features, which do not divide by the tensor "
+                        f"degree {size}: every rank has the same number of whole heads; try parallel.tensor = {good}"
+                    )
+            elif extent < size:
+                yield f"  {change.name} has {extent} features for {size} ranks: every rank needs one; try fewer"
 
 
 # What is done.
@@ -221,7 +208,6 @@ def _cut(change: _LayerChange, comm: Communicator, done: dict[int, Split]) -> No
 
 
 def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool) -> None:
-    """Makes a layer one of the split kinds, and still one of its own."""
     module, is_transposed = change.module, _is_transposed(change.module)
     module.__class__ = mixed(cast("Any", _KINDS[change.rule.role]), cast("Any", type(module)))
     attributes: dict[str, Any] = {"region": region}
@@ -231,21 +217,16 @@ def _convert(change: _LayerChange, region: TensorRegion, *, gathers_logits: bool
     if isinstance(module, VocabularyEmbedding | VocabularyHead):
         attributes["gathers_logits"] = gathers_logits
     vars(module).update(attributes)
-    _resize(change)
-
-
-def _resize(change: _LayerChange) -> None:
-    """Sets the attributes in which layers of torch keep their sizes."""
-    weight = change.module._parameters.get("weight")
+    weight = module._parameters.get("weight")
     if weight is None or change.splits["weight"].dim is None:
         return
-    outputs, inputs = reversed(weight.shape) if _is_transposed(change.module) else weight.shape
+    # The attributes in which layers of torch keep their sizes.
+    outputs, inputs = reversed(weight.shape) if is_transposed else weight.shape
     names = {"out_features": outputs, "nf": outputs, "in_features": inputs, "nx": inputs, "num_embeddings": outputs}
-    vars(change.module).update({name: value for name, value in names.items() if hasattr(change.module, name)})
-    if isinstance(change.module, VocabularyEmbedding) and change.module.padding_idx is not None:
-        first, last = change.module.own_range
-        padding = change.module.padding_idx
-        change.module.padding_idx = padding - first if first <= padding < last else None
+    vars(module).update({name: value for name, value in names.items() if hasattr(module, name)})
+    if isinstance(module, VocabularyEmbedding) and module.padding_idx is not None:
+        (first, last), padding = module.own_range, module.padding_idx
+        module.padding_idx = padding - first if first <= padding < last else None
 
 
 def _place_hooks(model: nn.Module, plan: TensorPlan, region: TensorRegion) -> None:
@@ -354,10 +335,7 @@ def _rules(
     resized: Sequence[str] = (),
     **names: str,
 ) -> Iterator[SplitRule]:
-    """Makes rules from the names of each role, written as one text; ``?`` marks what some models lack.
-
-    ``heads`` are column layers that are split between heads.
-    """
+    """Makes rules from a text of names for each role; ``?``: some models lack it; ``heads``: cut between heads."""
     for role, text in names.items():
         for name in text.split():
             yield SplitRule(

@@ -83,7 +83,7 @@ class SplitParts:
     """This rank's parts of tensors of which the ranks of ``comm`` hold different ones, by name."""
 
     def __init__(self, splits: Mapping[str, Split], comm: Communicator) -> None:
-        """Takes the splits of a model's tensors; those that are not cut, and all on one rank, are left out."""
+        """Leaves out what is not cut, and everything on one rank."""
         self.splits = {name: split for name, split in splits.items() if split.dim is not None and comm.size > 1}
         self._comm = comm
 
@@ -151,7 +151,6 @@ class ExpertParts(SplitParts):
     """
 
     def __init__(self, module: nn.Module, comm: Communicator) -> None:
-        """Takes the ranks that hold different experts."""
         splits: dict[str, Split] = {}
         for name, parameter in module.named_parameters() if comm.size > 1 else ():
             dim = expert_dim(parameter)
