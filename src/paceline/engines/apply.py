@@ -291,27 +291,24 @@ def _share(
         swap_pools(model, comm.device)
         hooked = [module for _, module in units] if comm.size > 1 else []
         compile_model(model, whole=layout.compile == "whole", units=hooked)
-    engine = _engine(model, groups, layout, precision, compressor, units)
+    engine: ModuleEngine
+    if layout.is_fully_sharded:
+        built = build_units(model, units, groups, precision, layout.offload)
+        engine = sharded = FullySharded(model, groups, built, layout, precision, compressor)
+        sharded.watch([*(module for _, module in units), model])
+    else:
+        engine = _with_buckets(model, groups, layout, precision, compressor)
     engine.float8 = float8
     if comm.ledger is not None and comm.ledger.is_own_loop:
         engine.watch_replicas()
     return engine
 
 
-def _engine(
-    model: nn.Module,
-    groups: Groups,
-    layout: Layout,
-    precision: Precision,
-    compressor: GradientCompression | None,
-    units: Sequence[tuple[str, nn.Module]],
+def _with_buckets(
+    model: nn.Module, groups: Groups, layout: Layout, precision: Precision, compressor: GradientCompression | None
 ) -> ModuleEngine:
+    """Makes the engine of a model that every rank holds whole, with the values of rank 0."""
     comm = groups.gradients
-    if layout.is_fully_sharded:
-        built = build_units(model, units, groups, precision, layout.offload)
-        sharded = FullySharded(model, groups, built, layout, precision, compressor)
-        sharded.watch([*(module for _, module in units), model])
-        return sharded
     allocate_unfilled([model], comm.device)
     model.to(comm.device)
     for parameter in model.parameters():

@@ -28,7 +28,7 @@ from torch import nn
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.engines.agree import check_same_model
-from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, ignore_phase
+from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, Scale, ignore_phase
 from paceline.engines.flat.flat import mark_alone
 from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import (
@@ -136,11 +136,7 @@ class CombinedParallel(Engine):
         return merge_over(self.groups.pipeline, {} if output is None else {"output": output})["output"]
 
     def run_microbatches(
-        self,
-        microbatches: Sequence[Any],
-        loss: LossFunction,
-        scale: float | torch.Tensor | None = None,
-        on_phase: OnPhase = ignore_phase,
+        self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale = None, on_phase: OnPhase = ignore_phase
     ) -> Sequence[LossSum]:
         """Runs the passes of a step; through a pipeline the result is one sum and count, the same on all its ranks."""
         if self.pipeline is None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from paceline.engines.flat.optimizer_state import on_cpu
 from paceline.engines.flat.shard_gradients import reduce_norm
 from paceline.engines.groups import Groups, reduction
 from paceline.engines.module_engine import ModuleEngine
-from paceline.engines.precision import Masters, Precision, hand_over, norm_of
+from paceline.engines.precision import Masters, Precision, hand_over
 from paceline.plan.layout import Layout
 from paceline.shards import load_own_state, own_optimizer_state
 
@@ -103,8 +103,11 @@ class DataParallel(ModuleEngine):
         """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
         if not self.experts and math.isinf(max_norm):
             found = [p.grad for p in self._parameters if p.grad is not None]
-            left = [] if self._masters is None else self._masters.gradients_left()
-            return norm_of(found, left, norm_type) if left else nn.utils.get_total_norm(found, norm_type)
+            left = () if self._masters is None else self._masters.norms_left(norm_type)
+            if not left:
+                return nn.utils.get_total_norm(found, norm_type)
+            norms = torch.stack([*left, *(torch._foreach_norm(found, norm_type) if found else ())])
+            return cast("torch.Tensor", torch.linalg.vector_norm(norms, norm_type))
         self._collect_gradients()
         if not self.experts:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)

@@ -35,6 +35,7 @@ T = TypeVar("T")
 BufferPolicy = Literal["broadcast", "local"]
 LossFunction = Callable[[Callable[..., Any], Any], Any]  # loss(model, batch) -> LossSum
 OnPhase = Callable[[str], None]
+Scale = float | torch.Tensor | None
 
 _CASTS = {"half": torch.float16, "float": torch.float32, "double": torch.float64, "bfloat16": torch.bfloat16}
 _MOVES = ("cuda", "cpu", "xpu")
@@ -173,11 +174,7 @@ class Engine(ABC):
         """Runs the module. All ranks call it equally often; one without samples calls ``join_pass``."""
 
     def run_microbatches(
-        self,
-        microbatches: Sequence[Any],
-        loss: LossFunction,
-        scale: float | torch.Tensor | None = None,
-        on_phase: OnPhase = ignore_phase,
+        self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale = None, on_phase: OnPhase = ignore_phase
     ) -> Sequence[LossSum]:
         """Runs the forward and backward passes of a step, and leaves its gradients, reduced with the last pass.
 

@@ -89,10 +89,8 @@ class FullySharded(ModuleEngine):
         if self._is_plain:
             return
         for unit, module in zip(self._units, modules, strict=True):
-            enter = functools.partial(self._enter_root if unit is self._root else self._enter, unit)
-            leave = functools.partial(self._leave_root if unit is self._root else self._leave, unit)
-            module.register_forward_pre_hook(lambda _, args, kwargs, enter=enter: enter(args, kwargs), with_kwargs=True)
-            module.register_forward_hook(lambda _module, _args, output, leave=leave: leave(output))
+            module.register_forward_pre_hook(lambda _, a, k, unit=unit: self._enter(unit, a, k), with_kwargs=True)
+            module.register_forward_hook(lambda _module, _args, output, unit=unit: self._leave(unit, output))
         names = {module: name for name, module in self.module.named_modules()}
         tables: dict[nn.Module, tuple[Table, ...]] = {}
         for unit in self._units[:-1]:
@@ -151,25 +149,18 @@ class FullySharded(ModuleEngine):
 
     # Forward: a unit is gathered, used, freed.
 
-    def _enter_root(self, unit: Unit, args: Any, kwargs: Any) -> Any:
-        self._begin_forward()
-        self._reach(unit, self._pass.forward)
-        return None if self.precision.param_dtype is None else self.precision.cast_inputs((args, kwargs))
-
-    def _leave_root(self, unit: Unit, output: Any) -> None:
-        self._end_forward()
-        if self._pass.forward is self._pass.evaluation or self._interleaves:
-            unit.free()
-        self._mark_outputs(unit, output)
-
-    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> None:
+    def _enter(self, unit: Unit, args: Any, kwargs: Any) -> Any:
         now = self._pass
+        if unit is self._root:
+            self._begin_forward()
+            self._reach(unit, now.forward)
+            return self.precision.cast_inputs((args, kwargs))
         if now.is_backward:  # a checkpointed part runs again
             self._reach_in_backward(unit)
             if unit.num_blind_calls and torch.is_grad_enabled():
                 unit.num_blind_calls -= 1
                 self._watch_inputs(unit, args, kwargs)
-            return
+            return None
         if not now.is_forward:  # called by itself, outside the model's forward
             unit.start_gather()
             unit.use()
@@ -181,6 +172,7 @@ class FullySharded(ModuleEngine):
         elif self._is_training_forward:  # a re-entrant checkpoint: the graph comes later
             unit.open_calls[now.forward_number] += 1
             unit.num_blind_calls += 1
+        return None
 
     @property
     def _is_training_forward(self) -> bool:
@@ -222,6 +214,12 @@ class FullySharded(ModuleEngine):
 
     def _leave(self, unit: Unit, output: Any) -> None:
         now = self._pass
+        if unit is self._root:
+            self._end_forward()
+            if now.forward is now.evaluation or self._interleaves:
+                unit.free()
+            self._mark_outputs(unit, output)
+            return
         if now.is_backward:
             return
         has_graph = self._mark_outputs(unit, output)
@@ -232,7 +230,7 @@ class FullySharded(ModuleEngine):
         # A re-entrant checkpoint runs without a graph, and will need the unit in backward all the same.
         if has_graph or self._is_training_forward:
             if not self._stays(unit):
-                self._reshard(unit)
+                unit.reshard(self.groups.regather)
         elif unit not in now.read and not (now.is_forward and Leg(unit.index, "gather") in now.forward.repeated):
             unit.free()
 
@@ -244,13 +242,6 @@ class FullySharded(ModuleEngine):
             if all(call.unit is not unit for call in crossing.ends):  # else an input that the unit hands on
                 crossing.begins.append(unit)
         return bool(tensors)
-
-    def _reshard(self, unit: Unit) -> None:
-        """Frees a unit between forward and backward, but for the slice that a part of the shard group regathers."""
-        if self.groups.regather is None:
-            unit.free()
-        else:
-            unit.keep_within(self.groups.regather)
 
     def _stays(self, unit: Unit) -> bool:
         """Whether a unit stays gathered until its backward. The same on every rank; known after the first pass."""
@@ -458,7 +449,7 @@ class FullySharded(ModuleEngine):
         if unit.in_use:
             return
         if self._is_training_forward and unit is not self._root and not self._stays(unit):
-            self._reshard(unit)
+            unit.reshard(self.groups.regather)
         else:
             unit.free()
 

@@ -30,7 +30,7 @@ from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
 from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
-from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, differentiable_sum
+from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, Scale, differentiable_sum
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
@@ -90,9 +90,7 @@ class Pipeline:
                     if any(id(parameter) in borrowed for parameter in owner.module.parameters())
                 ]
 
-    def run(
-        self, microbatches: Sequence[Any], loss: LossFunction, scale: float | torch.Tensor | None, on_phase: OnPhase
-    ) -> list[LossSum]:
+    def run(self, microbatches: Sequence[Any], loss: LossFunction, scale: Scale, on_phase: OnPhase) -> list[LossSum]:
         """Leaves the gradients of all microbatches, reduced; returns the losses, on the rank of the last stage."""
         while self._sent:
             _wait(self._sent.popleft())
@@ -163,21 +161,13 @@ class _Step:
     """One step: what is in flight, has arrived, or is under way."""
 
     def __init__(
-        self,
-        owner: Pipeline,
-        microbatches: Sequence[Any],
-        loss: LossFunction,
-        scale: float | torch.Tensor | None,
-        program: RankProgram,
+        self, owner: Pipeline, microbatches: Sequence[Any], loss: LossFunction, scale: Scale, program: RankProgram
     ) -> None:
         self.values: list[LossSum] = []
-        self._owner = owner
+        self._owner, self._links, self._program = owner, owner._links, program
+        self._loss, self._scale = loss, scale
         self._microbatches = microbatches
         self._keys: list[Hashable] = [shape_key(batch, "training") for batch in microbatches]
-        self._loss = loss
-        self._scale = scale
-        self._program = program
-        self._links = owner._links
         self._flights: dict[tuple[int, int], _Flight] = {}
         self._outputs: dict[tuple[int, int], Any] = {}  # until they are sent
         self._arrivals: dict[Action, Arrival] = {}

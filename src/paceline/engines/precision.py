@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -203,9 +204,10 @@ class Masters:
         """Notes that an update of the masters may follow, of which the module's parameters know nothing yet."""
         self.may_have_changed |= not self.is_cast_fused
 
-    def gradients_left(self) -> list[torch.Tensor]:
-        """Returns the gradients that were left at the module's parameters."""
-        return [p.grad for p, _ in self._pairs if p.grad is not None] if self.is_cast_fused else []
+    def norms_left(self, norm_type: float) -> Sequence[torch.Tensor]:
+        """Returns the norms of gradients that were left at the module's parameters, which are read once."""
+        left = [p.grad for p, _ in self._pairs if p.grad is not None] if self.is_cast_fused else []
+        return torch._foreach_norm(left, norm_type, dtype=torch.float32) if left else ()
 
     @torch.no_grad()
     def collect_gradients(self) -> None:
@@ -251,10 +253,3 @@ def hand_over(parameter: torch.Tensor, master: nn.Parameter) -> None:
         master.grad.add_(gradient)
     elif gradient is not None:
         master.grad = gradient.to(master.dtype)
-
-
-def norm_of(whole: list[torch.Tensor], half: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """Returns the norm of gradients of which some are in half precision: these are read as they are, once."""
-    norms = [*torch._foreach_norm(half, norm_type, dtype=torch.float32)]
-    norms += torch._foreach_norm(whole, norm_type) if whole else []
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)

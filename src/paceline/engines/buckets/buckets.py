@@ -19,7 +19,7 @@ Pure functions over plain values: no torch, nothing to mock.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from paceline.cluster.costs import Wire
@@ -162,7 +162,11 @@ def choose_buckets(
 ) -> BucketChoice:
     """Returns the buckets with which a step loses least, filled as ``arrival`` says; ``default`` if it is alike."""
     total = sum(sizes[index].num_bytes for index in arrival)
-    found = {policy: bucket_parameters(sizes, arrival, policy) for policy in [default, *_candidates(total)]}
+    steps = range(int(math.log2(_LARGEST_BYTES // _SMALLEST_BYTES)) + 1)
+    limits = [limit for step in steps if (limit := _SMALLEST_BYTES << step) < 2 * total] or [_SMALLEST_BYTES]
+    pairs = [(limit, first) for limit in limits for first in limits if first <= limit]
+    policies = [BucketPolicy(bucket_bytes=limit, first_bucket_bytes=first) for limit, first in pairs]
+    found = {policy: bucket_parameters(sizes, arrival, policy) for policy in [default, *policies]}
     lost = {}
     for policy, buckets in found.items():
         exposed, hidden = exposed_and_hidden(buckets, sizes, arrivals, link)
@@ -233,13 +237,3 @@ def trial_policies(num_bytes: int, default: BucketPolicy) -> tuple[BucketPolicy,
     """Returns the two policies that a link is measured with: the default's few buckets, and many small ones."""
     small = min(num_bytes // 32, default.bucket_bytes // 8)
     return default, BucketPolicy(bucket_bytes=small, first_bucket_bytes=small)
-
-
-def _candidates(num_bytes: int) -> Iterator[BucketPolicy]:
-    steps = range(int(math.log2(_LARGEST_BYTES // _SMALLEST_BYTES)) + 1)
-    limits = [_SMALLEST_BYTES << step for step in steps]
-    useful = [limit for limit in limits if limit < 2 * num_bytes] or limits[:1]
-    for bucket_bytes in useful:
-        for first in useful:
-            if first <= bucket_bytes:
-                yield BucketPolicy(bucket_bytes=bucket_bytes, first_bucket_bytes=first)

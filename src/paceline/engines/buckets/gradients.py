@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -191,19 +192,12 @@ class ReplicaBucket(GradientBucket):
         self._is_filled[place] = True
 
 
+@dataclass(slots=True, eq=False)
 class Buffer:
-    """Memory for whole gradients, and how groups have laid theirs out in it."""
+    """Memory for whole gradients, and the part that a group needs of it, with the gradient of each parameter."""
 
-    def __init__(self, gradients: ShardGradients) -> None:
-        self.tensor = gradients.new_buffer()
-        self._layouts: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
-
-    def lay_out(self, gradients: ShardGradients) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Returns the part of the buffer that a group needs, and in it the gradient of each parameter."""
-        if id(gradients) not in self._layouts:
-            whole = self.tensor[: gradients.layout.length]
-            self._layouts[id(gradients)] = whole, gradients.layout.views(whole)
-        return self._layouts[id(gradients)]
+    tensor: torch.Tensor
+    layouts: dict[ShardGradients, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
 
 
 class BufferPool:
@@ -218,8 +212,13 @@ class BufferPool:
             is_large = buffer.tensor.numel() >= gradients.layout.length
             if is_large and buffer.tensor.dtype == gradients.reduce_dtype:
                 self._free.remove(buffer)
-                return buffer
-        return Buffer(gradients)
+                break
+        else:
+            buffer = Buffer(gradients.new_buffer())
+        if gradients not in buffer.layouts:
+            whole = buffer.tensor[: gradients.layout.length]
+            buffer.layouts[gradients] = whole, gradients.layout.views(whole)
+        return buffer
 
     def give_back(self, buffer: Buffer) -> None:
         """Keeps a buffer for the next bucket, if it is among the two largest."""
@@ -313,7 +312,7 @@ class SlicedBucket(GradientBucket):
             return
         if self._buffer is None:  # first of all: should there be no memory, nothing has changed
             self._buffer = self._pool.take(self.group.gradients)
-            self._whole, self.views = self._buffer.lay_out(self.group.gradients)
+            self._whole, self.views = self._buffer.layouts[self.group.gradients]
             if self._keeps_buffer:
                 self._slice = self._whole[self.group.layout.start : self.group.layout.stop]
         is_set = self.group.has_gradient

@@ -17,6 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -111,14 +112,11 @@ class FlatGroup:
             piece = nn.Parameter(value, requires_grad=parameter.requires_grad)
             piece.full_shape = slot.shape  # type: ignore[attr-defined]
             self.pieces.append(_marked_as(parameter, piece))
+        reduce_dtype, aside = self._reduce_dtype or self.dtype, SideStream(torch.device("cpu"))
+        copies = None if self.host is None else self.host.copies
+        stashes = offload.gradients and copies is None and device.type != "cpu"
         self.gradients = ShardGradients(
-            self.layout,
-            self.shared,
-            self.parameters,
-            self.pieces,
-            self._reduce_dtype,
-            host_copies=None if self.host is None else self.host.copies,
-            stashes=offload.gradients,
+            self.layout, self.comm, self.pieces, self.dtype, reduce_dtype, aside, copies, stashes
         )
         if is_cast:
             self.full = self.full.to(self.param_dtype)
@@ -255,17 +253,17 @@ class Float8Group(FlatGroup):
                     torch.mul(sent, inverse, out=full[begin:end])
 
 
+@dataclass(slots=True)
 class _Unpacking:
     """A gather in flight whose bytes become parameters when it is waited for."""
 
-    def __init__(self, group: Float8Group, wire: torch.Tensor, work: Work) -> None:
-        self._group = group
-        self._wire: torch.Tensor | None = wire
-        self._work = work
+    group: Float8Group
+    wire: torch.Tensor | None
+    work: Work
 
     def wait(self) -> None:
         """Waits for the bytes, and turns them into parameters. Safe to call twice."""
-        self._work.wait()
-        if self._wire is not None:
-            self._group.unpack(self._wire)
-            self._wire = None
+        self.work.wait()
+        if self.wire is not None:
+            self.group.unpack(self.wire)
+            self.wire = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import cast
 
 import torch
@@ -17,42 +18,29 @@ from torch import nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.shard_layout import ShardLayout, SideStream, host_empty
-from paceline.engines.groups import ParameterGroups, reduction
+from paceline.engines.groups import reduction
 
 _DOTTED = (torch.float32, torch.float64)  # sums of squares in other dtypes would overflow, or lose too much
 
 
+@dataclass(slots=True, eq=False)
 class ShardGradients:
     """Gradients of parameters that are reduced together, and those of this rank's pieces."""
 
-    def __init__(
-        self,
-        layout: ShardLayout,
-        shared: ParameterGroups,
-        parameters: Sequence[nn.Parameter],
-        pieces: Sequence[nn.Parameter],
-        reduce_dtype: torch.dtype | None,
-        *,
-        host_copies: SideStream | None = None,
-        stashes: bool = False,
-    ) -> None:
-        """``host_copies``: the slice lives on the host, where these bring it. ``stashes``: sums of microbatches do."""
-        self.layout = layout
-        self.shared = shared
-        self.comm = shared.shard
-        self.parameters = parameters
-        self.pieces = pieces
-        self.dtype = pieces[0].dtype
-        self.reduce_dtype = reduce_dtype or self.dtype
-        self.slice: torch.Tensor | None = None  # the pieces' gradients are views into it
-        self.stashed: torch.Tensor | None = None  # of earlier microbatches, on the host
-        self.side_stream = SideStream(torch.device("cpu"))  # beside nothing, until an engine says otherwise
-        self.compressed: BucketReduction | None = None  # what averages slices over replicas, in place of an all-reduce
-        self._host_copies = host_copies
-        self._stashes = stashes and host_copies is None and self.comm.device.type != "cpu"
-        self._views: list[torch.Tensor] = []
-        self._has_arrived = False  # since it was last asked for
-        self._norms: tuple[int, Sequence[torch.Tensor], Work] | None = None  # of which version of the slice
+    layout: ShardLayout
+    comm: Communicator
+    pieces: Sequence[nn.Parameter]
+    dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    side_stream: SideStream  # beside nothing, until an engine says otherwise
+    host_copies: SideStream | None  # the slice lives on the host, where these bring it
+    stashes: bool  # sums of earlier microbatches are on the host
+    slice: torch.Tensor | None = None  # the pieces' gradients are views into it
+    stashed: torch.Tensor | None = None
+    compressed: BucketReduction | None = None  # what averages slices over replicas, in place of an all-reduce
+    _views: list[torch.Tensor] = field(default_factory=list)
+    _has_arrived: bool = False  # since it was last asked for
+    _norms: tuple[int, Sequence[torch.Tensor], Work] | None = None  # of which version of the slice
 
     @property
     def is_cleared(self) -> bool:
@@ -89,7 +77,7 @@ class ShardGradients:
 
     def new_slice(self) -> torch.Tensor:
         """Returns where a reduce-scatter puts this rank's slice: the one there is, if no piece has a gradient in it."""
-        is_plain = self.reduce_dtype == self.dtype and self._host_copies is None
+        is_plain = self.reduce_dtype == self.dtype and self.host_copies is None
         if self.slice is not None and is_plain and self.is_cleared:
             return self.slice
         return torch.empty(self.layout.shard_length, dtype=self.reduce_dtype, device=self.comm.device)
@@ -112,7 +100,7 @@ class ShardGradients:
         last are summed on the host.
         """
         self._has_arrived = True
-        if self._stashes:
+        if self.stashes:
             if not is_last:
                 if self.stashed is None:
                     self.stashed = host_empty(mine.numel(), mine.dtype, self.comm.device).copy_(mine)
@@ -124,13 +112,13 @@ class ShardGradients:
                 self.stashed = None
         if not self.is_cleared:
             self._add(mine)
-        elif self._host_copies is None:
+        elif self.host_copies is None:
             if mine is not self.slice:
                 self._keep(mine.to(self.dtype))
         else:
             if self.slice is None:
                 self._keep(host_empty(mine.numel(), self.dtype, self.comm.device))
-            self._host_copies.copy(cast("torch.Tensor", self.slice), mine.to(self.dtype))
+            self.host_copies.copy(cast("torch.Tensor", self.slice), mine.to(self.dtype))
         for piece, view in zip(self.pieces, self._views, strict=True):
             piece.grad = view
 
@@ -141,17 +129,17 @@ class ShardGradients:
 
     def finish(self) -> None:
         """Waits for the slice to be on the host, if that is where it goes."""
-        if self._host_copies is not None:
-            self._host_copies.finish()
+        if self.host_copies is not None:
+            self.host_copies.finish()
 
     def drop(self) -> None:
         """Frees the slice once the pieces have no gradient. A CPU keeps the memory: to get it anew costs more."""
-        if self.comm.device_kind != "cpu" and self._host_copies is None and self.is_cleared:
+        if self.comm.device_kind != "cpu" and self.host_copies is None and self.is_cleared:
             self.slice, self._views = None, []
 
     def _add(self, mine: torch.Tensor) -> None:
         if self.slice is None:  # the loss has a term of the pieces themselves, whose gradients came first
-            on_host = None if self._host_copies is None else host_empty(mine.numel(), self.dtype, self.comm.device)
+            on_host = None if self.host_copies is None else host_empty(mine.numel(), self.dtype, self.comm.device)
             self._keep(torch.zeros_like(mine, dtype=self.dtype) if on_host is None else on_host.zero_())
         assert self.slice is not None
         self.finish()
@@ -176,7 +164,7 @@ class ShardGradients:
     def measure(self) -> None:
         """Takes the norms of the pieces' gradients, beside what the device computes; on a CPU one norm of all."""
         mine, views = self.slice, self._views
-        if mine is None or self._host_copies is not None:
+        if mine is None or self.host_copies is not None:
             return
         norms: list[torch.Tensor] = []
         if self.comm.device_kind == "cpu":

@@ -166,10 +166,10 @@ class Unit:
         for group in self.groups:
             group.free()
 
-    def keep_within(self, small: Communicator) -> None:
-        """Frees all but a slice that ``small``, a part of the shard group, can gather again in backward."""
+    def reshard(self, small: Communicator | None) -> None:
+        """Frees all but a slice that ``small``, a part of the shard group, if any, can gather again in backward."""
         self.wait()
-        for group in self.groups:
+        for group in self.groups if small is not None else ():
             group.keep_within(small)
         self.free()
         self._small = small

@@ -138,13 +138,16 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
                 buffer.copy_(value)
 
 
+@torch.enable_grad()
 def _estimate_from_shapes(
     model: nn.Module, layers: Sequence[PipelineLayer], inputs: Sequence[Any]
 ) -> tuple[LayerCost, ...]:
     found: list[LayerCost] = []
     counted: dict[Any, tuple[Any, float, int]] = {}  # by likeness: the blocks of a deep model are one
     args = tree_map(lambda v: torch.empty_like(v, device="meta") if isinstance(v, torch.Tensor) else v, tuple(inputs))
-    with _on_meta(model), torch.enable_grad():
+    before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
+    try:
+        drop_values(model, renews_meta=True)
         for layer in layers:
             args = tree_map(_leaf, args)
             likeness = _likeness(layer, args)
@@ -155,6 +158,10 @@ def _estimate_from_shapes(
             cost = LayerCost(name=layer.name, forward=forward, backward=2 * forward, state_bytes=held)
             found.append(replace(cost, activation_bytes=kept))
             args = (output,)
+    finally:
+        for module, parameters, buffers in before:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
     return tuple(found)
 
 
@@ -193,19 +200,6 @@ def _count(used: nn.Module, run: Callable[..., Any], args: tuple[Any, ...]) -> t
 
     kept = measure_activations(used, keep, args)
     return outputs[0], kept.work.flops + _OPERATIONS_PER_BYTE * kept.written_bytes, kept.total
-
-
-@contextlib.contextmanager
-def _on_meta(model: nn.Module) -> Iterator[None]:
-    """Shows meta tensors in place of the model's own, tied ones as tied ones, for as long as it is open."""
-    before = [(module, {**module._parameters}, {**module._buffers}) for module in model.modules()]
-    try:
-        drop_values(model, renews_meta=True)
-        yield
-    finally:
-        for module, parameters, buffers in before:
-            module._parameters.update(parameters)
-            module._buffers.update(buffers)
 
 
 def _example_inputs(model: nn.Module) -> tuple[Any, ...] | None:
