@@ -29,7 +29,7 @@ RANKS = [1, 2, 3, 4]
 
 def slices(comm: Communicator) -> ParameterGroups:
     """Every rank of ``comm`` has a slice."""
-    return make_groups(comm, Layout(strategy="fsdp")).dense
+    return make_groups(comm, Layout(strategy="fsdp")).of(nn.Parameter(torch.empty(0)))
 
 
 def make_parameters(dtype: torch.dtype = torch.float64) -> list[tuple[str, nn.Parameter]]:

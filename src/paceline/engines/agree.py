@@ -18,7 +18,8 @@ from itertools import zip_longest
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator, Work, control_device
@@ -48,10 +49,10 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
                 )
 
 
-def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], source: int = 0) -> None:
+def broadcast_tensors(comm: Communicator, tensors: Sequence[Tensor], source: int = 0) -> None:
     """Replaces tensors by those of rank ``source``: large ones in place, small ones together by dtype."""
     works: list[Work] = []
-    together: dict[torch.dtype, list[torch.Tensor]] = {}
+    together: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         value = tensor.detach()
         if value.numel() * value.element_size() >= _SMALL_BYTES and value.is_contiguous():
@@ -67,13 +68,13 @@ def broadcast_tensors(comm: Communicator, tensors: Sequence[torch.Tensor], sourc
             value.copy_(piece.view(value.shape))
 
 
-def tensors_in(output: Any) -> Iterator[torch.Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
     """Iterates over the tensors of a module's output: in tuples, lists, dicts and dataclasses."""
-    if isinstance(output, torch.Tensor):
+    if isinstance(output, Tensor):
         yield output
         return
     for leaf in tree_leaves(output):
-        if isinstance(leaf, torch.Tensor):
+        if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             for field in dataclasses.fields(leaf):
@@ -91,7 +92,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ReplicaWatch:
     """Compares a rank's inputs, learning rates and parameters with those of the others that share the batch out."""
 
-    optimizer: weakref.ref[torch.optim.Optimizer] | None = None  # whose rates are compared, once it has made a step
+    optimizer: weakref.ref[Optimizer] | None = None  # whose rates are compared, once it has made a step
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -206,7 +207,7 @@ def fingerprint(inputs: Any) -> int:
     return 0 if is_constant else number
 
 
-def sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+def sum_of_bits(tensor: Tensor) -> Tensor:
     """Adds up the elements' bits as whole numbers: the same for the same values, in any order of summing."""
     real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     return real.detach().view(_BITS[real.element_size()]).sum(dtype=torch.int64)

@@ -15,7 +15,8 @@ from typing import Any, cast
 
 import psutil
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from paceline.comm.base import Communicator, GradientCompression
@@ -65,7 +66,7 @@ def parallelize(
     layout: Layout | None = None,
     precision: str | Precision | None = None,
     compressor: GradientCompression | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizer | None = None,
     **options: Any,
 ) -> Engine:
     """Makes an engine that trains ``model`` on the ranks of ``comm``.
@@ -124,15 +125,15 @@ def parallelize(
     return engine
 
 
-def _state_to_adopt(optimizer: torch.optim.Optimizer, comm: Communicator) -> dict[str, Any]:
+def _state_to_adopt(optimizer: Optimizer, comm: Communicator) -> dict[str, Any]:
     """Returns an optimizer's state. Raises UsageError where it is no optimizer, or ranks have different states."""
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"optimizer = a {type(optimizer).__name__}\n  it is an optimizer of the model's parameters, to be adopted\n"
             "  give optimizer=torch.optim.AdamW(model.parameters(), ...)"
         )
     state = optimizer.state_dict()
-    tensors = [leaf for leaf in tree_leaves(state["state"]) if isinstance(leaf, torch.Tensor)]
+    tensors = [leaf for leaf in tree_leaves(state["state"]) if isinstance(leaf, Tensor)]
     sums = [float(tensor.double().abs().sum()) for tensor in tensors]
     for rank, others in enumerate(gather_objects(comm, sums)):
         if others != sums:
@@ -386,5 +387,5 @@ def _check_model(model: Any, *, may_be_meta: bool) -> None:
                 f"{name or 'the model'} is an embedding with sparse=True\n"
                 "  its sparse gradient cannot join a dense bucket\n  build it with sparse=False, or freeze it"
             )
-    if not any(isinstance(p, torch.Tensor) and p.requires_grad for p in model.parameters()):
+    if not any(isinstance(p, Tensor) and p.requires_grad for p in model.parameters()):
         raise UsageError("no parameter of the model requires a gradient\n  there is nothing to train")

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -34,11 +34,7 @@ _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_sca
 
 
 def checkpoint_blocks(blocks: Sequence[nn.Module], policy: str) -> None:
-    """Makes ``blocks`` keep for backward what ``policy`` says, in place.
-
-    Forward passes without gradients cost nothing more. Raises UsageError for an unknown policy, for no blocks, and for
-    blocks that are checkpointed already.
-    """
+    """Makes ``blocks`` keep for backward what ``policy`` says, in place. Raises UsageError for what cannot be."""
     if policy not in CHECKPOINTS:
         raise UsageError(f"checkpoint_activations = {policy!r} is unknown\n  it is one of {', '.join(CHECKPOINTS)}")
     if policy == "none":
@@ -86,7 +82,7 @@ class Replay:
     def __init__(self, layers: Sequence[_BatchNorm]) -> None:
         self._asking: list[Any] = [layer for layer in layers if hasattr(layer, "replay")]
         self._plain = [layer for layer in layers if not hasattr(layer, "replay")]
-        self._copies: list[dict[str, torch.Tensor | None]] = []
+        self._copies: list[dict[str, Tensor | None]] = []
         self._results: list[Any] = []
         self._is_second = False
         self._next = 0
@@ -117,7 +113,7 @@ class Replay:
             for asking in self._asking:
                 asking.replay = None
 
-    def _set_buffers(self, buffers: list[dict[str, torch.Tensor | None]]) -> None:
+    def _set_buffers(self, buffers: list[dict[str, Tensor | None]]) -> None:
         for layer, values in zip(self._plain, buffers, strict=True):
             layer._buffers.update(values)
 

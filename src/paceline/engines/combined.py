@@ -17,13 +17,14 @@ data-parallel engine. ``Layout.mesh`` says where ranks stand.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
@@ -92,7 +93,7 @@ class CombinedParallel(Engine):
             (stage, name)
             for stage, engine in self.stages.items()
             for name, same in engine.holders().items()
-            if self._counts(stage, name, same)
+            if same.rank == 0 and self._is_first(stage, name)
         }
         self._tie_comms: dict[str, Communicator] = {}  # the ranks of each tied parameter, made in one order on all
         made: dict[tuple[int, ...], Communicator] = {}
@@ -163,7 +164,7 @@ class CombinedParallel(Engine):
     def apply_loss(self, compute: Callable[..., T], batch: Any) -> T | None:
         return compute(self, batch) if self.pipeline is None else self.pipeline.evaluate(compute, batch)
 
-    def add_up(self, sums: torch.Tensor) -> None:
+    def add_up(self, sums: Tensor) -> None:
         """Adds numbers of the last stages over the ranks that share the batch; every rank gets the result."""
         self.gradient_comm.all_reduce(sums).wait()
         if self.pipeline is not None and self.groups.pipeline.size > 1:
@@ -181,15 +182,13 @@ class CombinedParallel(Engine):
         for engine in self.stages.values():
             engine.share_buffers()
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
         if self.flat_groups:
             check_elementwise(optimizer)
 
-    # Gradients.
-
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         counted = [  # the gradients of which this rank holds the copy that counts
             parameter.grad
             for stage, engine in self.stages.items()
@@ -204,10 +203,10 @@ class CombinedParallel(Engine):
         scale_to(max_norm, norm, self.gradients())
         return norm
 
-    def _counts(self, stage: int, name: str, same: Communicator) -> bool:
-        """Whether this rank's copy of a parameter is the first: among ``same`` ranks, tensor ranks and tied stages."""
+    def _is_first(self, stage: int, name: str) -> bool:
+        """Whether this rank's copy of a parameter is the first among tensor ranks and tied stages."""
         is_copy = self.groups.tensor.rank > 0 and name not in self._parts
-        return same.rank == 0 and not is_copy and self._tied.get(name, (stage,))[0] == stage
+        return not is_copy and self._tied.get(name, (stage,))[0] == stage
 
     @torch.no_grad()
     def _sum_tied(self) -> None:
@@ -222,16 +221,11 @@ class CombinedParallel(Engine):
                     if whole is not gradient:
                         gradient.copy_(whole)
 
-    # States.
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
+        states = (engine.full_state_dict(rank0_only=rank0_only) for engine in self.stages.values())
+        return self._merged(states, rank0_only=rank0_only)
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        mine: dict[str, torch.Tensor] = {}
-        for engine in self.stages.values():
-            for name, value in engine.full_state_dict(rank0_only=rank0_only).items():
-                mine.setdefault(name, self._parts.whole(name, value))
-        return self._merged(mine, rank0_only=rank0_only)
-
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         problems = name_problems(self._names, state)
         for name, split in self._parts.splits.items():
             if name in state and tuple(state[name].shape) != split.shape:
@@ -242,20 +236,14 @@ class CombinedParallel(Engine):
             mine = engine.module.state_dict(keep_vars=True)
             engine.load_full_state_dict({name: self._parts.part(name, state[name]) for name in mine})
 
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
-        mine: dict[str, torch.Tensor | None] = {}
-        for engine in self.stages.values():
-            for name, gradient in engine.full_gradients().items():
-                mine.setdefault(name, self._parts.whole(name, gradient))
-        return self._merged(mine, rank0_only=False)
+    def full_gradients(self) -> dict[str, Tensor | None]:
+        return self._merged((engine.full_gradients() for engine in self.stages.values()), rank0_only=False)
 
     def shards(self) -> Iterator[Shard]:
         """Yields what this rank holds of the whole model; of what several ranks hold alike, the first one writes it."""
         for stage, engine in self.stages.items():
             for shard in engine.shards():
-                copy = shard.copy if self._tied.get(shard.name, (stage,))[0] == stage else None
-                if self.groups.tensor.rank > 0 and shard.name not in self._parts:
-                    copy = None
+                copy = shard.copy if self._is_first(stage, shard.name) else None
                 yield replace(shard, region=self._parts.region(shard.name, shard.region), copy=copy)
 
     def state_names(self) -> Collection[str]:
@@ -265,17 +253,17 @@ class CombinedParallel(Engine):
         for engine in self.stages.values():
             engine.mark_loaded()
 
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         packed = gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
         groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
         mine = named_states(optimizer, packed, self._names_by_id()) if packed else {}
         for name, values in mine.items():
             for split in self._split:
                 mine[name] = values = {key: split.whole(name, value) for key, value in values.items()}
-        found = self._merged(mine, rank0_only=rank0_only)
+        found = self._merged([mine], rank0_only=rank0_only)
         return {} if rank0_only and self.world.rank else numbered_states(groups, found)
 
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         def part(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
             for split in self._split:
                 values = {key: split.part(name, value) for key, value in values.items()}
@@ -284,8 +272,11 @@ class CombinedParallel(Engine):
         groups = global_groups(self.groups.pipeline, optimizer, self._names_by_id(), self._names)
         load_by_name(optimizer, self.flat_groups, groups, state, self._names_by_id(), part)
 
-    def _merged(self, mine: dict[str, T], *, rank0_only: bool) -> dict[str, T]:
-        """Collects over the pipeline what its ranks have, in the model's order; by request on world rank 0 alone."""
+    def _merged(self, states: Iterable[dict[str, T]], *, rank0_only: bool) -> dict[str, T]:
+        """Collects what stages have, whole and in the model's order; by request on world rank 0 alone."""
+        mine: dict[str, T] = {}
+        for name, value in (pair for state in states for pair in state.items()):
+            mine.setdefault(name, self._parts.whole(name, value))
         if rank0_only and (self.gradient_comm.rank or self.groups.tensor.rank):
             return {}
         found = merge_over(self.groups.pipeline, mine, rank0_only=rank0_only)

@@ -33,7 +33,7 @@ from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paceline.models.registry import model_blocks
@@ -79,7 +79,7 @@ class Compiled:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         mode = torch.is_grad_enabled()
         for each in () if mode in self.fixed else tree_leaves((args, kwargs)):
-            if isinstance(each, torch.Tensor) and each.dim():
+            if isinstance(each, Tensor) and each.dim():
                 torch._dynamo.maybe_mark_dynamic(each, 0)
         if mode in self._modes:
             return self._graph(*args, **kwargs)
@@ -144,10 +144,7 @@ _LAST = torch.channels_last
 
 
 def swap_pools(model: nn.Module, device: torch.device) -> int:
-    """Changes how a model's max pooling runs on a GPU, in place; returns the number of layers that it fits.
-
-    Images that are not on a GPU, channels last, in single or half precision, are pooled as before.
-    """
+    """Lets max pooling run our way on a GPU, for images channels last; returns how many layers it fits."""
     has_kernels = device.type == "cuda" and importlib.util.find_spec("triton") is not None
     found = [each for each in model.modules() if has_kernels and _fits(each)]
     for each in found:
@@ -155,9 +152,9 @@ def swap_pools(model: nn.Module, device: torch.device) -> int:
     return len(found)
 
 
-def max_pool(x: torch.Tensor) -> torch.Tensor:
+def max_pool(x: Tensor) -> Tensor:
     """Pools images (samples, channels, height, width) that lie channels last."""
-    return cast("torch.Tensor", _pool(x)[0])
+    return cast("Tensor", _pool(x)[0])
 
 
 def _fits(module: nn.Module) -> bool:
@@ -167,20 +164,20 @@ def _fits(module: nn.Module) -> bool:
     return all(each in (number, (number, number)) for each, number in zip(asked, (3, 2, 1, 1), strict=True))
 
 
-def _forward(x: torch.Tensor) -> torch.Tensor:
+def _forward(x: Tensor) -> Tensor:
     if x.is_cuda and x.dim() == 4 and x.dtype in _DTYPES and x.is_contiguous(memory_format=_LAST):
         return max_pool(x)
     return F.max_pool2d(x, _SIZE, _STRIDE, _PADDING)
 
 
-def _empty_pooled(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _empty_pooled(x: Tensor) -> tuple[Tensor, Tensor]:
     samples, channels, height, width = x.shape
     shape = (samples, channels, (height - 1) // 2 + 1, (width - 1) // 2 + 1)
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=_LAST)
     return y, torch.empty(shape, dtype=torch.int8, device=x.device, memory_format=_LAST)
 
 
-def _run_pool(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _run_pool(x: Tensor) -> tuple[Tensor, Tensor]:
     x = x.contiguous(memory_format=_LAST)
     y, taps = _empty_pooled(x)
     if x.is_cuda:
@@ -194,12 +191,12 @@ def _run_pool(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return y.copy_(values), taps
 
 
-def _empty_gradient(g: torch.Tensor, _: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _empty_gradient(g: Tensor, _: Tensor, height: int, width: int) -> Tensor:
     shape = (*g.shape[:2], height, width)
     return torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=_LAST)
 
 
-def _run_gradient(g: torch.Tensor, taps: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def _run_gradient(g: Tensor, taps: Tensor, height: int, width: int) -> Tensor:
     dx, g = _empty_gradient(g, taps, height, width), g.contiguous(memory_format=_LAST)
     if g.is_cuda:
         from paceline.engines.pooling_kernel import gradient_on_gpu
@@ -213,14 +210,14 @@ def _run_gradient(g: torch.Tensor, taps: torch.Tensor, height: int, width: int) 
     return dx.copy_(wide[:, :, 1 : height + 1, 1 : width + 1])
 
 
-def _keep(ctx: Any, inputs: tuple[torch.Tensor], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+def _keep(ctx: Any, inputs: tuple[Tensor], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(output[1])
     ctx.size = inputs[0].shape[2:]
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, g: torch.Tensor, _: Any) -> torch.Tensor:
-    return cast("torch.Tensor", _gradient(g, *ctx.saved_tensors, *ctx.size))
+def _backward(ctx: Any, g: Tensor, _: Any) -> Tensor:
+    return cast("Tensor", _gradient(g, *ctx.saved_tensors, *ctx.size))
 
 
 _pool = torch.library.custom_op(

@@ -23,7 +23,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
@@ -99,7 +100,7 @@ class DataParallel(ModuleEngine):
                 tensor.register_hook(self._enter_backward)  # type: ignore[no-untyped-call]
         return output
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
         if not self.experts and math.isinf(max_norm):
             found = [p.grad for p in self._parameters if p.grad is not None]
@@ -107,7 +108,7 @@ class DataParallel(ModuleEngine):
             if not left:
                 return nn.utils.get_total_norm(found, norm_type)
             norms = torch.stack([*left, *(torch._foreach_norm(found, norm_type) if found else ())])
-            return cast("torch.Tensor", torch.linalg.vector_norm(norms, norm_type))
+            return cast("Tensor", torch.linalg.vector_norm(norms, norm_type))
         self._collect_gradients()
         if not self.experts:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
@@ -121,7 +122,7 @@ class DataParallel(ModuleEngine):
             nn.utils.clip_grads_with_norm_(self._parameters, max_norm, norm)
         return norm
 
-    def gradients(self) -> list[torch.Tensor]:
+    def gradients(self) -> list[Tensor]:
         self._collect_gradients()
         return super().gradients()
 
@@ -158,7 +159,7 @@ class DataParallel(ModuleEngine):
         if self.gradient_comm.size > 1:
             self._start_over()
 
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
         if rank0_only and self.gradient_comm.rank != 0:
             return {}
         state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
@@ -173,16 +174,16 @@ class DataParallel(ModuleEngine):
         if self._masters is not None:
             self._masters.expect_update()
 
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def _load_state(self, state: dict[str, Tensor]) -> None:
         if self._masters is None:
             load_own_state(self.module, state)
         else:
             self._masters.load_state_dict(state)
 
-    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
+    def _gather_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
-    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
         self._collect_gradients()
         return super()._gather_gradients()
 
@@ -195,7 +196,7 @@ class DataParallel(ModuleEngine):
 
     # Backward: gradients arrive, buckets leave.
 
-    def _enter_backward(self, gradient: torch.Tensor) -> None:
+    def _enter_backward(self, gradient: Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
         del gradient
         if self._is_syncing and not self._arrivals.is_open:
@@ -203,7 +204,7 @@ class DataParallel(ModuleEngine):
                 self._tuner.begin()
             self._arrivals.open(self._finish)
 
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive(self, index: int, parameter: Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
         gradient, arrivals = parameter.grad, self._arrivals
         if not self._is_syncing or gradient is None:
@@ -223,7 +224,7 @@ class DataParallel(ModuleEngine):
             for each in arrivals.take_leaving(is_end=False):
                 self._launch(each)
 
-    def _arrive_at_master(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive_at_master(self, index: int, parameter: Tensor) -> None:
         """Hands a gradient over to its master, in the dtype of that; runs as autograd's hook instead of ``_arrive``."""
         gradient, master, masters = parameter.grad, self._parameters[index], self._masters
         if gradient is None or masters is None:
@@ -327,8 +328,6 @@ class DataParallel(ModuleEngine):
             self.bucket_choice = tuner.choose(self._sizes(), self._order)  # the size that the ranks find best
             self._build()
 
-    # Buckets.
-
     def _watch(self) -> None:
         self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
         if self._masters is not None:
@@ -367,7 +366,7 @@ class DataParallel(ModuleEngine):
             shared = self._sharing[group[0]]
             scale = shared.scale if self._compression is None else 1.0  # a compression averages by itself
             parameters = [self._parameters[i] for i in group]
-            buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale=scale, num_flags=num_flags))
+            buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale, num_flags))
         if self._compression is not None:
             names = [tuple(self._arrivals.names[i] for i in bucket.members) for bucket in buckets]
             pairs = zip(names, buckets, strict=True)

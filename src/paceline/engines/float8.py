@@ -66,9 +66,6 @@ class Float8Linear(nn.Linear):
         return float8_linear(x, self.weight, self.bias, by_row=self.by_row)
 
 
-# Products.
-
-
 class _Float8Product(Function):
     """x (M, K) times the transpose of w (N, K). ``keeps``: whether a weight gradient will be asked for."""
 
@@ -141,9 +138,6 @@ def _product(a8: Tensor, b8: Tensor, a_inverse: Tensor, b_inverse: Tensor, dtype
     return found if found.dtype == dtype else found.to(dtype)
 
 
-# Casts.
-
-
 def _cast(x: Tensor, dtype: torch.dtype, dim: int | None) -> tuple[Tensor, Tensor]:
     """Returns x in a dtype of 8 bits, and the inverse scale: one, or with ``dim`` one for each row across that dim."""
     scale, inverse = scales_of(_largest(x, dim), dtype)
@@ -181,9 +175,6 @@ def scales_of(largest: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     # Nan as bits: compilers compare constants to find what is computed twice, and the float is not equal to itself.
     scale = torch.where(largest.isfinite(), _TWO_TO_127 - inverse, _NAN)
     return scale.view(torch.float32), inverse.view(torch.float32)
-
-
-# Which layers are swapped.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

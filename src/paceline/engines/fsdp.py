@@ -28,7 +28,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import BucketShape, Communicator, GradientCompression, Work
 from paceline.engines.agree import tensors_in
@@ -122,7 +122,7 @@ class FullySharded(ModuleEngine):
             self._pass.is_forward = False  # what is read from now on is read outside of a forward
             raise
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         norms = measured_norms(group.gradients for group in self.flat_groups) if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.groups.shard, max_norm, norm_type, norms=norms)
 
@@ -188,10 +188,7 @@ class FullySharded(ModuleEngine):
             self._crossing(tensor).ends.append(call)
 
     def _read(self, unit: Unit, names: Mapping[nn.Module, str], module: nn.Module) -> bool:
-        """Gathers a unit because a parameter of a module is read beside its calls; returns whether it is there.
-
-        It stays until backward ends. Outside of passes a read gets this rank's piece.
-        """
+        """Gathers a unit until backward ends, if a parameter is read beside its calls; returns whether it is there."""
         now = self._pass
         if torch._guards.TracingContext.try_get() is not None:
             return False  # torch.compile only looks: it fails at a piece, and the function runs as it is
@@ -288,7 +285,7 @@ class FullySharded(ModuleEngine):
 
     # Backward: a unit is gathered again; its gradients leave when they have come out at its inputs.
 
-    def _crossing(self, tensor: torch.Tensor) -> Crossing:
+    def _crossing(self, tensor: Tensor) -> Crossing:
         """Returns the crossing at a tensor; one hook serves the units on both sides."""
         found: Crossing | None = getattr(tensor, "_paceline_crossing", None)
         if found is not None and found.engine is self and not tensor.is_leaf:
@@ -461,7 +458,7 @@ class UsedFlags:
         self._comm = comm
         self._names = tuple(names)
         self._all_used = torch.ones(len(names), dtype=torch.uint8, device=comm.device)
-        self._sent: tuple[torch.Tensor, Work] | None = None  # the flags live until they have been waited for
+        self._sent: tuple[Tensor, Work] | None = None  # the flags live until they have been waited for
 
     def ask_others(self, used: Collection[str], missing: list[str]) -> list[str]:
         """Sends what was used here; returns the missing that no rank used. Who misses none does not wait for it."""

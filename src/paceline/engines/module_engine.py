@@ -9,7 +9,8 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
 from paceline.engines.agree import ReplicaWatch, broadcast_tensors
@@ -52,7 +53,7 @@ class ModuleEngine(Engine):
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         return iter(self._updated.items())
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         super().check_optimizer(optimizer)
         if not self._is_plain:
             check_elementwise(optimizer)
@@ -135,27 +136,27 @@ class ModuleEngine(Engine):
 
     # States: each engine's own, and around them what ranks with other experts hold.
 
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:
         state = self._gather_state(rank0_only=rank0_only and not self.experts)
         whole = {name: self.experts.whole(name, value) for name, value in state.items()}
         return {} if rank0_only and self.gradient_comm.rank else whole
 
-    def load_full_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         self._load_state({name: self.experts.part(name, value) for name, value in state.items()})
 
-    def full_gradients(self) -> dict[str, torch.Tensor | None]:
+    def full_gradients(self) -> dict[str, Tensor | None]:
         return {name: self.experts.whole(name, value) for name, value in self._gather_gradients().items()}
 
-    def full_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool = False) -> dict[str, Any]:
         packed = self._gather_optimizer_state(optimizer, rank0_only=rank0_only and not self.experts)
         whole = self.experts.change_states(optimizer, packed, self._names_by_id(), self.experts.whole)
         return {} if rank0_only and self.gradient_comm.rank else whole
 
-    def load_full_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def load_full_optimizer_state(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         mine = self.experts.change_states(optimizer, state, self._names_by_id(), self.experts.part)
         load_optimizer_state(optimizer, self.flat_groups, mine)  # a copy: torch's own would keep the tensors
 
-    def _gather_gradients(self) -> dict[str, torch.Tensor | None]:
+    def _gather_gradients(self) -> dict[str, Tensor | None]:
         named = dict(self.named_parameters())
         found = {name: None if p.grad is None else p.grad.to("cpu", copy=True) for name, p in named.items()}
         for group in () if self._is_plain else self.flat_groups:
@@ -165,10 +166,10 @@ class ModuleEngine(Engine):
         return found
 
     @torch.no_grad()
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
         """Returns all parameters and buffers on the CPU, gathered one group at a time."""
         is_kept = self.gradient_comm.rank == 0 or not rank0_only
-        whole: dict[int, torch.Tensor] = {}
+        whole: dict[int, Tensor] = {}
         for group in self.flat_groups:
             tensors = group.gather_whole(group.pieces)
             if is_kept:
@@ -179,7 +180,7 @@ class ModuleEngine(Engine):
         return {name: whole[id(value)] if id(value) in whole else on_cpu(value) for name, value in state.items()}
 
     @torch.no_grad()
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def _load_state(self, state: dict[str, Tensor]) -> None:
         """Loads what ``_gather_state`` gave, each rank its pieces. Raises RuntimeError before anything has changed."""
         mine = self.module.state_dict(keep_vars=True)
         places = piece_places(self.flat_groups)
@@ -203,7 +204,7 @@ class ModuleEngine(Engine):
             group, place = places[id(value)]
             group.pieces[place].copy_(group.layout.cut_piece(place, state[name]))
 
-    def _gather_optimizer_state(self, optimizer: torch.optim.Optimizer, *, rank0_only: bool) -> dict[str, Any]:
+    def _gather_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return gather_optimizer_state(optimizer, self.flat_groups, comm=self.gradient_comm, rank0_only=rank0_only)
 
     def share_buffers(self) -> None:
@@ -226,7 +227,7 @@ class ModuleEngine(Engine):
             same = holders[name]
             yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
         for name, value in self.module.state_dict(keep_vars=True).items():
-            is_buffer = isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+            is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if is_buffer and name not in named:
                 yield Shard(
                     name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
@@ -252,7 +253,7 @@ class SharedBuffers:
             broadcast_tensors(self._comm, [buffer for buffer in found if buffer is not None])
 
 
-def own_region(tensor: torch.Tensor) -> Region:
+def own_region(tensor: Tensor) -> Region:
     """Returns the region of a tensor that is whole, in the order of its memory."""
     return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
 

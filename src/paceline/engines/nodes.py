@@ -22,6 +22,8 @@ from torch.autograd.function import Function, once_differentiable
 from torch.overrides import TorchFunctionMode
 
 Change = Callable[[Tensor], Tensor]
+Tensors = Sequence[Tensor]
+Leave = Callable[[Tensor, Tensor], None]  # takes the factors of a weight gradient
 
 
 def moved(x: Tensor, forward: Change, backward: Change) -> Tensor:
@@ -51,9 +53,7 @@ class _LateLinear(Function):
     """A linear layer; backward gives the gradients of input and bias, and calls ``leave`` with the weight's factors."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, leave: Callable[[Tensor, Tensor], None]
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, bias: Tensor | None, leave: Leave) -> Tensor:
         ctx.save_for_backward(x, matrix)
         ctx.leave = leave
         return F.linear(x, matrix, bias)
@@ -69,7 +69,7 @@ class _LateLinear(Function):
         return gradient @ matrix if ctx.needs_input_grad[0] else None, nothing, bias, None
 
 
-def late_linear(x: Tensor, matrix: Tensor, bias: Tensor | None, leave: Callable[[Tensor, Tensor], None]) -> Tensor:
+def late_linear(x: Tensor, matrix: Tensor, bias: Tensor | None, leave: Leave) -> Tensor:
     """Returns what ``F.linear`` would; of the weight's gradient, backward leaves the factors ``x`` and the output's."""
     run: Callable[..., Tensor] = _LateLinear.apply
     return run(x, matrix, bias, leave)
@@ -88,8 +88,8 @@ def _rows(x: Tensor) -> Tensor:
 class WeightPart:
     """What one forward leaves for the weight part of its backward."""
 
-    factors: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)  # weight, x, g
-    gradients: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
+    factors: list[tuple[Tensor, Tensor, Tensor]] = field(default_factory=list)  # weight, x, g
+    gradients: dict[Tensor, Tensor] = field(default_factory=dict)
 
     @torch.no_grad()
     def multiply(self) -> None:
@@ -97,7 +97,7 @@ class WeightPart:
             self.add(weight, weight_gradient(x, gradient).to(weight.dtype))
         self.factors.clear()
 
-    def give(self, parameters: Iterable[torch.Tensor]) -> bool:
+    def give(self, parameters: Iterable[Tensor]) -> bool:
         """Gives parameters their gradients; returns if there were any."""
         receivers = set(parameters)
         found = [(each, self.gradients.pop(each)) for each in list(self.gradients) if each in receivers]
@@ -105,7 +105,7 @@ class WeightPart:
             torch.autograd.backward([parameter for parameter, _ in found], [gradient for _, gradient in found])
         return bool(found)
 
-    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+    def add(self, parameter: Tensor, gradient: Tensor) -> None:
         held = self.gradients.get(parameter)
         self.gradients[parameter] = gradient if held is None else held + gradient
 
@@ -135,18 +135,14 @@ class DeferredWeights(TorchFunctionMode):
 
 
 def input_part(
-    roots: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor | None],
-    inputs: Sequence[torch.Tensor],
-    parameters: Sequence[torch.Tensor],
-    part: WeightPart,
-) -> list[torch.Tensor | None]:
+    roots: Tensors, gradients: Sequence[Tensor | None], inputs: Tensors, parameters: Tensors, part: WeightPart
+) -> list[Tensor | None]:
     """Runs the input part of a backward: returns the gradients of ``inputs``, and leaves the rest to ``part``.
 
     A checkpointed part runs again in there, so linear layers are deferred again: ``torch.autograd.grad`` would not.
     """
     wanted = (*inputs, *parameters)
-    run: Callable[..., tuple[torch.Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
+    run: Callable[..., tuple[Tensor | None, ...]] = torch.autograd.Variable._execution_engine.run_backward
     with DeferredWeights(part):
         found = run(tuple(roots), tuple(gradients), False, False, wanted, allow_unreachable=True, accumulate_grad=False)
     for parameter, gradient in zip(parameters, found[len(inputs) :], strict=True):

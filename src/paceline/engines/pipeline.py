@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
@@ -48,9 +48,9 @@ class _Asked(BaseException):
 class _Flight:
     """One microbatch at one stage, between its forward and the end of its backward."""
 
-    inputs: list[torch.Tensor]  # those whose gradients go back
-    roots: list[torch.Tensor]
-    gradients: list[torch.Tensor | None] | None  # of the roots, where they are known: not before backward comes
+    inputs: list[Tensor]  # those whose gradients go back
+    roots: list[Tensor]
+    gradients: list[Tensor | None] | None  # of the roots, where they are known: not before backward comes
     part: WeightPart | None
 
 
@@ -173,7 +173,7 @@ class _Step:
         self._arrivals: dict[Action, Arrival] = {}
         self._late: dict[int, deque[Action]] = {}  # receives that could not be posted yet, by stage
         self._handed: dict[Action, Any] = {}  # between two stages of this rank, under the receive it stands for
-        self._gradients: dict[tuple[int, int], list[torch.Tensor]] = {}  # of inputs, until they are sent
+        self._gradients: dict[tuple[int, int], list[Tensor]] = {}  # of inputs, until they are sent
         self._last: dict[int, Action] = {}  # by stage, what gives its parameters their last gradients
         for action in program.actions:
             if action.kind in ("B", "W"):
@@ -209,8 +209,6 @@ class _Step:
         else:
             self._post_inputs(action)
 
-    # Computing.
-
     def _forward(self, action: Action) -> None:
         owner, stage, number = self._owner, action.stage, action.microbatch
         engine, batch = owner.stages[stage], self._microbatches[number]
@@ -231,9 +229,7 @@ class _Step:
         if not owner._is_end(stage) and owner.placement[stage + 1] == owner.pipe.rank:
             self._handed[Action("RF", stage + 1, number)] = hand_over(self._outputs.pop((stage, number)))
 
-    def _end_forward(
-        self, engine: ModuleEngine, handed: Any, batch: Any
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None]]:
+    def _end_forward(self, engine: ModuleEngine, handed: Any, batch: Any) -> tuple[list[Tensor], list[Tensor | None]]:
         """Runs the last stage and the loss; returns where backward begins."""
         is_split = self._owner.splits_backward
         leaves: list[Any] = []
@@ -271,7 +267,7 @@ class _Step:
         gradients = self._take_gradients(action, flight)
         module = self._owner.stages[action.stage].module
         parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        found: list[torch.Tensor | None] = []
+        found: list[Tensor | None] = []
         if flight.roots:
             found = input_part(flight.roots, gradients, flight.inputs, parameters, flight.part)
         self._give_gradients(action, flight, found or [None] * len(flight.inputs))
@@ -316,8 +312,6 @@ class _Step:
             with self._syncing(action, stage):
                 self._owner.stages[stage].join_backward()
 
-    # What comes and goes.
-
     def _take(self, receive: Action) -> Any:
         """Returns what a neighbour gave, and lets go of the sends that have arrived, as that tells."""
         if receive in self._handed:
@@ -329,12 +323,12 @@ class _Step:
             _wait(self.sends.pop(send, []))
         return tree
 
-    def _take_gradients(self, action: Action, flight: _Flight) -> list[torch.Tensor | None]:
+    def _take_gradients(self, action: Action, flight: _Flight) -> list[Tensor | None]:
         if flight.gradients is not None:
             return flight.gradients
         return list(self._take(Action("RB", action.stage, action.microbatch)))
 
-    def _give_gradients(self, action: Action, flight: _Flight, found: Sequence[torch.Tensor | None]) -> None:
+    def _give_gradients(self, action: Action, flight: _Flight, found: Sequence[Tensor | None]) -> None:
         """Keeps the gradients of a stage's inputs for the stage before; zeros where there is none."""
         if action.stage == 0:
             return
@@ -407,7 +401,7 @@ def _prepare(programs: Sequence[Sequence[Action]], rank: int, placement: Sequenc
     return RankProgram(actions, last, released)
 
 
-def _roots(output: Any) -> list[torch.Tensor]:
+def _roots(output: Any) -> list[Tensor]:
     return [tensor for tensor in tensors_in(output) if tensor.requires_grad]
 
 

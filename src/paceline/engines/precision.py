@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from paceline.engines.float8 import float8_linear
@@ -52,7 +52,7 @@ class Precision:
         """Returns the arguments of a forward pass with floating point tensors in the parameters' dtype."""
 
         def cast(value: Any) -> Any:
-            is_cast = isinstance(value, torch.Tensor) and value.is_floating_point()
+            is_cast = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(self.param_dtype) if is_cast else value
 
         return arguments if self.param_dtype is None else tree_map(cast, arguments)
@@ -164,10 +164,9 @@ class Masters:
         masters (as built)  --cast before the next forward-->  module's parameters (bf16)
         masters' gradients  <--cast as each one arrives-----   module's gradients (bf16)
 
-    An update is often smaller than the distance of two bf16 numbers and would be lost; gradients of many microbatches
-    add up in the masters' dtype for the same reason. An optimizer that gets the module's parameters too writes both:
-    the cast is fused into its update, and on one rank a gradient stays at the module's parameter unless it is added to
-    others.
+    An update is often smaller than the distance of two bf16 numbers, and would be lost; so would sums of gradients. An
+    optimizer that gets the module's parameters too writes both: the cast is fused into its update, and on one rank a
+    gradient stays at the module's parameter unless it is added to others.
     """
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
@@ -204,7 +203,7 @@ class Masters:
         """Notes that an update of the masters may follow, of which the module's parameters know nothing yet."""
         self.may_have_changed |= not self.is_cast_fused
 
-    def norms_left(self, norm_type: float) -> Sequence[torch.Tensor]:
+    def norms_left(self, norm_type: float) -> Sequence[Tensor]:
         """Returns the norms of gradients that were left at the module's parameters, which are read once."""
         left = [p.grad for p, _ in self._pairs if p.grad is not None] if self.is_cast_fused else []
         return torch._foreach_norm(left, norm_type, dtype=torch.float32) if left else ()
@@ -230,13 +229,13 @@ class Masters:
         for parameter, master in self._pairs:
             master.requires_grad_(parameter.requires_grad)
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
+    def state_dict(self) -> dict[str, Tensor]:
         """Returns the module's state with the masters in the parameters' places."""
         state = self.module.state_dict(keep_vars=True)
         return {name: self._master_of.get(value, value) for name, value in state.items()}
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
         load_own_state(self.module, state)
         for name, parameter in self.module.named_parameters():
             if parameter in self._master_of:
@@ -246,7 +245,7 @@ class Masters:
         return sum(master._version for _, master in self._pairs)
 
 
-def hand_over(parameter: torch.Tensor, master: nn.Parameter) -> None:
+def hand_over(parameter: Tensor, master: nn.Parameter) -> None:
     """Makes a parameter's gradient that of its master, in the dtype of that, or adds it to the one it has."""
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None and master.grad is not None:

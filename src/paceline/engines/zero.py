@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work, control_device
 from paceline.engines.agree import tensors_in
@@ -110,7 +110,7 @@ class ZeroParallel(ModuleEngine):
                     tensor.register_hook(enter)  # type: ignore[no-untyped-call]
         return output
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         squares = self._summary.take_squares() if norm_type == 2.0 else None
         return clip_pieces(list(self._updated.values()), self.gradient_comm, max_norm, norm_type, squares=squares)
 
@@ -132,14 +132,14 @@ class ZeroParallel(ModuleEngine):
             self._arrivals.forget_counts()  # nothing is learnt from a pass not made
             self._finish()
 
-    def _gather_state(self, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+    def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
         state = super()._gather_state(rank0_only=rank0_only)
         for name, built in self._frozen.items() if state else ():
             if torch.equal(state[name], built.to(state[name].dtype)):  # else somebody has changed it since
                 state[name] = built.clone()
         return state
 
-    def _load_state(self, state: dict[str, torch.Tensor]) -> None:
+    def _load_state(self, state: dict[str, Tensor]) -> None:
         super()._load_state(state)
         self._frozen = {name: state[name].to("cpu", built.dtype, copy=True) for name, built in self._frozen.items()}
         self._gathering.may_have_changed = True
@@ -162,8 +162,6 @@ class ZeroParallel(ModuleEngine):
             if name in self._named:  # else the second name of one that is shared
                 self._named[name].data.copy_(built)
         self._gathering.may_have_changed = True
-
-    # Forward.
 
     def _prepare(self) -> None:
         pieces = [self._updated[name].requires_grad for name in self._named]
@@ -198,7 +196,7 @@ class ZeroParallel(ModuleEngine):
     def _reduces(self) -> bool:
         return self._is_syncing or self.layout.strategy == "zero2"
 
-    def _enter_backward(self, version: int, gradient: torch.Tensor) -> None:
+    def _enter_backward(self, version: int, gradient: Tensor) -> None:
         """Runs when backward enters the module: what is missing at its end is sent then."""
         del gradient
         if self._arrivals.is_open:
@@ -211,7 +209,7 @@ class ZeroParallel(ModuleEngine):
             )
         self._arrivals.open(self._finish, reduces=self._reduces)
 
-    def _arrive(self, index: int, parameter: torch.Tensor) -> None:
+    def _arrive(self, index: int, parameter: Tensor) -> None:
         """Counts a gradient in; runs as autograd's hook, once for each gradient."""
         gradient, arrivals = parameter.grad, self._arrivals
         if gradient is None:
@@ -338,7 +336,7 @@ class _BackwardSummary:
         """Notes which gradients the squares are those of, now that it is known who has one."""
         self._measured = [(g.gradients.version, g.has_gradient) for g in self._groups] if self._has_squares else []
 
-    def take_squares(self) -> torch.Tensor | None:
+    def take_squares(self) -> Tensor | None:
         """Returns the sum of all ranks' squares, once; None unless it is that of the gradients there are now."""
         measured, self._measured = self._measured, []
         for group, (version, had) in zip(self._groups if measured else (), measured, strict=True):
@@ -376,12 +374,12 @@ def _make_groups(
     return found
 
 
-def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
+def _cast_frozen(module: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Casts the frozen parameters where they lie; returns them as they were built, on the host, for state dicts."""
     if dtype is None:
         return {}
     kept = kept_parameters(module)
-    built: dict[str, torch.Tensor] = {}
+    built: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and parameter.is_floating_point() and parameter not in kept:
             built[name] = parameter.detach().to("cpu", copy=True)

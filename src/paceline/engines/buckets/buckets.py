@@ -58,9 +58,11 @@ class ParameterSize:
     kind: str
 
 
-def bucket_parameters(
-    sizes: Sequence[ParameterSize], arrival: Sequence[int], policy: BucketPolicy
-) -> list[tuple[int, ...]]:
+Sizes = Sequence[ParameterSize]
+Order = Sequence[int]  # of parameters
+
+
+def bucket_parameters(sizes: Sizes, arrival: Order, policy: BucketPolicy) -> list[tuple[int, ...]]:
     """Groups parameters (by index) into buckets, in the order in which the buckets will be complete.
 
     A bucket is closed when it has reached its limit; a parameter that alone reaches the limit of a full bucket travels
@@ -93,9 +95,7 @@ def bucket_parameters(
     return sorted(ordered[:-1] + _with_short_tail(ordered[-1], sizes, policy), key=completed) if ordered else []
 
 
-def _with_short_tail(
-    bucket: tuple[int, ...], sizes: Sequence[ParameterSize], policy: BucketPolicy
-) -> list[tuple[int, ...]]:
+def _with_short_tail(bucket: tuple[int, ...], sizes: Sizes, policy: BucketPolicy) -> list[tuple[int, ...]]:
     """Cuts a large last bucket in two worth a collective each: the step waits at least for what leaves last."""
     limit = min(policy.first_bucket_bytes, policy.bucket_bytes)
     total = sum(sizes[index].num_bytes for index in bucket)
@@ -152,13 +152,7 @@ class BucketChoice:
 
 
 def choose_buckets(
-    sizes: Sequence[ParameterSize],
-    arrival: Sequence[int],
-    arrivals: ArrivalTimes,
-    link: Wire,
-    *,
-    default: BucketPolicy,
-    free: float = 1.0,
+    sizes: Sizes, arrival: Order, arrivals: ArrivalTimes, link: Wire, *, default: BucketPolicy, free: float = 1.0
 ) -> BucketChoice:
     """Returns the buckets with which a step loses least, filled as ``arrival`` says; ``default`` if it is alike."""
     total = sum(sizes[index].num_bytes for index in arrival)
@@ -187,33 +181,25 @@ def choose_buckets(
     )
 
 
-def exposed_and_hidden(
-    buckets: Sequence[Sequence[int]], sizes: Sequence[ParameterSize], arrivals: ArrivalTimes, link: Wire
-) -> tuple[float, float]:
+def exposed_and_hidden(buckets: Sequence[Order], sizes: Sizes, times: ArrivalTimes, link: Wire) -> tuple[float, float]:
     """Returns the seconds of communication after backward and during it, with these buckets in this order."""
     end_s = total_s = 0.0
     for bucket in buckets:
-        ready_s = max(arrivals.moments_s[index] for index in bucket)
+        ready_s = max(times.moments_s[index] for index in bucket)
         took_s = link.seconds(sum(sizes[index].num_bytes for index in bucket))
         end_s, total_s = max(end_s, ready_s) + took_s, total_s + took_s
-    exposed_s = max(0.0, end_s - arrivals.backward_s)
+    exposed_s = max(0.0, end_s - times.backward_s)
     return exposed_s, max(0.0, total_s - exposed_s)
 
 
-def free_share(
-    buckets: Sequence[Sequence[int]],
-    sizes: Sequence[ParameterSize],
-    arrivals: ArrivalTimes,
-    link: Wire,
-    measured_s: float,
-) -> float:
+def free_share(buckets: Sequence[Order], sizes: Sizes, arrivals: ArrivalTimes, link: Wire, measured_s: float) -> float:
     """Returns which share of hidden communication was free in a backward pass that took so long with these buckets."""
     exposed_s, hidden_s = exposed_and_hidden(buckets, sizes, arrivals, link)
     slowed_s = measured_s - arrivals.backward_s - exposed_s
     return 1.0 - min(max(slowed_s / hidden_s, 0.0), 1.0) if hidden_s > 0 else 1.0
 
 
-def choose_for_link(sizes: Sequence[ParameterSize], arrival: Sequence[int], link: Wire) -> BucketChoice:
+def choose_for_link(sizes: Sizes, arrival: Order, link: Wire) -> BucketChoice:
     """Returns buckets for a link of which alone something is known: latency is a tenth of a bucket's time."""
     low, high = _LINK_BYTES
     wanted = link.alpha_s * link.bandwidth * (1 - _LATENCY_SHARE) / _LATENCY_SHARE

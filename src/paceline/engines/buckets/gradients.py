@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, BucketReduction, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup
@@ -46,13 +46,13 @@ class GradientBucket:
         self.parameters = list(parameters)
         self.layout = layout
         self.num_missing = len(self.members)
-        self.views: list[torch.Tensor] = []  # into the buffer, by place
+        self.views: list[Tensor] = []  # into the buffer, by place
         self._is_filled = [False] * len(self.members)  # whether a view holds a gradient, to which the next is added
         # On a CPU a large gradient is moved while it is in the cache; small ones wait for one another, since the first
         # call after a matrix product pays for cold code.
         self.is_large = [p.numel() * p.element_size() >= _LARGE_BYTES for p in self.parameters]
 
-    def copy_in(self, place: int, gradient: torch.Tensor, scale: float) -> None:
+    def copy_in(self, place: int, gradient: Tensor, scale: float) -> None:
         """Copies one gradient times ``scale`` into the buffer, in one pass."""
         self._prepare()
         view = self.views[place]
@@ -67,9 +67,9 @@ class GradientBucket:
     def fill(self, scale: float) -> None:
         """Copies in what is not in the buffer yet, all at once; zeros for gradients that are missing."""
         self._prepare()
-        fresh: list[torch.Tensor] = []
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        sums: list[tuple[torch.Tensor, torch.Tensor]] = []
+        fresh: list[Tensor] = []
+        copies: list[tuple[Tensor, Tensor]] = []
+        sums: list[tuple[Tensor, Tensor]] = []
         for place, parameter in enumerate(self.parameters):
             gradient, view = parameter.grad, self.views[place]
             if gradient is None:
@@ -106,37 +106,32 @@ class ReplicaBucket(GradientBucket):
     """The gradients of whole parameters, reduced where they lie; the last bucket also carries flags."""
 
     def __init__(
-        self,
-        members: Sequence[int],
-        parameters: Sequence[nn.Parameter],
-        comm: Communicator,
-        scale: float,
-        num_flags: int,
+        self, members: Sequence[int], parameters: Sequence[nn.Parameter], comm: Communicator, scale: float, tail: int
     ) -> None:
-        """Takes the ranks that reduce the gradients, and the factor that these get before."""
+        """Takes the ranks that reduce the gradients, the factor that these get before, and the number of flags."""
         shapes, strides = [tuple(p.shape) for p in parameters], [dense_stride(p) for p in parameters]
-        layout = flat_layout(shapes, strides=strides, align=ALIGN, tail=num_flags)
+        layout = flat_layout(shapes, strides=strides, align=ALIGN, tail=tail)
         super().__init__(members, parameters, layout)
         self.comm = comm
         self.scale = scale
-        self.num_flags = num_flags
+        self.num_flags = tail  # travel behind the gradients
         self.work: Work = DONE
-        self.buffer: torch.Tensor | None = None
-        self.wire: torch.Tensor | None = None  # the buffer in another dtype, while it is reduced
+        self.buffer: Tensor | None = None
+        self.wire: Tensor | None = None  # the buffer in another dtype, while it is reduced
         self.flags = torch.empty(0)
         self.compressed: BucketReduction | None = None  # what takes the place of the all-reduce
         # Whether the bucket's buffer is the gradient itself, wherever autograd put it.
-        self.adopts = len(self.members) == 1 and num_flags == 0
+        self.adopts = len(self.members) == 1 and tail == 0
         if self.adopts:
             self.is_large = [False]
 
-    def use(self, buffer: torch.Tensor) -> None:
+    def use(self, buffer: Tensor) -> None:
         """Takes a flat tensor of zeros as the buffer."""
         self.buffer = buffer
         self.views = self.layout.views(buffer)
-        self.flags = buffer[self.layout.length - self.num_flags :]  # travel behind the gradients
+        self.flags = buffer[self.layout.length - self.num_flags :]
 
-    def cast(self, place: int, gradient: torch.Tensor) -> torch.Tensor:
+    def cast(self, place: int, gradient: Tensor) -> Tensor:
         """Returns a gradient in the bucket's dtype, at its place there."""
         if self.adopts:
             slot, first = self.layout.slots[0], self.parameters[0]
@@ -168,7 +163,7 @@ class ReplicaBucket(GradientBucket):
             self.buffer.copy_(self.wire)
         self.wire = None
 
-    def gradient(self, place: int) -> torch.Tensor:
+    def gradient(self, place: int) -> Tensor:
         """Returns the reduced gradient of the bucket's n-th parameter."""
         if self.adopts and self.buffer is not None:
             slot = self.layout.slots[0]
@@ -196,8 +191,8 @@ class ReplicaBucket(GradientBucket):
 class Buffer:
     """Memory for whole gradients, and the part that a group needs of it, with the gradient of each parameter."""
 
-    tensor: torch.Tensor
-    layouts: dict[ShardGradients, tuple[torch.Tensor, list[torch.Tensor]]] = field(default_factory=dict)
+    tensor: Tensor
+    layouts: dict[ShardGradients, tuple[Tensor, list[Tensor]]] = field(default_factory=dict)
 
 
 class BufferPool:
@@ -243,8 +238,8 @@ class SlicedBucket(GradientBucket):
         self._work: Work | None = None
         self._has_gradient = [False] * len(self.members)  # in this accumulation
         self._had_gradient = [False] * len(self.members)  # when it began
-        self._earlier: torch.Tensor | None = None  # the pieces' gradients from before it, which are added at its end
-        self._placeholder: torch.Tensor | None = None  # what pieces have as gradients while the sums lie elsewhere
+        self._earlier: Tensor | None = None  # the pieces' gradients from before it, which are added at its end
+        self._placeholder: Tensor | None = None  # what pieces have as gradients while the sums lie elsewhere
         self._placeholder_version = 0
 
     def send(self) -> None:
@@ -399,7 +394,7 @@ class Arrivals(Generic[B]):
         self._task = torch._C._current_graph_task_id()
         torch.autograd.Variable._execution_engine.queue_callback(finish)
 
-    def check(self, index: int, gradient: torch.Tensor) -> None:
+    def check(self, index: int, gradient: Tensor) -> None:
         """Raises UsageError for a gradient that cannot be reduced."""
         if gradient.is_sparse:
             raise UsageError(

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.shard_gradients import ShardGradients
@@ -47,7 +47,7 @@ class FlatGroup:
     """The memory of parameters of one dtype that are gathered, reduced and updated together."""
 
     # What a group has once ``keep_slice`` was called.
-    master: torch.Tensor
+    master: Tensor
     pieces: list[nn.Parameter]
     gradients: ShardGradients
     has_copy: bool  # full parameters and masters are two things; on one rank, or if never freed, they may be one
@@ -74,7 +74,7 @@ class FlatGroup:
         views = self.layout.views(self.full)
         self.parameters = [_move(p, view) for p, view in zip(originals, views, strict=True)]
         self.host: HostShard | None = None  # where the masters are on the host
-        self.kept: torch.Tensor | None = None  # a part of ``full`` between forward and backward: ``keep_within``
+        self.kept: Tensor | None = None  # a part of ``full`` between forward and backward: ``keep_within``
         self.gathers = SideStream(torch.device("cpu"))  # beside nothing, until an engine says otherwise
 
     @property
@@ -86,10 +86,7 @@ class FlatGroup:
         return [piece.grad is not None for piece in self.pieces]
 
     def keep_slice(self, *, in_place: bool = False) -> None:
-        """Makes this rank's master and pieces from the values in ``full``. Once, when these are final.
-
-        ``in_place`` is for engines that never free ``full``: the master is this rank's place in it, where it can be.
-        """
+        """Makes master and pieces from ``full``, once; ``in_place``: the master is a part of it, never freed."""
         offload, device = self._offload, self.comm.device
         is_on_host = (offload.optimizer or offload.parameters) and device.type != "cpu"
         is_cast = self.param_dtype != self.dtype
@@ -150,7 +147,7 @@ class FlatGroup:
         copied.wait()  # a collective is ordered behind what the device computes
         return self.comm.all_gather(full, mine)
 
-    def _start_gather(self, full: torch.Tensor, mine: torch.Tensor) -> Work:
+    def _start_gather(self, full: Tensor, mine: Tensor) -> Work:
         if self.has_copy:
             mine.copy_(self.master.detach())
         return self.comm.all_gather(full, mine) if self.comm.size > 1 else DONE
@@ -170,7 +167,7 @@ class FlatGroup:
         full[begin:end].copy_(self.kept)
         return small.all_gather(full, full[begin:end]) if small.size > 1 else DONE
 
-    def gather_whole(self, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def gather_whole(self, pieces: Sequence[Tensor]) -> list[Tensor]:
         """Returns whole tensors from every rank's pieces of them, as views into one new buffer: for state dicts."""
         whole = torch.zeros(self.layout.length, dtype=pieces[0].dtype, device=self.comm.device)
         mine = whole[self.layout.start : self.layout.stop]
@@ -181,7 +178,7 @@ class FlatGroup:
         return self.layout.views(whole)
 
 
-def _move(parameter: nn.Parameter, view: torch.Tensor) -> nn.Parameter:
+def _move(parameter: nn.Parameter, view: Tensor) -> nn.Parameter:
     if parameter.is_meta and not view.is_meta:
         return _marked_as(parameter, nn.Parameter(view, requires_grad=parameter.requires_grad))
     view.copy_(parameter.detach())
@@ -225,7 +222,7 @@ class Float8Group(FlatGroup):
         return _Unpacking(self, wire, self.gathers.issue(lambda: self._send(wire)))
 
     @torch.no_grad()
-    def _send(self, wire: torch.Tensor) -> Work:
+    def _send(self, wire: Tensor) -> Work:
         mine, length = wire[self.comm.rank], self.layout.shard_length
         spans = self.layout.spans
         # Cast as modules would find them without this: first to bf16.
@@ -239,7 +236,7 @@ class Float8Group(FlatGroup):
         return self.comm.all_gather(wire, mine)
 
     @torch.no_grad()
-    def unpack(self, wire: torch.Tensor) -> None:
+    def unpack(self, wire: Tensor) -> None:
         full = self.full.data  # see ``FlatGroup.gather``
         length = self.layout.shard_length
         for rank, row in enumerate(wire):
@@ -258,7 +255,7 @@ class _Unpacking:
     """A gather in flight whose bytes become parameters when it is waited for."""
 
     group: Float8Group
-    wire: torch.Tensor | None
+    wire: Tensor | None
     work: Work
 
     def wait(self) -> None:

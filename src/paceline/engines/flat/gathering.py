@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves
 
@@ -35,8 +36,7 @@ Table = dict[str, nn.Parameter | None]
 class AskingTable(Table):
     """A module's table of parameters that asks ``current`` for the one that holds now, at each read.
 
-    ``module.weight`` looks into ``module._parameters``. While a parameter is not there yet, its module has such a table
-    in that place: so a weight that anybody reads is noticed, whatever path they take.
+    ``module.weight`` looks into ``module._parameters``. This table in its place notices whoever reads a weight.
     """
 
     def __init__(self, table: Table, current: Callable[[], Table]) -> None:
@@ -169,8 +169,6 @@ class Gathering:
         """Copies and pickles of a watched module have hooks that do nothing: nobody gathers their parameters."""
         return Gathering, (nn.Module(), ())
 
-    # Modules.
-
     def _visit(self, module: nn.Module, seen: set[nn.Module]) -> None:
         """Finds the modules that read parameters, and those that do so in compiled code."""
         if module in seen:
@@ -200,7 +198,7 @@ class Gathering:
         self._enter()
 
 
-def _tell_of_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _tell_of_step(optimizer: Optimizer, *_: Any) -> None:
     for gathering in list(Gathering.alive):
         if any(id(p) in gathering.pieces for group in optimizer.param_groups for p in group["params"]):
             gathering.may_have_changed = True

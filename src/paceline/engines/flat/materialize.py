@@ -28,6 +28,7 @@ from paceline.plan.layout import Offload
 from paceline.units import MIB
 
 Named = tuple[str, nn.Module]
+Parameters = list[tuple[str, nn.Parameter]]  # with their names
 Tensors = dict[str, Any]  # a module's own, by attribute; None where it has none of that name
 
 
@@ -57,7 +58,7 @@ def choose_units(
     return [(name, module) for name, module in model.named_modules() if id(module) in chosen and module is not model]
 
 
-def owned_parameters(model: nn.Module, units: Sequence[Named]) -> list[list[tuple[str, nn.Parameter]]]:
+def owned_parameters(model: nn.Module, units: Sequence[Named]) -> list[Parameters]:
     """Returns the parameters of each unit, and of the root last.
 
     A parameter belongs to the innermost unit around it; to the root, which is gathered whenever any unit runs, where
@@ -73,7 +74,7 @@ def owned_parameters(model: nn.Module, units: Sequence[Named]) -> list[list[tupl
         first_name.setdefault(id(parameter), (name, parameter))
         inside = next((index for prefix, index in prefixes if name.startswith(prefix + ".")), len(units))
         innermost.setdefault(id(parameter), set()).add(inside)
-    owned: list[list[tuple[str, nn.Parameter]]] = [[] for _ in range(len(units) + 1)]
+    owned: list[Parameters] = [[] for _ in range(len(units) + 1)]
     for key, named in first_name.items():
         users = innermost[key]
         owned[users.pop() if len(users) == 1 else len(units)].append(named)
@@ -169,10 +170,7 @@ def _places(model: nn.Module) -> dict[str, list[Attribute]]:
 
 @torch.no_grad()
 def _initialise(
-    model: nn.Module,
-    owned: Sequence[Sequence[tuple[str, nn.Parameter]]],
-    make: Callable[[int], Unit],
-    cut: Callable[[Unit], None],
+    model: nn.Module, owned: Sequence[Parameters], make: Callable[[int], Unit], cut: Callable[[Unit], None]
 ) -> dict[int, Unit]:
     """Initialises module by module; a unit is made with its first values, and cut when its last module is done."""
     owner = {id(parameter): (index, name) for index, named in enumerate(owned) for name, parameter in named}

@@ -103,10 +103,7 @@ class Route:
                 self.issue(leg)
 
     def reach(self, leg: Leg, *, is_read: bool = False) -> None:
-        """Issues ``leg``, and before it those that this rank has passed by.
-
-        ``is_read``: for a read of a parameter, not for a call of the unit. In a first pass all ranks learn of it.
-        """
+        """Issues ``leg``, and those passed by before it. ``is_read``: of a parameter, beside calls, which all learn."""
         if self.legs is None:
             while self._agree(leg, is_read=is_read) != leg:
                 pass

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Work
 from paceline.shards import FlatLayout, Region, Spans, flat_layout, memory_order, row_major
@@ -46,7 +46,7 @@ class ShardLayout(FlatLayout):
     def shard_length(self) -> int:
         return self.stop - self.start
 
-    def pieces(self, shard: torch.Tensor) -> list[torch.Tensor]:
+    def pieces(self, shard: Tensor) -> list[Tensor]:
         """Returns the pieces in this rank's slice of a buffer."""
         return [shard[begin:end] for begin, end in self.spans]
 
@@ -57,7 +57,7 @@ class ShardLayout(FlatLayout):
         order = memory_order(slot.shape, slot.stride)
         return Region(shape=slot.shape, begin=first, end=first + end - begin, order=order)
 
-    def cut_piece(self, place: int, whole: torch.Tensor) -> torch.Tensor:
+    def cut_piece(self, place: int, whole: Tensor) -> Tensor:
         """Returns the n-th parameter's piece of a whole tensor, perhaps a view. Raises ValueError for another shape."""
         slot, (begin, end) = self.slots[place], self.spans[place]
         if tuple(whole.shape) != slot.shape:
@@ -68,12 +68,12 @@ class ShardLayout(FlatLayout):
         return whole.as_strided((slot.numel,), (1,))[skip : skip + end - begin]
 
 
-def full_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+def full_shape(parameter: Tensor) -> tuple[int, ...]:
     """Returns the shape of the whole parameter of which this may be a piece."""
     return tuple(getattr(parameter, "full_shape", parameter.shape))
 
 
-def dense_stride(parameter: torch.Tensor) -> tuple[int, ...]:
+def dense_stride(parameter: Tensor) -> tuple[int, ...]:
     """Returns the strides that a parameter has in a flat buffer: its own if they leave no holes and no overlap."""
     step = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.shape, strict=True)):
@@ -114,7 +114,7 @@ class SideStream:
                 return inner
             return _SideStreamPoint(self._stream.record_event(), self._device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(self, target: Tensor, source: Tensor) -> None:
         """Starts a copy. The host's side is pinned; the device's is kept until the copy has ended."""
         if self._stream is None:
             target.copy_(source)
@@ -137,7 +137,7 @@ class SideStream:
             self._stream.synchronize()
 
 
-def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def host_empty(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Makes a pinned host tensor, for copies that ``device`` need not wait for; on meta pinned too, to tell it."""
     if device.type == "meta":
         return torch.empty(length, dtype=dtype, device=device, pin_memory=True)
@@ -150,22 +150,19 @@ class HostShard:
     master (as built, on the host)  --cast-->  staged (the parameters' dtype, pinned)  --copy-->  the device
     """
 
-    def __init__(self, mine: torch.Tensor, param_dtype: torch.dtype, *, stays_on_device: bool) -> None:
+    def __init__(self, mine: Tensor, param_dtype: torch.dtype, *, stays_on_device: bool) -> None:
         """Copies this rank's slice to the host. ``stays_on_device``: a copy in the parameters' dtype stays there."""
         self._device = mine.device
         self.master = host_empty(mine.numel(), mine.dtype, mine.device).copy_(mine)
-        self.resident: torch.Tensor | None = None  # the slice on the device, another one after each update
+        self.resident: Tensor | None = None  # the slice on the device, another one after each update
         self.copies = SideStream(mine.device)
         self.seen_version = -1
         self._stays_on_device = stays_on_device
         is_cast = param_dtype != mine.dtype
         self._staged = host_empty(mine.numel(), param_dtype, mine.device) if is_cast else None
 
-    def copy_to(self, mine: torch.Tensor, *, may_have_changed: bool) -> Work:
-        """Copies the values to the device, beside what that computes.
-
-        ``may_have_changed``: since the last call. The version alone does not tell: fused optimizers do not raise it.
-        """
+    def copy_to(self, mine: Tensor, *, may_have_changed: bool) -> Work:
+        """Copies the values to the device. ``may_have_changed``: fused optimizers do not raise the version."""
         source = self.master.detach() if self._staged is None else self._staged
         if may_have_changed or self.seen_version != self.master._version:
             self.seen_version = self.master._version

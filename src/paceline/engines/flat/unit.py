@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work
 from paceline.engines.flat.flat import FlatGroup, Float8Group, is_alone
@@ -87,8 +87,8 @@ class Unit:
         self.num_blind_calls = 0  # those that had no graph, so that backward will run them again
         self.is_complete = False  # all its gradients of this backward are there
         self._works: list[Work] = []
-        self._reductions: list[tuple[FlatGroup, list[torch.Tensor | None], torch.Tensor, Work]] = []
-        self._replications: list[tuple[torch.Tensor, torch.Tensor, Work]] = []
+        self._reductions: list[tuple[FlatGroup, list[Tensor | None], Tensor, Work]] = []
+        self._replications: list[tuple[Tensor, Tensor, Work]] = []
         self._small: Communicator | None = None
 
     def keep_slices(self, places_of: dict[str, list[Attribute]]) -> None:
@@ -123,8 +123,6 @@ class Unit:
             for place, parameter, piece in self.places
         ]
         self._put = self.places
-
-    # Parameters.
 
     def start_gather(self) -> None:
         small = self._small
@@ -168,9 +166,10 @@ class Unit:
 
     def reshard(self, small: Communicator | None) -> None:
         """Frees all but a slice that ``small``, a part of the shard group, if any, can gather again in backward."""
-        self.wait()
-        for group in self.groups if small is not None else ():
-            group.keep_within(small)
+        if small is not None:
+            self.wait()
+            for group in self.groups:
+                group.keep_within(small)
         self.free()
         self._small = small
 
@@ -182,8 +181,6 @@ class Unit:
         for _, parameter, piece in self.places:
             if parameter.requires_grad != piece.requires_grad:
                 parameter.requires_grad_(piece.requires_grad)
-
-    # Gradients.
 
     def start_reduce(self, *, averages_replicas: bool) -> list[str]:
         """Brings the gradients into flat buffers and issues the reduce-scatters; returns whose gradients there were."""
@@ -207,10 +204,7 @@ class Unit:
         return used
 
     def finish_reduce(self, *, is_last: bool, is_final: bool) -> None:
-        """Waits for the reduce-scatters and adds the slices to the pieces' gradients.
-
-        ``is_last``: of the step's microbatches. ``is_final``: nothing changes these any more, so they are measured.
-        """
+        """Adds slices to the pieces' gradients. ``is_last`` microbatch; ``is_final``: they stay, and are measured."""
         for group, _, mine, work in self._reductions:
             work.wait()
             group.gradients.add(mine, is_last=is_last)
@@ -287,9 +281,7 @@ def _current(whole: Table, pieces: Table, on_read: Callable[[], bool]) -> Table:
     return whole if on_read() else pieces
 
 
-def _reduce(
-    gradients: ShardGradients, whole: torch.Tensor, mine: torch.Tensor, taken: list[torch.Tensor | None], scale: float
-) -> Work:
+def _reduce(gradients: ShardGradients, whole: Tensor, mine: Tensor, taken: list[Tensor | None], scale: float) -> Work:
     gradients.copy_in(whole, taken, scale)
     return DONE if whole is mine else gradients.reduce_scatter(whole, mine)[1]
 

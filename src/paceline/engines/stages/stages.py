@@ -26,19 +26,16 @@ from paceline.models.layers import PipelineLayer, model_layers
 from paceline.models.registry import model_apart, model_blocks, model_ends
 from paceline.plan.workload import stage_layers
 
+Layers = Sequence[PipelineLayer]
 Places = Sequence[tuple[nn.Module, str]]  # where parameters hang: a module and its attribute
+Held = tuple[str, nn.Module | nn.Parameter]  # by its name in the model
 
 
 class Stage(nn.Module):
     """Some consecutive layers of a model; ``forward`` takes the model's inputs, or what the stage before returned."""
 
     def __init__(
-        self,
-        index: int,
-        num_stages: int,
-        layers: Sequence[PipelineLayer],
-        held: Sequence[tuple[str, nn.Module | nn.Parameter]],
-        roles: Mapping[str, Sequence[nn.Module]],
+        self, index: int, total: int, layers: Layers, held: Sequence[Held], roles: Mapping[str, Sequence[nn.Module]]
     ) -> None:
         """Takes what it holds, by its names in the model.
 
@@ -46,7 +43,7 @@ class Stage(nn.Module):
         """
         super().__init__()
         self.index = index
-        self.num_stages = num_stages
+        self.num_stages = total
         self.layers = tuple(layers)
         self._roles = roles
         self._borrowed: Places = ()
@@ -119,14 +116,12 @@ class Stage(nn.Module):
 
 
 def split_model(
-    model: nn.Module, bounds: Sequence[int], keep: Collection[int], *, layers: Sequence[PipelineLayer] | None = None
+    model: nn.Module, bounds: Sequence[int], keep: Collection[int], *, layers: Layers | None = None
 ) -> dict[int, Stage]:
     """Cuts a model: stage s runs layers ``bounds[s]`` to ``bounds[s + 1]``. Returns the stages in ``keep``, by number.
 
-    The stages share the model's modules. What no kept stage uses is replaced by meta tensors, which frees its memory;
-    so the model itself is of no use any more. A model on the meta device stays there (see ``initialise_stages``).
-
-    Raises UsageError for a model that cannot be cut, and for bounds or stages that it does not have.
+    The stages share the model's modules. What no kept stage uses is replaced by meta tensors, which frees its memory,
+    and the model is of no use any more. Raises UsageError for a model that cannot be cut, or not so.
     """
     layers = model_layers(model) if layers is None else tuple(layers)
     _check_bounds(layers, bounds)
@@ -153,9 +148,7 @@ def split_model(
     return stages
 
 
-def tied_names(
-    model: nn.Module, bounds: Sequence[int], *, layers: Sequence[PipelineLayer] | None = None
-) -> dict[str, tuple[int, ...]]:
+def tied_names(model: nn.Module, bounds: Sequence[int], *, layers: Layers | None = None) -> dict[str, tuple[int, ...]]:
     """Returns the parameters that several stages use, by their first name in the model, with those stages in order."""
     layers = model_layers(model) if layers is None else tuple(layers)
     _check_bounds(layers, bounds)
@@ -193,7 +186,7 @@ def initialise_stages(model: nn.Module, stages: Collection[Stage]) -> None:
     del alive
 
 
-def _modules_of(layers: Sequence[PipelineLayer]) -> Iterator[nn.Module]:
+def _modules_of(layers: Layers) -> Iterator[nn.Module]:
     seen: set[int] = set()
     for layer in layers:
         for module in layer.modules:
@@ -203,7 +196,7 @@ def _modules_of(layers: Sequence[PipelineLayer]) -> Iterator[nn.Module]:
                     yield inner
 
 
-def _places(layers: Sequence[PipelineLayer]) -> Places:
+def _places(layers: Layers) -> Places:
     return [
         (module, name)
         for module in _modules_of(layers)
@@ -212,9 +205,7 @@ def _places(layers: Sequence[PipelineLayer]) -> Places:
     ]
 
 
-def _held(
-    model: nn.Module, layers: Sequence[PipelineLayer], owned: Collection[int]
-) -> Iterator[tuple[str, nn.Module | nn.Parameter]]:
+def _held(model: nn.Module, layers: Layers, owned: Collection[int]) -> Iterator[Held]:
     """Iterates over what a stage holds, by its names in the model and in the model's order.
 
     That is the outermost modules that its layers use, except those whose tensors an earlier stage of this rank owns;
@@ -258,7 +249,7 @@ def drop_values(model: nn.Module, kept: Collection[nn.Module] = (), *, renews_me
                 module._buffers[name] = torch.empty_like(buffer, device="meta")
 
 
-def _check_bounds(layers: Sequence[PipelineLayer], bounds: Sequence[int]) -> None:
+def _check_bounds(layers: Layers, bounds: Sequence[int]) -> None:
     rises = all(begin < end for begin, end in itertools.pairwise(bounds))
     if len(bounds) > 1 and bounds[0] == 0 and bounds[-1] == len(layers) and rises:
         return
@@ -270,18 +261,12 @@ def _check_bounds(layers: Sequence[PipelineLayer], bounds: Sequence[int]) -> Non
 
 
 def bounds_from_layers(
-    layers: Sequence[PipelineLayer],
-    counts: Sequence[int],
-    blocks: Sequence[nn.Module] = (),
-    *,
-    stages: int | None = None,
+    layers: Layers, counts: Sequence[int], blocks: Sequence[nn.Module] = (), *, stages: int | None = None
 ) -> tuple[int, ...]:
     """Returns the cut with so many blocks in each stage; layers before the first block join it, others the one before.
 
-    Where the layers have none of the model's ``blocks``, every layer counts. A stage of 0 blocks is possible where it
-    has such a layer: the first, with the embedding alone, or the last, with the head.
-
-    Raises UsageError for counts that do not add up, stages without a layer, and other than ``stages``, where given.
+    Where the layers have none of the model's ``blocks``, every layer counts. The first stage may have 0 blocks and the
+    embedding alone, the last one the head. Raises UsageError for counts that do not add up, or not to ``stages``.
     """
     known = {id(block) for block in blocks}
     places = [i for i, layer in enumerate(layers) if any(id(module) in known for module in layer.modules)]
@@ -310,9 +295,7 @@ def bounds_from_layers(
     return tuple(bounds)
 
 
-def bounds_from_names(
-    layers: Sequence[PipelineLayer], names: Sequence[str], *, stages: int | None = None
-) -> tuple[int, ...]:
+def bounds_from_names(layers: Layers, names: Sequence[str], *, stages: int | None = None) -> tuple[int, ...]:
     """Returns the cut before each named layer, in any order. Raises UsageError for wrong names, or too many or few."""
     known = {layer.name: index for index, layer in enumerate(layers)}
     wrong = [name for name in names if not known.get(name) or list(names).count(name) > 1]

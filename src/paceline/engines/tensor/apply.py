@@ -70,11 +70,9 @@ def apply_tensor_parallel(
 ) -> TensorLayout:
     """Splits a model over the ranks of ``comm``, in place; returns where the parts of its tensors belong.
 
-    ``sequence`` splits what lies between the split layers too, along the sequence. The output layer returns
-    ``SplitLogits``, or with ``gathers_logits`` whole ones; causal models of Hugging Face compute their loss from
-    ``labels=`` in either case. Without a plan, the ready one that fits is taken.
-
-    Raises UsageError with all that does not fit: names, heads that do not divide, layers that cannot be split.
+    ``sequence`` splits what lies between the split layers too. The output layer returns ``SplitLogits``, or with
+    ``gathers_logits`` whole ones; Hugging Face's causal models take ``labels=`` in either case. Without a plan, the
+    ready one that fits is taken. Raises UsageError with all that does not fit.
     """
     plan = plan or plan_for(model)
     changes = [
@@ -82,7 +80,7 @@ def apply_tensor_parallel(
         for name, module, rule in plan.fitting(model, *_KINDS)
         if sequence or rule.role not in ("between", "positions")  # else what lies between stays as it is
     ]
-    problems = [*_plan_problems(model, plan, changes, is_sequence=sequence), *_fit_problems(model, changes, comm.size)]
+    problems = [*_plan_problems(model, plan, changes, sequence=sequence), *_fit_problems(model, changes, comm.size)]
     if problems:
         raise UsageError(
             f"{type(model).__name__} cannot be split over {comm.size} tensor ranks by the plan for {plan.name}\n"
@@ -136,18 +134,13 @@ def _is_transposed(module: nn.Module) -> bool:
     return not isinstance(module, nn.Linear) and hasattr(module, "nf") and weight is not None and weight.ndim == 2
 
 
-# What is wrong.
-
-
-def _plan_problems(
-    model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, is_sequence: bool
-) -> Iterator[str]:
+def _plan_problems(model: nn.Module, plan: TensorPlan, changes: list[_LayerChange], *, sequence: bool) -> Iterator[str]:
     """Lists what the plan misses: patterns without modules, and parameters that would get a part of their gradient."""
     for pattern in plan.missing(model):
         yield f"  {pattern} fits no module: correct the pattern, or make its rule optional"
     changed = {id(change.module) for change in changes}
     inside = [module for _, module, _ in plan.fitting(model, "input")]
-    if is_sequence:
+    if sequence:
         begins = [name.rpartition(".")[0] for name, _, _ in plan.fitting(model, "begin")]
         inside += [model.get_submodule(name) for name in begins] or [model]
     partial = {id(module) for each in inside for module in each.modules()}
@@ -190,9 +183,6 @@ def _fit_problems(model: nn.Module, changes: list[_LayerChange], size: int) -> I
                     )
             elif extent < size:
                 yield f"  {change.name} has {extent} features for {size} ranks: every rank needs one; try fewer"
-
-
-# What is done.
 
 
 @torch.no_grad()
