@@ -35,8 +35,7 @@ def check_same_model(module: nn.Module, comm: Communicator) -> None:
         return
     rows = [f"{name} {tuple(p.shape)} {p.dtype} trainable={p.requires_grad}" for name, p in module.named_parameters()]
     rows += [f"{name} {tuple(b.shape)} {b.dtype} buffer" for name, b in module.named_buffers()]
-    digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
-    if len(set(gather_objects(comm, digest))) == 1:
+    if len(set(gather_objects(comm, hashlib.sha256("\n".join(rows).encode()).hexdigest()))) == 1:
         return
     everyone = gather_objects(comm, rows)
     for rank, theirs in enumerate(everyone):

@@ -24,8 +24,7 @@ from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.batchnorm import synchronise_batchnorm
-from paceline.engines.buckets.buckets import choose_for_link
-from paceline.engines.buckets.tuner import probe_link
+from paceline.engines.buckets.buckets import choose_for_link, probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
 from paceline.engines.combined import combine
 from paceline.engines.compiled import compile_model, swap_pools

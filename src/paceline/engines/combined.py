@@ -31,8 +31,8 @@ from paceline.comm.objects import broadcast_object
 from paceline.engines.agree import check_same_model
 from paceline.engines.engine import Engine, LossFunction, LossSum, OnPhase, Scale, ignore_phase
 from paceline.engines.flat.flat import mark_alone
-from paceline.engines.flat.matrixwise import check_elementwise
 from paceline.engines.flat.optimizer_state import (
+    check_elementwise,
     gather_optimizer_state,
     global_groups,
     load_by_name,
@@ -40,7 +40,7 @@ from paceline.engines.flat.optimizer_state import (
     named_states,
     numbered_states,
 )
-from paceline.engines.flat.shard_gradients import add_powers, reduce_norm, scale_to
+from paceline.engines.flat.shard import add_powers, reduce_norm, scale_to
 from paceline.engines.groups import Groups, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine, name_problems
 from paceline.engines.pipeline import Pipeline

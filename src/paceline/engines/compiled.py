@@ -192,8 +192,7 @@ def _run_pool(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _empty_gradient(g: Tensor, _: Tensor, height: int, width: int) -> Tensor:
-    shape = (*g.shape[:2], height, width)
-    return torch.empty(shape, dtype=g.dtype, device=g.device, memory_format=_LAST)
+    return torch.empty((*g.shape[:2], height, width), dtype=g.dtype, device=g.device, memory_format=_LAST)
 
 
 def _run_gradient(g: Tensor, taps: Tensor, height: int, width: int) -> Tensor:

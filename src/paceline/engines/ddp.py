@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
 from paceline.engines.agree import tensors_in
-from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, arrival_order, bucket_parameters
+from paceline.engines.buckets.buckets import BucketPolicy, BucketTuner, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import Arrivals, ReplicaBucket
-from paceline.engines.buckets.tuner import BucketTuner
 from paceline.engines.flat.optimizer_state import on_cpu
-from paceline.engines.flat.shard_gradients import reduce_norm
+from paceline.engines.flat.shard import reduce_norm
 from paceline.engines.groups import Groups, reduction
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Masters, Precision, hand_over

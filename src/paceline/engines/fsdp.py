@@ -34,8 +34,7 @@ from paceline.comm.base import BucketShape, Communicator, GradientCompression, W
 from paceline.engines.agree import tensors_in
 from paceline.engines.flat.gathering import Table
 from paceline.engines.flat.route import Leg, Route
-from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
-from paceline.engines.flat.shard_layout import SideStream
+from paceline.engines.flat.shard import SideStream, clip_pieces, measured_norms
 from paceline.engines.flat.unit import Call, Crossing, Pass, Unit, read_note
 from paceline.engines.groups import Groups
 from paceline.engines.module_engine import ModuleEngine
@@ -352,8 +351,7 @@ class FullySharded(ModuleEngine):
         At a leaf (the input of a re-entrant checkpoint) they may still be on their way, until that backward ends.
         """
         if is_at_leaf:
-            later = functools.partial(self._close_call, call)
-            torch.autograd.Variable._execution_engine.queue_callback(later)
+            torch.autograd.Variable._execution_engine.queue_callback(functools.partial(self._close_call, call))
             return
         unit, route = call.unit, self._pass.backward
         if call.forward in unit.open_calls:

@@ -17,9 +17,13 @@ from paceline.engines.agree import ReplicaWatch, broadcast_tensors
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import BufferPolicy, Engine
 from paceline.engines.flat.flat import piece_places
-from paceline.engines.flat.matrixwise import check_elementwise
-from paceline.engines.flat.optimizer_state import gather_optimizer_state, load_optimizer_state, on_cpu
-from paceline.engines.flat.shard_layout import dense_stride, full_shape
+from paceline.engines.flat.optimizer_state import (
+    check_elementwise,
+    gather_optimizer_state,
+    load_optimizer_state,
+    on_cpu,
+)
+from paceline.engines.flat.shard import dense_stride, full_shape
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.engines.tensor.layout import ExpertParts

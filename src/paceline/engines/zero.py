@@ -35,7 +35,7 @@ from paceline.engines.buckets.buckets import BucketPolicy, ParameterSize, bucket
 from paceline.engines.buckets.gradients import Arrivals, BufferPool, SlicedBucket
 from paceline.engines.flat.flat import FlatGroup, is_alone
 from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.shard_gradients import clip_pieces, measured_norms
+from paceline.engines.flat.shard import clip_pieces, measured_norms
 from paceline.engines.groups import Groups, expert_dim
 from paceline.engines.module_engine import ModuleEngine, own_region
 from paceline.engines.precision import Precision, kept_parameters

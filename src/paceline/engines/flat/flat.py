@@ -9,7 +9,7 @@ object for life and only its memory comes and goes, because views that autograd 
 that are gathered again for backward.
 
 The optimizer gets one flat *piece* for each parameter: the part of it that lies in this rank's slice, empty on some.
-Where what lies is in ``shard_layout.py``, the gradients' side in ``shard_gradients.py``.
+Where what lies, and the gradients' side, is in ``shard.py``.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import DONE, Communicator, Work
-from paceline.engines.flat.shard_gradients import ShardGradients
-from paceline.engines.flat.shard_layout import ALIGN, HostShard, ShardLayout, SideStream
+from paceline.engines.flat.shard import ALIGN, HostShard, ShardGradients, ShardLayout, SideStream
 from paceline.engines.float8 import E4M3, round_to, scales_of
 from paceline.engines.groups import ParameterGroups, expert_dim, mark_expert
 from paceline.engines.precision import Precision

@@ -39,8 +39,7 @@ def complete(learned: Sequence[Leg], order: Sequence[Leg]) -> list[Leg]:
         if order[place] in legs:
             continue
         later = set(order[place + 1 :])
-        behind = next((i for i, leg in enumerate(legs) if leg in later), len(legs))
-        legs.insert(behind, order[place])
+        legs.insert(next((i for i, leg in enumerate(legs) if leg in later), len(legs)), order[place])
     return legs
 
 
