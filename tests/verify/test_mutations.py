@@ -363,7 +363,7 @@ def nothing_is_sent(_: Any) -> Any:
 
 def buffers_stay(_: Any) -> Any:
     def share_buffers(self: DataParallel) -> None:
-        self._buffers.are_shared = True
+        self._are_buffers_shared = True
 
     return share_buffers
 

@@ -89,8 +89,9 @@ def parallelize(
     what is given twice.
     """
     _check_arguments(comm, layout, {"strategy": strategy, "precision": precision, **options})
-    if isinstance(model, nn.Module):
-        check_initialised(model)
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
+    check_initialised(model)
     is_auto = strategy == "auto"
     layout = layout or layout_from(options, None if is_auto else strategy)
     policy = precision_named(layout.precision if precision is None else precision, comm.device)
@@ -105,9 +106,8 @@ def parallelize(
     layout = check_layout(layout, comm.size, _ranks_of_hosts(layout, comm))
     if compressor is not None:
         _check_compressor(layout)
-    if isinstance(model, nn.Module):
-        _check_parameters(model, layout.expert, policy)
-    before = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    _check_parameters(model, layout.expert, policy)
+    before = dict(model.named_parameters())
     state = None if optimizer is None else _state_to_adopt(optimizer, comm)
     engine: Engine
     if layout.is_split:
@@ -354,9 +354,7 @@ def _check_host(offload: Offload, device: torch.device, num_parameters: int) -> 
         )
 
 
-def _check_model(model: Any, *, may_be_meta: bool) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError(f"parallelize takes an nn.Module, not {type(model).__name__}")
+def _check_model(model: nn.Module, *, may_be_meta: bool) -> None:
     if getattr(model, _MARK, False):
         raise UsageError(
             "this module is parallelized already\n  each rank needs a module of its own, wrapped once\n"

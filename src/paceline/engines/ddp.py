@@ -61,7 +61,6 @@ class DataParallel(ModuleEngine):
         names = [name for name, _ in module.named_parameters()]
         self._updated = dict(zip(names, self._parameters, strict=True))
         self.precision.cast_buffers(module)
-        self._sharing = [groups.of(parameter) for parameter in self._held]
         self._compression = compression
         self._arrivals: Arrivals[ReplicaBucket] = Arrivals(
             names, overlap=self.layout.overlap, graph_fix="run that backward inside engine.no_sync()"
@@ -135,7 +134,7 @@ class DataParallel(ModuleEngine):
     def join_forward(self) -> None:
         """Shares the buffers as the others do in their forward, unless one that failed halfway has done so."""
         is_asked = torch.is_grad_enabled() and self._is_syncing and self.module.training
-        if self.gradient_comm.size > 1 and is_asked and not self._buffers.are_shared:
+        if self.gradient_comm.size > 1 and is_asked and not self._are_buffers_shared:
             self._share_buffers()
 
     def join_backward(self) -> None:
@@ -144,7 +143,7 @@ class DataParallel(ModuleEngine):
             return
         self.mark_updated()
         if self.gradient_comm.size > 1:
-            if self.module.training and not self._buffers.are_shared:
+            if self.module.training and not self._are_buffers_shared:
                 self._share_buffers()
             self._finish()
 
@@ -337,7 +336,7 @@ class DataParallel(ModuleEngine):
     def _sizes(self) -> list[ParameterSize]:
         return [
             ParameterSize(num_bytes=p.numel() * p.element_size(), kind=f"{p.dtype} {p.device} {shared.gradients.ranks}")
-            for p, shared in zip(self._parameters, self._sharing, strict=True)
+            for p, shared in zip(self._parameters, map(self.groups.of, self._held), strict=True)
         ]
 
     def _start_over(self) -> None:
@@ -357,12 +356,13 @@ class DataParallel(ModuleEngine):
             policy = self._tuner.policy
         members = bucket_parameters(self._sizes(), order, policy)
         # The last one carries the flags, so that it is one of all ranks, if there is any.
-        dense = [each for each in members if self._sharing[each[0]].gradients is self.gradient_comm]
+        sharing = {each: self.groups.of(self._held[each[0]]) for each in members}
+        dense = [each for each in members if sharing[each].gradients is self.gradient_comm]
         members = [each for each in members if each not in dense[-1:]] + dense[-1:]
         buckets = []
         for group in members:
             num_flags = len(order) if group is members[-1] else 0
-            shared = self._sharing[group[0]]
+            shared = sharing[group]
             scale = shared.scale if self._compression is None else 1.0  # a compression averages by itself
             parameters = [self._parameters[i] for i in group]
             buckets.append(ReplicaBucket(group, parameters, shared.gradients, scale, num_flags))
@@ -382,4 +382,4 @@ class DataParallel(ModuleEngine):
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._buffers.are_shared = False
+        self._are_buffers_shared = False

@@ -43,7 +43,12 @@ class ModuleEngine(Engine):
         self.experts = ExpertParts(module, groups.expert)
         self.precision = precision
         self._is_syncing = True  # whether a backward pass completes the gradients, or only accumulates
-        self._buffers = SharedBuffers(module, groups.gradients if buffers == "broadcast" else None)
+        is_shared = buffers == "broadcast" and groups.gradients.size > 1
+        persistent = module.state_dict(keep_vars=True) if is_shared else {}
+        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
+        # What all take from rank 0, by owner and name: a module may put another tensor in a buffer's place.
+        self._shared_buffers = [(module.get_submodule(owner), name) for owner, _, name in paths]
+        self._are_buffers_shared = False  # in this pass
 
     @property
     def _is_plain(self) -> bool:
@@ -213,11 +218,13 @@ class ModuleEngine(Engine):
 
     def share_buffers(self) -> None:
         """Gives every rank the buffers of rank 0: each moves its own (batch-norm statistics, say) in every forward."""
-        self._buffers.share()
+        found = [owner._buffers[name] for owner, name in self._shared_buffers]
+        if found:
+            broadcast_tensors(self.gradient_comm, [buffer for buffer in found if buffer is not None])
 
     def _share_buffers(self) -> None:
         """Shares the buffers as a part of a pass, and notes that it did."""
-        self._buffers.are_shared = True
+        self._are_buffers_shared = True
         self.share_buffers()
 
     def shards(self) -> Iterator[Shard]:
@@ -236,25 +243,6 @@ class ModuleEngine(Engine):
                 yield Shard(
                     name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
                 )
-
-
-class SharedBuffers:
-    """The buffers of a module's state that all ranks take from rank 0."""
-
-    def __init__(self, module: nn.Module, comm: Communicator | None) -> None:
-        """Without ``comm`` every rank keeps its own."""
-        self._comm = comm
-        self.are_shared = False  # in this pass
-        persistent = module.state_dict(keep_vars=True)
-        paths = [name.rpartition(".") for name, _ in module.named_buffers() if name in persistent]
-        # By owner and name: a module may put another tensor in a buffer's place.
-        self._places = [(module.get_submodule(owner), name) for owner, _, name in paths]
-
-    def share(self) -> None:
-        """Overwrites the buffers with those of rank 0. All ranks call it."""
-        if self._comm is not None and self._comm.size > 1 and self._places:
-            found = [owner._buffers[name] for owner, name in self._places]
-            broadcast_tensors(self._comm, [buffer for buffer in found if buffer is not None])
 
 
 def own_region(tensor: Tensor) -> Region:

@@ -123,7 +123,7 @@ class ZeroParallel(ModuleEngine):
     def join_forward(self) -> None:
         if self._is_plain:
             return
-        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._buffers.are_shared:
+        if torch.is_grad_enabled() and self._is_syncing and self.module.training and not self._are_buffers_shared:
             self._share_buffers()
         self._gathering.refresh()
 
@@ -297,7 +297,7 @@ class ZeroParallel(ModuleEngine):
 
     def _reset(self) -> None:
         self._arrivals.reset()
-        self._buffers.are_shared = False
+        self._are_buffers_shared = False
 
 
 class _BackwardSummary:
