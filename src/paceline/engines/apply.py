@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from paceline.comm.base import Communicator, GradientCompression
 from paceline.comm.compress import Compressor
 from paceline.comm.objects import broadcast_object, gather_objects
-from paceline.engines.agree import broadcast_tensors, check_same_model
 from paceline.engines.batchnorm import synchronise_batchnorm
 from paceline.engines.buckets.buckets import choose_for_link, probe_link
 from paceline.engines.checkpointing import checkpoint_blocks
@@ -33,7 +32,7 @@ from paceline.engines.engine import Engine
 from paceline.engines.flat.materialize import build_units, choose_units
 from paceline.engines.float8 import check_float8, swap_linears
 from paceline.engines.fsdp import FullySharded
-from paceline.engines.groups import Groups, expert_dim, make_groups
+from paceline.engines.groups import Groups, broadcast_tensors, check_same_model, expert_dim, make_groups
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision, check_precision, precision_named
 from paceline.engines.torch_helpers import adopt_optimizer, watch_engine

@@ -34,6 +34,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.library import custom_op
 from torch.utils._pytree import tree_leaves
 
 from paceline.models.registry import model_blocks
@@ -219,11 +220,9 @@ def _backward(ctx: Any, g: Tensor, _: Any) -> Tensor:
     return cast("Tensor", _gradient(g, *ctx.saved_tensors, *ctx.size))
 
 
-_pool = torch.library.custom_op(
-    "paceline::max_pool", _run_pool, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)"
-)
+_pool = custom_op("paceline::max_pool", _run_pool, mutates_args=(), schema="(Tensor x) -> (Tensor, Tensor)")
 _pool.register_fake(_empty_pooled)
-_gradient = torch.library.custom_op(
+_gradient = custom_op(
     "paceline::max_pool_gradient",
     _run_gradient,
     mutates_args=(),

@@ -27,16 +27,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.base import BucketShape, GradientCompression, control_device
-from paceline.engines.agree import tensors_in
 from paceline.engines.buckets.buckets import BucketPolicy, BucketTuner, ParameterSize, arrival_order, bucket_parameters
 from paceline.engines.buckets.gradients import Arrivals, ReplicaBucket
 from paceline.engines.flat.optimizer_state import on_cpu
 from paceline.engines.flat.shard import reduce_norm
-from paceline.engines.groups import Groups, reduction
+from paceline.engines.groups import Groups, reduction, tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Masters, Precision, hand_over
 from paceline.plan.layout import Layout
-from paceline.shards import load_own_state, own_optimizer_state
+from paceline.shards import own_optimizer_state
 
 
 class DataParallel(ModuleEngine):
@@ -56,8 +55,8 @@ class DataParallel(ModuleEngine):
         super().__init__(module, groups, precision or Precision(), self.layout.buffers)
         comm = groups.gradients
         self._held = list(module.parameters())  # by the module; what is updated are the same, or their masters
-        self._masters = None if self.precision.param_dtype is None else Masters(module, self.precision.param_dtype)
-        self._parameters = self._held if self._masters is None else self._masters.parameters
+        self._masters = Masters(module, self.precision.param_dtype)
+        self._parameters = self._masters.parameters
         names = [name for name, _ in module.named_parameters()]
         self._updated = dict(zip(names, self._parameters, strict=True))
         self.precision.cast_buffers(module)
@@ -72,7 +71,7 @@ class DataParallel(ModuleEngine):
             if self.layout.tunes_buckets:
                 self._tuner = BucketTuner(comm, BucketPolicy.of(self.layout), overlap=self.layout.overlap)
             self._start_over()
-        elif self._masters is not None:
+        elif self.precision.param_dtype is not None:
             self._watch()
 
     @property
@@ -102,7 +101,7 @@ class DataParallel(ModuleEngine):
         """Scales the gradients, of which all ranks hold the same: the local norm is the global one, but for experts."""
         if not self.experts and math.isinf(max_norm):
             found = [p.grad for p in self._parameters if p.grad is not None]
-            left = () if self._masters is None else self._masters.norms_left(norm_type)
+            left = self._masters.norms_left(norm_type)
             if not left:
                 return nn.utils.get_total_norm(found, norm_type)
             norms = torch.stack([*left, *(torch._foreach_norm(found, norm_type) if found else ())])
@@ -126,10 +125,10 @@ class DataParallel(ModuleEngine):
 
     @property
     def can_fuse_cast(self) -> bool:
-        return self._masters is not None and self._masters.can_fuse_cast
+        return self._masters.can_fuse_cast
 
     def fuse_cast(self) -> Mapping[nn.Parameter, nn.Parameter]:
-        return {} if self._masters is None else self._masters.fuse_cast()
+        return self._masters.fuse_cast()
 
     def join_forward(self) -> None:
         """Shares the buffers as the others do in their forward, unless one that failed halfway has done so."""
@@ -158,25 +157,18 @@ class DataParallel(ModuleEngine):
             self._start_over()
 
     def _gather_state(self, *, rank0_only: bool) -> dict[str, Tensor]:
-        if rank0_only and self.gradient_comm.rank != 0:
-            return {}
-        state = self.module.state_dict(keep_vars=True) if self._masters is None else self._masters.state_dict()
+        state = {} if rank0_only and self.gradient_comm.rank != 0 else self._masters.state_dict()
         return {name: on_cpu(value) for name, value in state.items()}
 
     def mark_loaded(self) -> None:
-        if self._masters is not None:
-            self._masters.may_have_changed = True
-            self._masters.refresh()
+        self._masters.may_have_changed = True
+        self._masters.refresh()
 
     def mark_updated(self) -> None:
-        if self._masters is not None:
-            self._masters.expect_update()
+        self._masters.expect_update()
 
     def _load_state(self, state: dict[str, Tensor]) -> None:
-        if self._masters is None:
-            load_own_state(self.module, state)
-        else:
-            self._masters.load_state_dict(state)
+        self._masters.load_state_dict(state)
 
     def _gather_optimizer_state(self, optimizer: Optimizer, *, rank0_only: bool) -> dict[str, Any]:
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
@@ -186,10 +178,9 @@ class DataParallel(ModuleEngine):
         return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._masters is not None:
-            self._masters.refresh()
-            if self.gradient_comm.size == 1:
-                self._watch()
+        self._masters.refresh()
+        if self.precision.param_dtype is not None and self.gradient_comm.size == 1:
+            self._watch()
         return super()._forward(*args, **kwargs)
 
     # Backward: gradients arrive, buckets leave.
@@ -225,7 +216,7 @@ class DataParallel(ModuleEngine):
     def _arrive_at_master(self, index: int, parameter: Tensor) -> None:
         """Hands a gradient over to its master, in the dtype of that; runs as autograd's hook instead of ``_arrive``."""
         gradient, master, masters = parameter.grad, self._parameters[index], self._masters
-        if gradient is None or masters is None:
+        if gradient is None:
             return
         if self._is_syncing or gradient.is_sparse:
             self._arrivals.check(index, gradient)
@@ -245,7 +236,7 @@ class DataParallel(ModuleEngine):
 
     def _collect_gradients(self) -> None:
         """Brings gradients that were left at the module's parameters to their masters."""
-        if self._masters is not None and self._masters.is_cast_fused:
+        if self._masters.is_cast_fused:
             self._masters.collect_gradients()
 
     def _launch(self, bucket: ReplicaBucket) -> None:
@@ -328,9 +319,8 @@ class DataParallel(ModuleEngine):
 
     def _watch(self) -> None:
         self._trainable = [i for i, p in enumerate(self._held) if p.requires_grad]
-        if self._masters is not None:
-            self._masters.follow()
-        arrive = DataParallel._arrive if self._masters is None else DataParallel._arrive_at_master
+        self._masters.follow()
+        arrive = DataParallel._arrive if self.precision.param_dtype is None else DataParallel._arrive_at_master
         self._arrivals.watch(self, arrive, {index: self._held[index] for index in self._trainable})
 
     def _sizes(self) -> list[ParameterSize]:

@@ -136,13 +136,17 @@ class Engine(ABC):
 
     @property
     @abstractmethod
-    def num_parameters(self) -> int:
-        """How many parameters the whole model has."""
+    def _totals(self) -> tuple[int, int]: ...
 
     @property
-    @abstractmethod
+    def num_parameters(self) -> int:
+        """How many parameters the whole model has."""
+        return self._totals[0]
+
+    @property
     def num_trained(self) -> int:
         """How many of them are trained; the others are frozen."""
+        return self._totals[1]
 
     @property
     def holds_parts(self) -> bool:

@@ -31,12 +31,11 @@ import torch
 from torch import Tensor, nn
 
 from paceline.comm.base import BucketShape, Communicator, GradientCompression, Work
-from paceline.engines.agree import tensors_in
 from paceline.engines.flat.gathering import Table
 from paceline.engines.flat.route import Leg, Route
 from paceline.engines.flat.shard import SideStream, clip_pieces, measured_norms
 from paceline.engines.flat.unit import Call, Crossing, Pass, Unit, read_note
-from paceline.engines.groups import Groups
+from paceline.engines.groups import Groups, tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from abc import abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.comm.base import Communicator
-from paceline.engines.agree import ReplicaWatch, broadcast_tensors
 from paceline.engines.batchnorm import standing_in
 from paceline.engines.engine import BufferPolicy, Engine
 from paceline.engines.flat.flat import piece_places
@@ -24,7 +23,7 @@ from paceline.engines.flat.optimizer_state import (
     on_cpu,
 )
 from paceline.engines.flat.shard import dense_stride, full_shape
-from paceline.engines.groups import Groups
+from paceline.engines.groups import Groups, ReplicaWatch, broadcast_tensors
 from paceline.engines.precision import Precision
 from paceline.engines.tensor.layout import ExpertParts
 from paceline.health.ledger_view import BACKWARD, EVALUATION, FORWARD
@@ -114,16 +113,10 @@ class ModuleEngine(Engine):
         return output
 
     @property
-    def num_parameters(self) -> int:
-        return sum(self._whole_sizes().values())
-
-    @property
-    def num_trained(self) -> int:
-        return sum(size for parameter, size in self._whole_sizes().items() if parameter.requires_grad)
-
-    def _whole_sizes(self) -> dict[nn.Parameter, int]:
-        splits = self.experts.splits
-        return {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in self._updated.items()}
+    def _totals(self) -> tuple[int, int]:
+        splits, named = self.experts.splits, self._updated
+        sizes = {p: math.prod(splits[n].shape if n in splits else full_shape(p)) for n, p in named.items()}
+        return sum(sizes.values()), sum(size for parameter, size in sizes.items() if parameter.requires_grad)
 
     def holders(self) -> dict[str, Communicator]:
         """Returns, by name, the ranks that hold the same of a parameter as this one, and have the same gradient."""
@@ -195,17 +188,8 @@ class ModuleEngine(Engine):
         places = piece_places(self.flat_groups)
         for group in self.flat_groups:
             places |= {id(p): (group, place) for place, p in enumerate(group.parameters)}
-        problems = name_problems(mine, state)
-        for name, value in mine.items():
-            if name in state:
-                shape = tuple(value.shape)
-                if id(value) in places:
-                    group, place = places[id(value)]
-                    shape = group.layout.slots[place].shape
-                if tuple(state[name].shape) != shape:
-                    problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
-        if problems:
-            raise RuntimeError("the state does not fit the model: " + "; ".join(problems))
+        slots = {key: group.layout.slots[place] for key, (group, place) in places.items()}
+        check_fits({name: tuple(slots.get(id(value), value).shape) for name, value in mine.items()}, state)
         for name, value in mine.items():
             if id(value) not in places:
                 value.copy_(state[name])
@@ -232,17 +216,14 @@ class ModuleEngine(Engine):
         places = piece_places(self.flat_groups)
         for name, parameter in named.items():
             found = places.get(id(parameter))
-            region = self.experts.region(
-                name, own_region(parameter) if found is None else found[0].layout.region(found[1])
-            )
-            same = holders[name]
+            own = own_region(parameter) if found is None else found[0].layout.region(found[1])
+            region, same = self.experts.region(name, own), holders[name]
             yield Shard(name=name, region=region, tensor=parameter, copy=same.rank, copies=same.size)
         for name, value in self.module.state_dict(keep_vars=True).items():
             is_buffer = isinstance(value, Tensor) and not isinstance(value, nn.Parameter)
             if is_buffer and name not in named:
-                yield Shard(
-                    name=name, region=own_region(value), tensor=value, copy=None if self.gradient_comm.rank else 0
-                )
+                copy = None if self.gradient_comm.rank else 0
+                yield Shard(name=name, region=own_region(value), tensor=value, copy=copy)
 
 
 def own_region(tensor: Tensor) -> Region:
@@ -250,7 +231,12 @@ def own_region(tensor: Tensor) -> Region:
     return whole_region(tuple(tensor.shape), memory_order(tensor.shape, dense_stride(tensor)))
 
 
-def name_problems(mine: Collection[str], state: Collection[str]) -> list[str]:
-    """Lists the names of a model's state that another lacks, and those that it has besides."""
-    missing = [f"missing {name}" for name in mine if name not in state]
-    return missing + [f"unexpected {name}" for name in state if name not in mine]
+def check_fits(shapes: Mapping[str, tuple[int, ...] | None], state: Mapping[str, Tensor]) -> None:
+    """Raises RuntimeError for a state with other names than a model has, or with other shapes where these are known."""
+    problems = [f"missing {name}" for name in shapes if name not in state]
+    problems += [f"unexpected {name}" for name in state if name not in shapes]
+    for name, shape in shapes.items():
+        if shape is not None and name in state and tuple(state[name].shape) != shape:
+            problems.append(f"{name} has shape {tuple(state[name].shape)}, the model's is {shape}")
+    if problems:
+        raise RuntimeError("the state does not fit the model: " + "; ".join(problems))

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from paceline.clock import on_device
 from paceline.comm.base import Communicator, Work
-from paceline.engines.agree import tensors_in
 from paceline.engines.batchnorm import SyncBatchNorm
 from paceline.engines.engine import DetachedLoss, LossFunction, LossSum, OnPhase, Scale, differentiable_sum
+from paceline.engines.groups import tensors_in
 from paceline.engines.module_engine import ModuleEngine
 from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key

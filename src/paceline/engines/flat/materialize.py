@@ -16,10 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.engines.agree import broadcast_tensors
 from paceline.engines.flat.gathering import held_elsewhere, keeps_second_list
 from paceline.engines.flat.unit import Attribute, Unit
-from paceline.engines.groups import Groups
+from paceline.engines.groups import Groups, broadcast_tensors
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
 from paceline.models.registry import can_be_called

@@ -325,9 +325,7 @@ class ShardGradients:
         is_one = self.comm.device_kind == "cpu" and not has_gaps and mine.dtype in _DOTTED
 
         def take() -> Work:
-            norms.extend(
-                [torch.dot(mine[begin:end], mine[begin:end]).sqrt_()] if is_one else torch._foreach_norm(views)
-            )
+            norms[:] = [torch.dot(mine[begin:end], mine[begin:end]).sqrt_()] if is_one else torch._foreach_norm(views)
             return DONE
 
         self._norms = (mine._version, norms, self.side_stream.issue(take))
