@@ -45,8 +45,7 @@ from paceline.comm.virtual.communicator import VirtualCommunicator
 from paceline.engines.apply import parallelize
 from paceline.engines.checkpointing import Replay
 from paceline.engines.flat.flat import FlatGroup
-from paceline.engines.flat.gathering import Gathering
-from paceline.engines.flat.route import Leg, Route
+from paceline.engines.flat.gathering import Gathering, Leg, Route
 from paceline.engines.flat.shard import ShardGradients, clip_pieces
 from paceline.engines.flat.unit import Unit
 from paceline.engines.fsdp import FullySharded, UsedFlags

@@ -116,8 +116,6 @@ class CombinedParallel(Engine):
         axes = f"pipeline {self.groups.pipeline.size} x tensor {self.groups.tensor.size} x data {self.batch_comm.size}"
         return f"{axes}, {next(iter(self.stages.values()))._spread}"
 
-    # What users call.
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module; through a pipeline without gradients, where each rank gives inputs and gets the output."""
         if self.pipeline is None:

@@ -78,8 +78,6 @@ class DataParallel(ModuleEngine):
     def _spread(self) -> str:
         return f"ddp, nothing sharded, buckets: {len(self._arrivals.buckets)}"
 
-    # What users call.
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.gradient_comm.size == 1 or not torch.is_grad_enabled():
             return self._forward(*args, **kwargs)
@@ -106,7 +104,7 @@ class DataParallel(ModuleEngine):
                 return nn.utils.get_total_norm(found, norm_type)
             norms = torch.stack([*left, *(torch._foreach_norm(found, norm_type) if found else ())])
             return cast("Tensor", torch.linalg.vector_norm(norms, norm_type))
-        self._collect_gradients()
+        self._masters.collect_gradients()
         if not self.experts:
             return nn.utils.clip_grad_norm_(self._parameters, max_norm, norm_type)
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
@@ -120,7 +118,7 @@ class DataParallel(ModuleEngine):
         return norm
 
     def gradients(self) -> list[Tensor]:
-        self._collect_gradients()
+        self._masters.collect_gradients()
         return super().gradients()
 
     @property
@@ -174,7 +172,7 @@ class DataParallel(ModuleEngine):
         return {} if rank0_only and self.gradient_comm.rank != 0 else on_cpu(own_optimizer_state(optimizer))
 
     def _gather_gradients(self) -> dict[str, Tensor | None]:
-        self._collect_gradients()
+        self._masters.collect_gradients()
         return super()._gather_gradients()
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -233,11 +231,6 @@ class DataParallel(ModuleEngine):
             masters.expect_update()
         if self.gradient_comm.size > 1:
             self._arrive(index, master)
-
-    def _collect_gradients(self) -> None:
-        """Brings gradients that were left at the module's parameters to their masters."""
-        if self._masters.is_cast_fused:
-            self._masters.collect_gradients()
 
     def _launch(self, bucket: ReplicaBucket) -> None:
         self._fill(bucket)

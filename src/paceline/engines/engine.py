@@ -168,8 +168,6 @@ class Engine(ABC):
         count = f"{self.num_parameters:,} parameters"
         return f"<{type(self).__name__}: {count}, {ranks}, {self._spread}, {self.precision.name}>"
 
-    # Passes.
-
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module. All ranks call it equally often; one without samples calls ``join_pass``."""
@@ -241,8 +239,6 @@ class Engine(ABC):
         """Puts the module into evaluation mode."""
         return self.train(False)
 
-    # Parameters and gradients.
-
     @abstractmethod
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Iterates over what this rank updates, under the module's own names, the same on every rank."""
@@ -309,8 +305,6 @@ class Engine(ABC):
                 f"  build it as {type(optimizer).__name__}(engine.parameters(), ...) after parallelize()"
             )
         self.checked_optimizer = weakref.ref(optimizer)
-
-    # States.
 
     @abstractmethod
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Tensor]:

@@ -211,7 +211,7 @@ class Masters:
     @torch.no_grad()
     def collect_gradients(self) -> None:
         """Brings the gradients that were left at the module's parameters to their masters."""
-        for parameter, master in self._pairs:
+        for parameter, master in self._pairs if self.is_cast_fused else ():
             if parameter.grad is not None:
                 hand_over(parameter, master)
 

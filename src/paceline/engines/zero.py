@@ -87,8 +87,6 @@ class ZeroParallel(ModuleEngine):
         sharded = "optimizer state" if self.layout.strategy == "zero1" else "gradients and optimizer state"
         return f"{self.layout.strategy}, {sharded} sharded, buckets: {len(self.flat_groups)}"
 
-    # What users call.
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._is_plain:
             return self._forward(*args, **kwargs)

@@ -257,8 +257,7 @@ class BucketTuner:
         self._default = default
         self._overlap = overlap
         self._take = DeviceClock(comm.device).take
-        self._trials = (default, default)
-        self._passes = [_TimedPass(default)]
+        self.start(())
 
     def start(self, sizes: Sequence[ParameterSize]) -> None:
         """Begins anew, for parameters of these sizes."""
