@@ -7,15 +7,14 @@ of ``DistributedDataParallel`` (``in_place_of_torch.py``). The tests are torch's
 from __future__ import annotations
 
 import ast
-import fcntl
 import importlib.util
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from judging import chosen, end_as, run_once
 
 pytestmark = [pytest.mark.judge, pytest.mark.timeout(600)]
 RUNNER = Path(__file__).parent / "run_tests.py"
@@ -50,32 +49,22 @@ def own_reason(name: str) -> str:
     return next((why for part, why in NOT_OURS.items() if part in name), "")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
-    """How each test ended that was chosen: all are run at once by one worker, whom the others wait for."""
-    root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "torch_distributed"
-    folder.mkdir(exist_ok=True)
-    chosen = [item.callspec.params["name"] for item in request.session.items if item.path == Path(__file__)]
-    output = folder / "outcomes.jsonl"
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not output.exists():
-            (folder / "names.json").write_text(json.dumps([name for name in chosen if not own_reason(name)]))
-            command = [sys.executable, str(RUNNER), str(folder / "names.json"), str(folder), str(output)]
-            subprocess.run(command, check=True, capture_output=True, timeout=900)
-    lines = output.read_text(encoding="utf-8").splitlines()
-    return {name: (outcome, why) for name, outcome, why in map(json.loads, lines)}
+    """How each test ended that was chosen."""
+
+    def run_all(output: Path) -> None:
+        names = output.with_suffix(".names")
+        names.write_text(json.dumps([name for name in chosen(request, "name") if not own_reason(name)]))
+        command = [sys.executable, str(RUNNER), str(names), str(output.parent), str(output)]
+        subprocess.run(command, check=True, capture_output=True, timeout=900)
+
+    rows = run_once(tmp_path_factory.getbasetemp(), "torch_distributed", run_all)
+    return {name: (outcome, why) for name, outcome, why in rows}
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torchs_own_test_passes(name: str, outcomes: dict[str, tuple[str, str]]) -> None:
     if why := own_reason(name):
         pytest.skip(why)
-    outcome, why = outcomes[name]
-    if outcome == "skipped":
-        pytest.skip(f"torch's own words: {why}")
-    refusal = why.partition("paceline.errors.UsageError: ")[2]
-    if refusal:
-        pytest.skip(f"refused: {refusal}")
-    assert outcome == "passed", why
+    end_as(*outcomes[name])
