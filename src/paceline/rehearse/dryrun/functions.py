@@ -4,7 +4,7 @@
 pairs of tokens. Here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
 output and one number a row. ``rms_norm`` is fused on GPUs alone, and keeps its input there: it is put down as the layer
 norm, which does. ``max_pool2d`` keeps its input and 8 bytes a number for where the largest was; compiled for a GPU, one
-byte (``engines/pooling.py``). Autocast knows no meta device: here the same functions cast their tensors, as on CUDA.
+byte (``engines/compiled.py``). Autocast knows no meta device: here the same functions cast their tensors, as on CUDA.
 """
 
 from __future__ import annotations
