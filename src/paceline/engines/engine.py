@@ -23,8 +23,7 @@ from paceline.comm.base import Communicator
 from paceline.engines.groups import Groups
 from paceline.engines.precision import Precision
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action
-from paceline.schedule.lowering import RankProgram
+from paceline.schedule.grid import Action, RankProgram
 from paceline.shards import Shard
 
 if TYPE_CHECKING:
