@@ -42,7 +42,7 @@ class Errors:
 
     @property
     def largest(self) -> float:
-        return max(dataclasses.astuple(self))
+        return max(self.loss, self.gradients, self.norm, self.parameters, self.buffers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
