@@ -20,7 +20,7 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -42,7 +42,6 @@ from paceline.comm.ledger.updates import TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
-_PHASE_NUMBERS = {name: number for number, name in enumerate(PHASES)}
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
 _NEAR = 32  # records among which the last collective of all ranks is looked for
 
@@ -54,17 +53,10 @@ LocatedCall = tuple[int, int, str, tuple[int, ...], torch.dtype | None, str, Pee
 """The calling instruction, that of the user's code above it in a loop of the user's own, and what was called."""
 
 
-class Waitable(Protocol):
-    """An operation in flight: ``Work`` of ``comm/base.py``, which knows this file."""
-
-    def wait(self) -> None:
-        """Returns when its result may be used."""
-
-
 class NotedWork(Protocol):
-    """An operation whose end is written down. Whoever asked for the record adds ``inner``."""
+    """An operation whose end is written down. Whoever asked for the record adds ``inner``, a ``Work``."""
 
-    inner: Waitable
+    inner: Any
     number: int
 
     def wait(self) -> None:
@@ -121,7 +113,7 @@ class Ledger:
 
     def enter(self, phase: str) -> None:
         """Notes what the rank does from here on."""
-        self.cells[PHASE] = _PHASE_NUMBERS[phase]
+        self.cells[PHASE] = PHASES.index(phase)
         self.cells[layout.LAPS] += 1
 
     def count_step(self) -> None:
@@ -153,19 +145,9 @@ class Ledger:
         """Notes an update of an optimizer; the counter comes last."""
         number, counters = self.cells[layout.UPDATED] + 1, update.counters
         rest = (0,) * (layout.MOST_COUNTERS - len(counters))
-        layout.UPDATE.pack_into(
-            self.buffer,
-            layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size,
-            number,
-            update.collectives,
-            update.updates,
-            update.idle,
-            update.place,
-            *counters,
-            *rest,
-            *counters.values(),
-            *rest,
-        )
+        words = (number, update.collectives, update.updates, update.idle, update.place)
+        at = layout.UPDATES_AT + number % layout.NUM_UPDATES * layout.UPDATE.size
+        layout.UPDATE.pack_into(self.buffer, at, *words, *counters, *rest, *counters.values(), *rest)
         self.cells[layout.UPDATED] = number
 
     def add_group(self, ranks: tuple[int, ...]) -> int:
@@ -229,7 +211,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
     class LedgerWork:
         __slots__ = ("inner", "number")
 
-        inner: Waitable
+        inner: Any
         number: int
 
         def wait(self) -> None:
