@@ -116,7 +116,7 @@ class StepProfiler:
         self._profile.stop()
         rank, collectives = world.rank, []
         for each in [] if world.trace is None else world.trace.operations:
-            more = {"num_bytes": each.num_bytes, "ranks": each.group}
+            more: dict[str, Any] = {"num_bytes": each.num_bytes, "ranks": each.group}
             collectives.append(TraceSpan(name=each.kind, start_s=each.start_s, end_s=each.end_s, **more))
         found = RankSpans(
             rank=rank,

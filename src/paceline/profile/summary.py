@@ -98,10 +98,10 @@ class ProfileSummary:
         for title, rows in (("operators", self.operators), ("kernels", self.kernels)):
             if rows:
                 lines += ["", f"{f'costliest {title}':<52}{'calls':>8}{'a step':>11}"]
-                for each in rows[:_SHOWN]:
-                    seconds = each.device_s if title == "kernels" else each.host_s
+                for row in rows[:_SHOWN]:
+                    seconds = row.device_s if title == "kernels" else row.host_s
                     cost = format_seconds(seconds / max(self.steps * len(self.ranks), 1))
-                    lines.append(f"  {each.name[:48]:<50}{each.calls:>8}{cost:>11}")
+                    lines.append(f"  {row.name[:48]:<50}{row.calls:>8}{cost:>11}")
         if self.actions:
             means = ", ".join(f"{kind} {format_seconds(seconds)}" for kind, seconds in self.actions.items())
             lines += ["", f"actions of the schedule, mean: {means}"]

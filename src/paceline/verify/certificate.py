@@ -26,20 +26,9 @@ from paceline.errors import RankFailedError, UsageError
 from paceline.notebook import Shown
 from paceline.run.processes import run_processes
 from paceline.train.randomness import compute_threads
+from paceline.verify import measure as measures
 from paceline.verify.case import Case, FunctionCase, Settings, check_settings, complete
-from paceline.verify.measure import (
-    Bound,
-    Errors,
-    Measure,
-    Tensors,
-    absolute,
-    bound_for,
-    compare,
-    merge,
-    movement,
-    noise_bound,
-    worst,
-)
+from paceline.verify.measure import Bound, Errors, Tensors, absolute, errors_by_step, merge, movement, worst
 from paceline.verify.runs import Calls, Reference, StepValues, run_distributed, run_reference
 
 _MAGNIFIED = (
@@ -254,14 +243,14 @@ def certify(case: Case, settings: Settings) -> Certificate:
             ) from error
     start = time.perf_counter()
     reference, per_rank = _both(case, settings)
-    bound, follows = bound_for(settings, reference.pieces), False
-    errors = _errors_by_step(reference, per_rank, bound.measure)
+    bound, follows = measures.bound_for(settings, reference.pieces), False
+    errors = errors_by_step(reference, per_rank, bound.measure)
     if settings.is_exact and settings.tolerance is None and not merge(errors).largest <= bound.tolerance:
         followed = _one_process(case, settings, per_rank[0])
-        of_noise = noise_bound(settings, reference, followed)
+        of_noise = measures.noise_bound(settings, reference, followed)
         if of_noise is not None:
             reference, bound, follows = followed, of_noise, True
-            errors = _errors_by_step(reference, per_rank, bound.measure)
+            errors = errors_by_step(reference, per_rank, bound.measure)
     first_bad = next((step for step, each in enumerate(errors) if not each.largest <= bound.tolerance), None)
     divergence = None
     if first_bad is not None:
@@ -275,7 +264,7 @@ def certify(case: Case, settings: Settings) -> Certificate:
         settings,
         reference,
         bound,
-        max_abs_error=merge(_errors_by_step(reference, per_rank, absolute)).largest,
+        max_abs_error=merge(errors_by_step(reference, per_rank, absolute)).largest,
         errors=merge(errors),
         divergence=divergence,
         seconds=time.perf_counter() - start,
@@ -321,12 +310,6 @@ def _one_process(case: Case, settings: Settings, followed: list[StepValues] | No
     # The caller's random numbers go on as if nothing had happened.
     with torch.random.fork_rng(devices=[]), compute_threads(threads):
         return run_reference(case, settings, followed)
-
-
-def _errors_by_step(reference: Reference, per_rank: Sequence[list[StepValues]], measure: Measure) -> list[Errors]:
-    """Returns the largest differences of all ranks in each step."""
-    expected = enumerate(reference.steps)
-    return [merge([compare(values[step], each, measure) for values in per_rank]) for step, each in expected]
 
 
 def _run(case: Case, settings: Settings) -> list[list[StepValues]]:

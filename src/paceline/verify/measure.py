@@ -125,6 +125,12 @@ def compare(ours: StepValues, expected: StepValues, measure: Measure | None = No
     )
 
 
+def errors_by_step(reference: Reference, per_rank: Iterable[list[StepValues]], measure: Measure) -> list[Errors]:
+    """Returns the largest differences of all ranks in each step."""
+    expected = enumerate(reference.steps)
+    return [merge(compare(values[step], each, measure) for values in per_rank) for step, each in expected]
+
+
 def worst(errors: Mapping[str, float]) -> float:
     return max(errors.values(), default=0.0)
 

@@ -26,18 +26,7 @@ import torch
 
 from paceline.comm.ledger import file as layout
 from paceline.comm.ledger.call_sites import CallSites, instruction_of
-from paceline.comm.ledger.file import (
-    DONE_WORD,
-    ISSUED,
-    NUM_RECORDS,
-    PHASE,
-    PUT_RECORD,
-    RECORD_BYTES,
-    RECORD_WORDS,
-    RECORDS_AT,
-    STEP,
-    WAITING,
-)
+from paceline.comm.ledger.file import ISSUED, NUM_RECORDS, PHASE, RECORD_BYTES, RECORDS_AT, STEP, WAITING
 from paceline.comm.ledger.updates import TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
@@ -207,6 +196,7 @@ class Ledger:
 def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
     """Makes the class of a ledger's works. It has no constructor, which would cost as much as all the rest of one."""
     cells, times, now = ledger.cells, ledger.times, ledger.now
+    first, words = layout.DONE_WORD, layout.RECORD_WORDS
 
     class LedgerWork:
         __slots__ = ("inner", "number")
@@ -226,7 +216,7 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
                 cells[WAITING] = 0
             self.number = 0
             if cells[ISSUED] - number < _REACH:  # else its place is another's by now
-                times[DONE_WORD + number % NUM_RECORDS * RECORD_WORDS] = now()
+                times[first + number % NUM_RECORDS * words] = now()
 
     return LedgerWork
 
@@ -239,7 +229,7 @@ def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWo
     collective, and ``to`` is another group than the writer's.
     """
     cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
-    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, PUT_RECORD
+    now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, layout.PUT_RECORD
     frame_at, find_place = sys._getframe, ledger.find_place
     user_of = ledger.sites.user_instruction if ledger.is_own_loop else None
     count = first

@@ -22,14 +22,7 @@ from paceline.comm.base import Call, Communicator, Work, check_reduction, check_
 from paceline.comm.objects import gather_objects, receive_object, send_object
 from paceline.comm.shared import board
 from paceline.comm.shared.native import collectives as native
-from paceline.comm.shared.progress import (
-    Inbox,
-    OperationLane,
-    OperationQueue,
-    PendingOperation,
-    ProgressLoop,
-    put_message,
-)
+from paceline.comm.shared.progress import Inbox, OperationLane, OperationQueue, PendingOperation, ProgressLoop
 from paceline.comm.shared.segment import FOLDER, Process, RankLocation, SegmentLayout, SharedSegment, no_folder
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import CollectiveMismatchError, CommunicationError, LateRankError, LostRankError, UsageError
@@ -233,7 +226,7 @@ class SharedMemoryCommunicator(Communicator):
         return segment.bytes(self.rank * area, numel * dtype.itemsize).view(dtype)
 
     def _put(self, kind: str, message: torch.Tensor, to: int, tag: int) -> Work:
-        return self._start(kind, None, self._outboxes[to], put_message(self._outgoing[to], message, to, tag))
+        return self._start(kind, None, self._outboxes[to], self._outgoing[to].put(message, to, tag))
 
     def _start(self, kind: str, finish: Callable[[], object] | None, lane: OperationLane, *what: Any) -> Work:
         if self._broken is not None:

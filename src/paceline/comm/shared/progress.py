@@ -206,24 +206,20 @@ class Ring:
         self.fence()
         return taken % CELLS
 
-    def push(self) -> None:
-        self.fence()
-        self.counters[_SENT] += 1
-
     def pop(self) -> None:
         self.fence()
         self.counters[_TAKEN] += 1
 
-
-def put_message(ring: Ring, message: torch.Tensor, to: int, tag: int) -> Steps:
-    for number, piece in enumerate(torch.split(message, ring.cell_bytes)):  # one empty piece of an empty message
-        while (place := ring.free()) is None:
-            yield (to,)
-        if not number:
-            header = ring.headers[place]
-            header[0], header[1] = tag, message.numel()
-        ring.cells[place][: piece.numel()].copy_(piece)
-        ring.push()
+    def put(self, message: torch.Tensor, to: int, tag: int) -> Steps:
+        for number, piece in enumerate(torch.split(message, self.cell_bytes)):  # one empty piece of an empty message
+            while (place := self.free()) is None:
+                yield (to,)
+            if not number:
+                header = self.headers[place]
+                header[0], header[1] = tag, message.numel()
+            self.cells[place][: piece.numel()].copy_(piece)
+            self.fence()
+            self.counters[_SENT] += 1
 
 
 @dataclass(slots=True, eq=False)
