@@ -73,7 +73,7 @@ def schedule(
     Example:  paceline schedule mine.csv
     """
     from paceline.schedule.check import check_schedule
-    from paceline.schedule.lowering import lower
+    from paceline.schedule.grid import lower
     from paceline.schedule.measure import measure_schedule
     from paceline.schedule.text import draw, render_text
 
@@ -149,7 +149,7 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
 
 
 def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
-    from paceline.schedule.lowering import lower
+    from paceline.schedule.grid import lower
     from paceline.schedule.text import format_csv
 
     if with_messages:

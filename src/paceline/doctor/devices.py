@@ -35,10 +35,10 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
         "ranks compute with it" if not is_old else "the engines use what newer versions have",
         problem=f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer" if is_old else "",
     )
-    from paceline.comm.backends import available_backends, nccl_version
+    from paceline.comm.base import available_backends
 
-    found, nccl = available_backends(), nccl_version()
-    shown = [f"{name} {nccl}" if name == "nccl" and nccl else name for name in found]
+    found = available_backends()
+    shown = [f"{name} {version}" if version else name for name, version in found.items()]
     yield finding(
         "backends",
         ", ".join(shown) or "none",

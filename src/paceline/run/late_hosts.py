@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from paceline.comm.side_channel import SideChannel
+from paceline.comm.control.store import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.ledger_text import looks_from_text, looks_to_text
 from paceline.health.straggler import Lateness, RankLook, Straggler

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from paceline.comm.side_channel import SideChannel
+from paceline.comm.control.store import SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.ledger_text import views_from_text, views_to_text
 from paceline.health.ledger_view import LedgerView

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from paceline.comm.control.store import SideChannel
 from paceline.comm.ledger.file import LedgerReader
-from paceline.comm.side_channel import SideChannel
 from paceline.health.ledger_text import PlacedUpdate, updates_from_text, updates_to_text
 from paceline.health.ledger_view import GroupName
 from paceline.health.pairing import PairedRanks, UpdateHistory, pairing_verdict

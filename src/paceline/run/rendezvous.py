@@ -32,9 +32,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from paceline.comm.control.server import ControlServer, Hosts, private_server
-from paceline.comm.control.store import ControlClient, ControlStore
+from paceline.comm.control.store import ControlClient, ControlStore, SideChannel
 from paceline.comm.control.wire import SECRET_FILE, Address, Secret, listen, read_secret, secret_of
-from paceline.comm.side_channel import SideChannel
 from paceline.errors import CommunicationError, UsageError
 from paceline.run.agreement import HostFacts, agree, refusal_of, refuse
 from paceline.run.console import say
