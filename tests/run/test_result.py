@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.run.failure import RunStoppedError
+from paceline.run.notes import RunStoppedError
 from paceline.run.result import clearing_saves
 
 

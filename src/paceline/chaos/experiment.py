@@ -33,8 +33,16 @@ from paceline.chaos.faults import (
     read_plan,
     write_plan,
 )
-from paceline.chaos.report import LossComparison, Report, compare_steps, make_report
-from paceline.chaos.timeline import Command, Notes, handle, straggler_verdict
+from paceline.chaos.report import (
+    Command,
+    LossComparison,
+    Notes,
+    Report,
+    compare_steps,
+    handle,
+    make_report,
+    straggler_verdict,
+)
 from paceline.checkpoint import list_checkpoints
 from paceline.checkpoint.find import read_manifest
 from paceline.checkpoint.tensors import decode

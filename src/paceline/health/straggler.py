@@ -20,14 +20,26 @@ any of it: a look costs some microseconds an entry of a ledger.
 
 from __future__ import annotations
 
+import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any, Protocol
 
-from paceline.health.ledger_view import BACKWARD, DATA, FORWARD, OPTIMIZER, GroupName, LedgerEntry, LedgerView
+from paceline.health.ledger_view import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OPTIMIZER,
+    GroupName,
+    LedgerCall,
+    LedgerEntry,
+    LedgerView,
+)
 from paceline.units import format_seconds
+
+_COLLECTIVE = LedgerCall(kind="a collective")
 
 
 class TimedStep(Protocol):
@@ -186,6 +198,38 @@ class RankLook:
     view: LedgerView
     times: PhaseTimes
     ahead_s: float | None = 0.0
+
+
+def looks_to_text(looks: Sequence[RankLook]) -> str:
+    """Turns looks into text with what comparing ranks needs: groups once, and the places and times of operations."""
+    groups: dict[GroupName, int] = {}
+    ranks = []
+    for look in looks:
+        entries = [
+            [groups.setdefault(each.group, len(groups)), each.sequence, each.step, each.issued_s]
+            for each in look.view.entries
+            if not each.call.is_message
+        ]
+        view = look.view
+        ranks.append([view.rank, view.host, view.pid, asdict(look.times), look.ahead_s, entries])
+    return json.dumps([[[list(group.ranks), group.number] for group in groups], ranks])
+
+
+def looks_from_text(text: str) -> list[RankLook]:
+    """Reads what ``looks_to_text`` wrote."""
+    named, ranks = json.loads(text)
+    groups = [GroupName(tuple(members), number) for members, number in named]
+    looks = []
+    for rank, host, pid, times, ahead_s, places in ranks:
+        entries = tuple(
+            LedgerEntry(
+                number=at, group=groups[group], sequence=sequence, step=step, issued_s=issued_s, call=_COLLECTIVE
+            )
+            for at, (group, sequence, step, issued_s) in enumerate(places, start=1)
+        )
+        view = LedgerView(rank=rank, host=host, pid=pid, entries=entries)
+        looks.append(RankLook(view=view, times=PhaseTimes(**times), ahead_s=ahead_s))
+    return looks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,16 @@
 """What is decided before ranks start: device, number of ranks and strategy, and whether this host has the memory.
 
-    decide_run(config)                                     ranks of this machine, which are to be started
-    decide_run(config, Participants(hosts=range(1, 5)))    ranks of one to four hosts like this one
-    decide_run(config, Participants(comm=comm))            ranks that another launcher has started and connected
+    decide_run(config)                        ranks of this machine, which are to be started
+    decide_run(config, hosts=range(1, 5))     ranks of one to four hosts like this one
+    decide_run(config, comm=comm)             ranks that another launcher has started and connected
 
-Raises ConfigError with all problems at once for what does not fit together, UsageError for what memory cannot hold.
+Also the variables of NCCL and Gloo, which stand in a rank's environment before it connects.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -19,13 +21,24 @@ from paceline import free_memory
 from paceline.cluster import detect
 from paceline.cluster.detect import Machine
 from paceline.comm.base import Communicator
-from paceline.config import Config, check_hosts, check_ranks, why_not_sharded, with_precision
+from paceline.config import (
+    Config,
+    check_exported,
+    check_hosts,
+    check_interfaces,
+    check_ranks,
+    config_settings,
+    exported_settings,
+    variables_of,
+    why_not_sharded,
+    with_precision,
+)
 from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
-from paceline.run.console import say
+from paceline.run.logs import say
 from paceline.run.prediction import entry_problem, machine_entry
-from paceline.run.rank_process import node_ranks
+from paceline.run.processes import node_ranks
 from paceline.run.warm import CPU_RANKS
 from paceline.search.make_plan import make_plan
 from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
@@ -38,25 +51,8 @@ _ANYWAY = "to start it all the same: --no-memory-check"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Participants:
-    """Who takes part in a run; by default the ranks of this machine, which are still to be started.
-
-    ``hosts`` are the numbers of hosts that the run must work on, and ``host_ranks`` the ranks of this one; None: one
-    per GPU. ``comm`` connects ranks that a launcher has started, on a ``machine`` of which they may see a part.
-    """
-
-    hosts: range | None = None
-    host_ranks: int | None = None
-    comm: Communicator | None = None
-    machine: Machine | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What was decided before ranks start: the plan, the config without what it left open, and why if it was chosen.
-
-    ``notes``: what else was decided, a line for each.
-    """
+    """The plan, the config without what it left open, and why if it was chosen; ``notes`` tell the rest."""
 
     plan: Plan
     config: Config
@@ -64,36 +60,50 @@ class Decision:
     notes: tuple[str, ...] = ()
 
 
-def decide_run(asked: Config, participants: Participants | None = None, *, checks_memory: bool = True) -> Decision:
-    """Decides device, ranks and strategy, and makes the plan of a run.
+def decide_run(
+    asked: Config,
+    *,
+    hosts: range | None = None,
+    host_ranks: int | None = None,
+    comm: Communicator | None = None,
+    machine: Machine | None = None,
+    checks_memory: bool = True,
+) -> Decision:
+    """Decides device, ranks and strategy, and makes the plan of a run; by default of ranks of this machine.
 
-    ``checks_memory``: raises UsageError for a run of this host that is estimated to need more memory than there is.
+    ``hosts`` are the numbers of hosts that the run must work on, and ``host_ranks`` the ranks of this one; None: one
+    per GPU. ``comm`` connects ranks that a launcher has started, on a ``machine`` of which they may see a part. Raises
+    ConfigError with all problems at once for what does not fit together, and with ``checks_memory`` UsageError for a
+    run of this host that is estimated to need more memory than there is.
     """
-    who = participants or Participants()
-    if who.comm is not None:
+    if comm is not None:
         here = node_ranks(asked)
-        _refuse(check_ranks(asked, who.comm.size, here))
-        config = asked.with_values("parallel", device=who.comm.device.type, ranks=who.comm.size)
-        is_alone = here in (None, who.comm.size)
-    elif who.hosts is not None:
-        config, here = _spread_over_hosts(asked, who.hosts, who.host_ranks)
+        _refuse(check_ranks(asked, comm.size, here))
+        config = asked.with_values("parallel", device=comm.device.type, ranks=comm.size)
+        is_alone = here in (None, comm.size)
+    elif hosts is not None:
+        if asked.comm.backend == "virtual":
+            raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
+        config = resolve_config(asked.with_values("parallel", ranks=host_ranks or "auto"))
+        here = config.parallel.decided_ranks
+        config = asked.with_values("parallel", device=config.parallel.device, ranks=here * hosts[-1])
+        _refuse(check_hosts(config, here, hosts))  # where any number of them fails
         is_alone = False  # of several hosts, each has memory of its own
     else:
         config, here, is_alone = resolve_config(asked), None, True
     config = decide_precision(config)
     choice: Choice | None = None
     if config.parallel.strategy == "auto":
-        if who.comm is None:
+        if comm is None:
             config, choice = decide_strategy(config)
         else:
-            config, choice = resolve_together(config, who.comm, here, who.machine)
+            config, choice = resolve_together(config, comm, here, machine)
     check_host(config, here)
     if checks_memory and is_alone and choice is None:  # what was chosen was chosen because it fits
-        check_memory(config, is_told=who.comm is None or who.comm.rank == 0)
-    machine = RunMachine(device=config.parallel.device, ranks=config.parallel.decided_ranks, node_ranks=here)
-    plan, notes = make_plan(config, machine), [*precision_notes(asked, config)]
-    if alone := why_not_sharded(config, machine.ranks):
-        notes.append(alone)
+        check_memory(config, is_told=comm is None or comm.rank == 0)
+    ranks = config.parallel.decided_ranks
+    plan = make_plan(config, RunMachine(device=config.parallel.device, ranks=ranks, node_ranks=here))
+    notes = filter(None, [*precision_notes(asked, config), why_not_sharded(config, ranks)])
     return Decision(plan=plan, config=config, choice=choice, notes=tuple(notes))
 
 
@@ -149,10 +159,7 @@ def _has_bf16(device: str) -> bool:
 
 
 def decide_strategy(config: Config) -> tuple[Config, Choice | None]:
-    """Decides ``strategy: auto`` of a config whose ranks are decided, by the memory there is.
-
-    Raises ConfigError where nothing fits into memory.
-    """
+    """Decides ``strategy: auto`` by the memory there is. Raises ConfigError where nothing fits into it."""
     if config.parallel.strategy != "auto":
         return config, None
     ranks = config.parallel.decided_ranks
@@ -172,13 +179,10 @@ def check_memory(config: Config, *, is_told: bool = True) -> None:
     Device, ranks and strategy are decided. What is not known beforehand is not judged: a microbatch that ranks find,
     virtual ranks, models of the user's own code. ``is_told``: of several ranks that look, one tells.
     """
-    need = needed(config)
-    if need is None:
-        return
-    verdict = _compare(config, need)
-    if verdict.kind == "near" and is_told:
+    verdict = _memory_verdict(config, needed(config))
+    if verdict is not None and verdict.kind == "near" and is_told:
         say(f"near the limit of memory: {verdict}")
-    if verdict.kind == "too large":
+    if verdict is not None and verdict.kind == "too large":
         machine = detect.detect_machine(with_gpus=config.parallel.device == "cuda")
         lines = [f"out of memory: {verdict}", *ways_out(config, verdict, machine, machine_entry()), _ANYWAY]
         raise UsageError("\n  ".join(lines))
@@ -186,11 +190,8 @@ def check_memory(config: Config, *, is_told: bool = True) -> None:
 
 def check_virtual(config: Config) -> None:
     """Raises UsageError for virtual ranks whose states alone are more than there is; device and ranks are decided."""
-    need = needed(config, in_turns=True)
-    if need is None:
-        return
-    verdict = _compare(config, need)
-    if verdict.kind == "too large":
+    verdict = _memory_verdict(config, needed(config, in_turns=True))
+    if verdict is not None and verdict.kind == "too large":
         raise UsageError(
             f"out of memory: {verdict}\n  virtual ranks share the memory of one process, and each has its own states\n"
             "  take fewer ranks (--ranks) or a smaller model; paceline predict tells time and memory without a run\n"
@@ -216,24 +217,15 @@ def show_decisions(config: Config, choice: Choice | None, others: Sequence[str] 
         new_console().print(note, highlight=False, markup=False)
 
 
-def _spread_over_hosts(asked: Config, hosts: range, ranks: int | None) -> tuple[Config, int]:
-    """Returns the config for the most hosts, and the ranks of this one. Raises ConfigError where any number fails."""
-    if asked.comm.backend == "virtual":
-        raise UsageError("comm.backend = virtual with --nnodes\n  virtual ranks take turns in one process")
-    here = resolve_config(asked.with_values("parallel", ranks=ranks or "auto"))
-    per_host = here.parallel.decided_ranks
-    config = asked.with_values("parallel", device=here.parallel.device, ranks=per_host * hosts[-1])
-    _refuse(check_hosts(config, per_host, hosts))
-    return config, per_host
-
-
 def _refuse(problems: list[Problem]) -> None:
     if problems:
         raise ConfigError(problems, source="config")
 
 
-def _compare(config: Config, need: MemoryNeed) -> MemoryVerdict:
-    """Compares what a run needs with what this machine has and has free."""
+def _memory_verdict(config: Config, need: MemoryNeed | None) -> MemoryVerdict | None:
+    """Compares what a run needs with what this machine has and has free; None: nobody knows what it needs."""
+    if need is None:
+        return None
     if config.parallel.device == "cuda":
         has = float(free_memory.measure_machine("cuda", 1, 1).device_bytes)
         return MemoryVerdict(need=need, where="the smallest GPU", has_bytes=has, free_bytes=has)
@@ -241,3 +233,25 @@ def _compare(config: Config, need: MemoryNeed) -> MemoryVerdict:
 
     free = float(psutil.virtual_memory().available)
     return MemoryVerdict(need=need, where="this host", has_bytes=detect.host_memory(), free_bytes=free)
+
+
+def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:
+    """Returns what ranks on this host need in their environment.
+
+    Raises ConfigError for network interfaces that this host has not, and for what is exported with another value: the
+    config is what a run's folder keeps, and a run that obeyed something else could not be understood later.
+    """
+    settings = {**exported_settings(os.environ), **config_settings(config.comm)}
+    present = [name for _, name in socket.if_nameindex()]
+    problems = check_exported(config, os.environ, uses_nccl=uses_nccl)
+    problems += check_interfaces(settings, present, uses_nccl=uses_nccl)
+    if problems:
+        raise ConfigError(problems, source=f"config, on host {socket.gethostname()}")
+    return variables_of(config.comm, uses_nccl=uses_nccl)
+
+
+def variables_in_effect(config: Config, *, uses_nccl: bool) -> dict[str, str]:
+    """Returns what this process's environment says: the config's variables, and all others of NCCL."""
+    asked = variables_of(config.comm, uses_nccl=uses_nccl)
+    told = {name for name in os.environ if uses_nccl and name.startswith("NCCL_")}
+    return {name: os.environ[name] for name in sorted(asked.keys() | told) if name in os.environ}

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 from paceline.chaos.faults import VARIABLE
 from paceline.errors import CheckpointError, RunFolderError, UsageError
-from paceline.run.console import say
 from paceline.run.folder import RunFolder, check_folder, claim_folder, find_write_error, is_taken, name_of
+from paceline.run.logs import say
 
 if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line

@@ -15,15 +15,14 @@ from paceline.errors import LaunchError, PacelineError, UsageError
 from paceline.notebook import Shown, curve
 from paceline.records.records import EndRecord, RunRecord, StepRecord, read_records
 from paceline.records.report import RunSummary, summarize
-from paceline.run.failure import RunStoppedError
 from paceline.run.folder import RunFolder
 from paceline.run.location import how_to_continue
-from paceline.run.notes import noted_processes
-from paceline.run.rank_process import end_groups
+from paceline.run.notes import RunStoppedError, noted_processes
+from paceline.run.processes import end_groups
 from paceline.run.signals import polling
 
 if TYPE_CHECKING:
-    from paceline.run.nodes import Nodes
+    from paceline.run.whereami import Nodes
     from paceline.search.automatic import Choice
 
 _LOOK_S = 1.0  # at whether the folder is still there
@@ -34,9 +33,9 @@ class RunOptions:
     """How a run is started.
 
     ``force`` replaces a run folder of the same name. ``resume`` continues from a checkpoint: ``auto`` stands for the
-    run's newest, and so do ``last`` and ``latest``, unless a file or folder has that name. ``is_quiet``: progress is
-    not shown. ``is_verbose``: the lines of the run's log are, in its place. ``checks_memory``: a run that is estimated
-    to need more memory than there is, is refused.
+    run's newest, and so do ``last`` and ``latest``, unless a file or folder has that name. ``is_quiet`` hides progress;
+    ``is_verbose`` shows the lines of the run's log in its place. ``checks_memory`` refuses a run that is estimated to
+    need more memory than there is.
     """
 
     force: bool = False
@@ -55,8 +54,7 @@ class RunOptions:
 class RunResult(Shown):
     """A finished run: its folder, its config as decided, and what its records say.
 
-    ``choice`` is how a strategy was chosen that the config left open. ``has_trained`` is False where the checkpoint was
-    that of the last step already.
+    ``choice`` is how an open strategy was chosen. ``has_trained`` is False where the checkpoint was the last step's.
     """
 
     folder: Path
@@ -128,7 +126,7 @@ def _ending_without(claimed: RunFolder) -> Iterator[None]:
     """Ends the ranks of this process when their folder is removed: what they would still compute has no place."""
     ranks: dict[int, int] = {}
 
-    def look(_: object) -> bool:
+    def look() -> bool:
         if not claimed.is_gone():
             with contextlib.suppress(OSError, ValueError):  # a note that is being written
                 ranks.update(noted_processes(claimed.path, os.getpid()))

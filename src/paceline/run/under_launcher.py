@@ -24,14 +24,12 @@ from paceline.errors import PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
-from paceline.run.attempt import RankRunner, StartTimes
-from paceline.run.console import say
-from paceline.run.decide import Decision, Participants, decide_run, show_decisions
+from paceline.run.decide import Decision, decide_run, rank_variables, show_decisions
 from paceline.run.folder import RunFolder
 from paceline.run.location import RunLocation, claim_run, locate_run
-from paceline.run.logs import log, rank_logs
+from paceline.run.logs import log, rank_logs, say
 from paceline.run.prediction import BackgroundPrediction, predict_run
-from paceline.run.rank_process import (
+from paceline.run.processes import (
     end_with_parent,
     keep_cores,
     leave_process,
@@ -44,8 +42,8 @@ from paceline.run.rank_process import (
 from paceline.run.records import end_records
 from paceline.run.result import RunOptions, RunResult, read_result
 from paceline.run.signals import hear_requests
-from paceline.run.variables import set_variables
 from paceline.run.watch import watch_itself, watch_policy
+from paceline.run.worker import RankRunner, StartTimes
 
 _PATIENCE_S = 2.0  # ranks that are done leave: the dry run, which has to load torch first, is for runs of some length
 
@@ -60,7 +58,7 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     # Ranks that an agent has started again are of the same run: no new number.
     is_first = restarted_by_launcher() is None
     location = locate_run(asked, force=options.force, resume=options.resume, may_number=is_first)
-    set_variables(asked, uses_nccl=uses_nccl(asked))
+    os.environ.update(rank_variables(asked, uses_nccl=uses_nccl(asked)))
     if asked.comm.backend == "virtual":
         raise UsageError(
             "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
@@ -71,8 +69,7 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     keep_cores(asked)
     device = None if asked.parallel.device == "auto" else asked.parallel.device
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
-    participants = Participants(comm=comm, machine=machine)
-    decision = decide_run(asked, participants, checks_memory=options.checks_memory)
+    decision = decide_run(asked, comm=comm, machine=machine, checks_memory=options.checks_memory)
     claimed, location, prediction = _claim_together(comm, location, decision, cores, force=options.force)
     decision = replace(decision, config=location.settle(decision.config))
     config, choice = decision.config, decision.choice
@@ -122,8 +119,7 @@ def _run_rank(
 @contextlib.contextmanager
 def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
     """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
-    from paceline.run.observe import sampling
-    from paceline.run.tracking import tracking
+    from paceline.run.observe import sampling, tracking
 
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), node_ranks(config) or comm.size
     here = range(comm.rank, comm.rank + local_ranks)

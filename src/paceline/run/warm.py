@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.cluster import detect
-from paceline.run.console import say
-from paceline.run.rank_process import allocator_variables
-from paceline.run.scratch import scratch_folder
+from paceline.run.logs import say
+from paceline.run.processes import allocator_variables
+from paceline.run.signals import scratch_folder
 
 if TYPE_CHECKING:
     from paceline.config import Config

@@ -1,7 +1,7 @@
 """The watch: when ranks stop making progress, it says why, and ends them.
 
 A thread looks at the ledgers of a host's ranks some times a second. What it finds is judged by ``health/verdict.py``;
-the ranks are asked where they stand; the verdict is told (``told_verdicts.py``); then the ranks are killed. The
+the ranks are asked where they stand; the verdict is told (``notes.py``); then the ranks are killed. The
 operations themselves are read every two seconds, or when a rank stands still.
 
     in the launcher   of ranks that ``paceline train`` has started, on each host
@@ -9,7 +9,7 @@ operations themselves are read every two seconds, or when a rank stands still.
 
 Of the threads in ranks of one host one leads: that of the lowest rank whose thread still runs, as a rank that never
 lets go of its interpreter has none. Hosts tell one another what their ranks do through a store, and only when all ranks
-of a host stand still; loops of one's own compare their steps there too (``pair_hosts.py``). The first verdict is
+of a host stand still; loops of one's own compare their steps there too (``other_hosts.py``). The first verdict is
 everybody's, and each host ends its own ranks.
 """
 
@@ -35,20 +35,16 @@ from paceline.comm.objects import broadcast_object, gather_objects
 from paceline.comm.side_channel import TIMEOUT_S, SideChannel
 from paceline.errors import CommunicationError
 from paceline.health.exit_codes import HUNG
-from paceline.health.ledger_text import views_from_text, views_to_text
-from paceline.health.ledger_view import LedgerView
+from paceline.health.ledger_view import LedgerView, views_from_text, views_to_text
 from paceline.health.straggler import Lateness, LatenessPolicy, Straggler
 from paceline.health.verdict import HangLimits, HangVerdict, RankState, judge, state_of
-from paceline.run.late_hosts import LateHosts
-from paceline.run.left_ranks import LeftRanks, left_key
-from paceline.run.nodes import host_name
-from paceline.run.pair_hosts import PairedHosts
-from paceline.run.rank_process import end_children, tell_agent
+from paceline.run.notes import end_ranks, tell_verdict
+from paceline.run.other_hosts import LateHosts, LeftRanks, PairedHosts, left_key
+from paceline.run.processes import end_children, tell_agent
 from paceline.run.records import append_event, note_clock
-from paceline.run.seen_ranks import STILL_S, SeenRanks
+from paceline.run.seen_ranks import STILL_S, SeenRanks, dump_stacks_into, stack_path
 from paceline.run.signals import start_thread
-from paceline.run.stacks import dump_stacks_into, stack_path
-from paceline.run.told_verdicts import end_ranks, tell_verdict
+from paceline.run.whereami import host_name
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator
@@ -269,7 +265,7 @@ class Watch(SeenRanks):
         views = self.views(now)
         if is_due:
             self._compared_s = now
-            looks = self._looks(views) if self._late_hosts is None else []
+            looks = self.rank_looks(views) if self._late_hosts is None else []
             late = self._lateness.look(looks) if looks else None
             if late is not None:
                 self._tell_late(late)
