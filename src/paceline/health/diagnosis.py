@@ -49,10 +49,7 @@ class Diagnosis:
 
 
 def diagnose(failures: Iterable[Failure], folder: Path, *, is_disk_full: bool = False) -> Diagnosis:
-    """Finds the cause among the failures of ranks, of which there is at least one.
-
-    ``folder`` is the run's, for the names of its logs; ``is_disk_full`` explains a rank that could not write why.
-    """
+    """Finds the cause among the failures of ranks; ``is_disk_full`` explains a rank that could not write why."""
     cause = first_cause(failures)
     if cause.is_refusal:
         return Diagnosis(cause=cause, message=cause.message, code=REFUSED)
@@ -84,8 +81,7 @@ class TrainedSteps:
 class FailedAttempt:
     """One start of the ranks: its first step, and what ended it: the rank, its last step, a line that tells of it.
 
-    ``can_halve``: the microbatch can be halved. With its ``diagnosis`` it is what a launcher tells those of other hosts
-    of it, so that all decide alike.
+    With its ``diagnosis`` it is what a launcher tells those of other hosts, so that all decide alike.
     """
 
     first_step: int
@@ -160,10 +156,7 @@ class Stop:
 def after_failure(
     policy: RecoveryConfig, attempts: Sequence[FailedAttempt], *, max_requeues: int = 0
 ) -> Restart | Stop:
-    """Decides about a run whose attempts have all ended before it was done, the last one just now.
-
-    Those that made room for another job are not charged: there may be ``max_requeues`` of them.
-    """
+    """Decides about a run whose last attempt ended just now. Up to ``max_requeues`` that made room are not charged."""
     last, failed = attempts[-1], [each for each in attempts if each.kind != "preempted"]
     if last.kind == "preempted":
         number = len(attempts) - len(failed)

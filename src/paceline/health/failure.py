@@ -81,10 +81,9 @@ _FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """How one rank failed. ``traceback`` is empty where the message says it all.
+    """How one rank failed; ``kind`` decides whether ranks are started again. ``traceback`` may be empty.
 
-    ``is_refusal``: what was asked for cannot be, which was found before training began. ``kind`` is what decides
-    whether ranks are started again.
+    ``is_refusal``: what was asked for cannot be, which was found before training began.
     """
 
     rank: int
@@ -140,10 +139,7 @@ def is_refusal(error: BaseException, *, is_built: bool, has_trained: bool) -> bo
 
 
 def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -> Failure:
-    """Describes a rank that left no error: it was killed, or left the process without a word but its ``output``.
-
-    ``log`` is the end of the rank's log, which tells an abort because of another rank from one of its own.
-    """
+    """Describes a rank that left no error, by its exit code, its ``output``, and the end of its ``log``."""
     cause: Cause = "died"
     kind: FailureKind = "killed"
     if exit_code == HUNG:
@@ -168,10 +164,7 @@ def silent_failure(rank: int, exit_code: int, output: str = "", log: str = "") -
 
 
 def failure_of_verdict(verdict: HangVerdict, rank: int, report: Path) -> Failure:
-    """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time.
-
-    ``report`` is the file that says what every rank was doing.
-    """
+    """Returns the failure of a rank that the verdict ended; those of the blamed ranks come first in time."""
     is_later = bool(verdict.ranks) and rank not in verdict.ranks
     return Failure(
         rank=rank,

@@ -40,8 +40,7 @@ _LEVEL_BITS = 3
 class Update:
     """An update of an optimizer that came after a collective. ``idle`` counts those before it that came after none.
 
-    ``place`` says which collective that was and from where, by numbers of the rank's ledger. Counters are known by
-    numbers.
+    ``place`` says which collective that was and from where, by numbers of the rank's ledger.
     """
 
     collectives: int
@@ -85,10 +84,7 @@ class UpdateHistory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDifference:
-    """What two ranks differ in, at the same moment. ``is_own``: it is due to the rank that compares.
-
-    ``counter`` is the number of a loop's counter; of updates it is None.
-    """
+    """What two ranks differ in; ``is_own``: due to the rank that compares. ``counter``: of a loop, None for updates."""
 
     what: Literal["step", "backward", "update"]
     is_own: bool
@@ -119,10 +115,7 @@ class _CallCounter:
 
 @dataclass(slots=True)
 class PairedRanks:
-    """Compares the updates of this rank with those of one other, moment by moment.
-
-    ``compared``: how many collectives they had issued when they were compared last.
-    """
+    """Compares the updates of this rank with those of another; ``compared``: collectives at the last comparison."""
 
     compared: int = 0
     _offsets: tuple[int, int] | None = None  # by how many updates they differ from the beginning, and idle ones

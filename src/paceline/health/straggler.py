@@ -113,10 +113,7 @@ def find_straggler(steps: Sequence[Mapping[int, TimedStep]], policy: StragglerPo
 def _judged(
     rule: StragglerPolicy, rank: int, last: tuple[int, int], seconds: tuple[float, float], excess: Mapping[str, float]
 ) -> Straggler | None:
-    """Returns a rank that was the last in so many of so many steps, and lost so much of a step, if it is a straggler.
-
-    ``excess`` is how much longer than the others it takes in each phase.
-    """
+    """Returns a rank that was last in so many of so many steps, and lost so much of a step, if it is a straggler."""
     (num_last, num_steps), (lost_s, step_s) = last, seconds
     if num_last < rule.min_share * num_steps or step_s <= 0 or lost_s < rule.min_loss * step_s:
         return None
@@ -147,10 +144,7 @@ class LastArrival:
 
 
 def last_arrivals(ledgers: Sequence[LedgerView], offsets: Mapping[int, float] | None = None) -> list[LastArrival]:
-    """Names the last at each collective that all of its group have come to, as far as the ledgers go back.
-
-    ``offsets`` are what each rank's clock is ahead by; none: they read one clock, as ranks of a host do.
-    """
+    """Names the last at each collective that its whole group came to; ``offsets``: how far ahead each clock is."""
     ahead = offsets or {}
     places: dict[tuple[GroupName, int], dict[int, LedgerEntry]] = defaultdict(dict)
     for view in ledgers:

@@ -95,10 +95,7 @@ class HangVerdict:
 
 
 def judge(ledgers: Sequence[LedgerView], now: float, limits: HangLimits) -> HangVerdict | None:
-    """Finds what keeps the ranks from going on at time ``now``, on the clock of ``changed_s``; None if nothing does.
-
-    Ranks that are not among ``ledgers`` are not known of, and nobody is blamed for them.
-    """
+    """Finds what keeps the ranks from going on at ``now``, on the clock of ``changed_s``; None if nothing does."""
     states = tuple(state_of(view, now) for view in sorted(ledgers, key=lambda view: view.rank))
     verdict = find_mismatch(ledgers)
     running = [view for view in ledgers if view.state == "running"]
@@ -148,8 +145,7 @@ def find_hang(ledgers: Sequence[LedgerView], now: float) -> HangVerdict:
 def _pending(views: Mapping[int, LedgerView]) -> dict[int, LedgerEntry]:
     """Returns the operation that each rank waits in.
 
-    Where none does, the first that it issued and another has not: on CUDA the host runs ahead, and stands wherever it
-    next needs a value.
+    Where none does, the first that it issued and another has not: on CUDA the host runs ahead of the device.
     """
     running = [view for view in views.values() if view.state == "running"]
     found = {view.rank: entry for view in running if (entry := view.waits_in) is not None}

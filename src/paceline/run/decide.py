@@ -176,8 +176,7 @@ def check_host(config: Config, ranks_of_host: int | None = None) -> None:
 def check_memory(config: Config, *, is_told: bool = True) -> None:
     """Tells of a run of this host that comes near the limit. Raises UsageError for one that cannot fit.
 
-    Device, ranks and strategy are decided. What is not known beforehand is not judged: a microbatch that ranks find,
-    virtual ranks, models of the user's own code. ``is_told``: of several ranks that look, one tells.
+    What is not known beforehand is not judged: a microbatch that ranks find, virtual ranks, models of the user's code.
     """
     verdict = _memory_verdict(config, needed(config))
     if verdict is not None and verdict.kind == "near" and is_told:
@@ -236,11 +235,7 @@ def _memory_verdict(config: Config, need: MemoryNeed | None) -> MemoryVerdict | 
 
 
 def rank_variables(config: Config, *, uses_nccl: bool) -> dict[str, str]:
-    """Returns what ranks on this host need in their environment.
-
-    Raises ConfigError for network interfaces that this host has not, and for what is exported with another value: the
-    config is what a run's folder keeps, and a run that obeyed something else could not be understood later.
-    """
+    """Returns the environment of ranks. Raises ConfigError for exported values that differ, and missing interfaces."""
     settings = {**exported_settings(os.environ), **config_settings(config.comm)}
     present = [name for _, name in socket.if_nameindex()]
     problems = check_exported(config, os.environ, uses_nccl=uses_nccl)

@@ -56,10 +56,7 @@ class RunFolder:
                 _pending(self.path, name).unlink(missing_ok=True)
 
     def is_gone(self) -> bool:
-        """Says whether somebody has removed the folder, moved it away, or put another one in its place.
-
-        A run that saves while the folder is removed may keep the folder there; then its lock is gone.
-        """
+        """Says whether the folder was removed, moved away or replaced; a save may keep it there without its lock."""
         try:
             is_same = os.path.samestat(self.path.stat(), os.fstat(self._folder))
             return not is_same or os.fstat(self._lock).st_nlink == 0
@@ -109,9 +106,8 @@ def claim_folder(
 ) -> RunFolder:
     """Makes a run's folder with its config and plan, and keeps others from it.
 
-    ``force`` replaces an older run, at the last moment; ``resume`` keeps it and everything in it. ``name`` is the one
-    that was asked for, where the folder has another. Raises RunFolderError
-    if the folder exists and neither was said, if a run is going on in it, or if it cannot be written.
+    ``force`` replaces an older run, at the last moment; ``resume`` keeps it. ``name`` is the one that was asked for,
+    where the folder has another. Raises RunFolderError if the folder may not be used or cannot be written.
     """
     check_folder(path, force=force, resume=resume)
     try:
@@ -150,10 +146,7 @@ def config_of(path: Path) -> Path:
 
 
 def read_plan(path: Path) -> Plan | None:
-    """Returns the plan that an attempt is to carry out; None where there is none that can be read.
-
-    Where hosts come and go, ranks make their plan themselves.
-    """
+    """Returns the plan that an attempt is to carry out; None: ranks make it, as where hosts come and go."""
     pending = _pending(path, _PLAN)
     try:
         return Plan.from_json(parse_json_object(read_regular(pending if pending.is_file() else path / _PLAN)))

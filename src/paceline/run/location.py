@@ -33,7 +33,7 @@ _SCHEDULERS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLocation:
-    """Where a run lives and where it starts from. ``is_continued``: from a checkpoint of its own.
+    """Where a run lives and starts from. ``is_continued``: from a checkpoint of its own.
 
     ``takes_number``: a folder that is taken meanwhile is left for the next number.
     """
@@ -121,10 +121,7 @@ def _ended_before_training(folder: Path) -> bool:
 def claim_run(
     location: RunLocation, config: Config, plan_json: str = "", *, force: bool = False
 ) -> tuple[RunFolder, RunLocation]:
-    """Claims the folder of a run, which another run may have taken since it was located: then the next number's.
-
-    Raises RunFolderError as ``claim_folder`` does.
-    """
+    """Claims the folder of a run, or the next number's where it was taken since. Raises RunFolderError."""
     from paceline.config import dump_yaml
 
     while True:
@@ -141,10 +138,9 @@ def claim_run(
 
 
 def find_start(config: Config, folder: Path, resume: str, tell: Callable[[str], None], own: Line | None = None) -> Path:
-    """Finds the checkpoint that ``resume`` names; ``auto``: the newest whole one of the run, and of its line ``own``.
+    """Finds the checkpoint that ``resume`` names; ``auto``: the newest whole one of the run's line ``own``; ``best``.
 
-    ``best``: the best one of the run by its metric. ``tell`` hears of newer ones that are not whole. Raises
-    CheckpointError where there is none.
+    ``tell`` hears of newer ones that are not whole. Raises CheckpointError where there is none.
     """
     from paceline.checkpoint import find_best, find_checkpoint
 
@@ -191,10 +187,7 @@ def _free_folder(config: Config) -> Path:
 
 
 def _resumed(config: Config, resume: str, *, force: bool) -> RunLocation:
-    """Returns the run of this name that ``resume`` continues, or a new one that starts from another's checkpoint.
-
-    Raises CheckpointError where no run of this name has one.
-    """
+    """Returns the run that ``resume`` continues, or a new one from another's checkpoint. Raises CheckpointError."""
     from paceline.checkpoint.storage import absolute_path
 
     first = run_folder(config)

@@ -152,10 +152,7 @@ def _rank_of(path: Path) -> int:
 
 
 def end_ranks(folder: Path, verdict: HangVerdict, processes: Mapping[int, int]) -> None:
-    """Makes a verdict the failure of ranks, and kills them.
-
-    They are stopped first: none is to fail in its own words because another one is gone.
-    """
+    """Makes a verdict the failure of ranks, and kills them; stopped first, none fails in its own words."""
     groups = set(processes.values()) - {os.getpid(), os.getpgrp()}
     _signal(groups, signal.SIGSTOP)
     _fail(folder, verdict, processes)

@@ -51,10 +51,7 @@ _EVERY_S = 1.0
 def clock_ahead(
     channel: SideChannel, host: str, hosts: Sequence[str], now: Callable[[], float] = time.time
 ) -> float | None:
-    """Returns how far this host's time of day is ahead of the first one's; None where they could not be compared.
-
-    One thread of every host calls it, at about the same time. Costs ``2 x rounds`` texts a host, one after the other.
-    """
+    """Returns how far this host's time is ahead of the first one's; None: unknown. ``2 x rounds`` texts a host."""
     first, *others = hosts
     best = (math.inf, 0.0)
     try:
@@ -77,10 +74,7 @@ def clock_ahead(
 
 @dataclass(slots=True)
 class LateHosts:
-    """Publishes the times of one host's ranks; on the host of rank 0, compares those of all hosts.
-
-    ``hosts`` begins with that of rank 0; ``take`` returns what the ledgers of this host's ranks hold.
-    """
+    """Publishes the times of one host's ranks, which ``take`` returns; the first host compares those of all."""
 
     channel: SideChannel
     host: str
@@ -138,10 +132,7 @@ def left_key(rank: int) -> str:
 
 @dataclass(slots=True, kw_only=True)
 class LeftRanks:
-    """What this rank knows of ranks on other hosts that have left.
-
-    ``hosts`` are the ranks of every host by its name, ``host`` is this one's. ``has_store``: rank 0 holds the store.
-    """
+    """What this rank knows of ranks on other hosts that have left; ``has_store``: rank 0 holds the store."""
 
     channel: SideChannel
     host: str
@@ -210,10 +201,7 @@ class LeftRanks:
 
 @dataclass(slots=True, kw_only=True)
 class PairedHosts:
-    """Compares the updates of the first rank of this host with those of the host before it.
-
-    ``hosts`` are the ranks of every host by its name; ``name_of`` returns the name of a counter.
-    """
+    """Compares the updates of the first rank of this host with those of the host before it."""
 
     channel: SideChannel
     host: str

@@ -216,10 +216,7 @@ class OwnLoop:
         atexit.register(self._leave)
 
     def close(self) -> None:
-        """Notes that the rank leaves as it should, and stops to follow it. Safe to call twice.
-
-        Raises CollectiveMismatchError where it has ended in another step than a rank that ended before.
-        """
+        """Stops following; safe to call twice. Raises CollectiveMismatchError where ranks end in other steps."""
         if not self._is_open or os.getpid() != self._pid:
             return
         self._is_open = False
@@ -321,10 +318,9 @@ class OwnLoop:
 
 
 class StepPairing:
-    """Compares with the other ranks, at updates that all of them note, whether they are in the same step.
+    """Compares at updates, with ranks of this host by their ledgers, whether all are in the same step.
 
-    Those of this host have noted theirs in their ledgers, which this process can read; for other hosts, see
-    ``other_hosts.py``. What another rank has not come to yet is compared later, or at the end of the loop.
+    What another rank has not come to yet is compared later. For other hosts, see ``other_hosts.py``.
     """
 
     def __init__(self, ledger: Ledger, watch: Watch) -> None:

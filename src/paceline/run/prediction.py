@@ -39,11 +39,9 @@ def machine_entry() -> Path | None:
 
 def entry_problem() -> str | None:
     """Returns the reason why the file that PACELINE_MACHINE names cannot be used; None if there is no such problem."""
-    entry = machine_entry()
-    if entry is None:
-        return None
     try:
-        load_cluster(str(entry))
+        if entry := machine_entry():
+            load_cluster(str(entry))
     except UsageError as error:
         return f"{_ENTRY} is of no use, and the run is not predicted: {str(error).splitlines()[0]}"
     return None
@@ -68,19 +66,15 @@ def predict_run(
 
 def is_worth_dry_run(config: Config) -> bool:
     """Says whether a dry run pays: for a run of processes that is not over at once."""
-    steps = config.train.steps
-    is_long = steps is None or steps >= _FEWEST_STEPS
-    return is_long and config.comm.backend != "virtual"
+    return (config.train.steps or _FEWEST_STEPS) >= _FEWEST_STEPS and config.comm.backend != "virtual"
 
 
 @dataclass(slots=True)
 class BackgroundPrediction:
     """A dry run in another process while the run goes on; a run that succeeds keeps it beside the earlier prediction.
 
-    With ``warm`` the dry run is forked from the process that ranks are, which has torch loaded. ``threads`` of a CPU
-    rank are the launcher's, where the config does not say; None: the cores are shared out. ``cores`` are those that the
-    ranks share, for a rank that keeps to its own; without them, this process's. ``patience_s`` is how long a run that
-    is done waits for it.
+    ``warm`` forks it, with torch loaded. ``threads`` and ``cores`` are as for ``predict_run``. ``patience_s`` is how
+    long a run that is done waits for it.
     """
 
     config: Config

@@ -51,10 +51,7 @@ def open_attempts(folder: Path, ranks: Iterable[int], *, since: float) -> list[i
 
 
 def end_records(folder: Path, ranks: Iterable[int], status: EndStatus, message: str, *, since: float) -> None:
-    """Writes the end of each attempt that began after ``since`` and has none. One pass over the files of ``ranks``.
-
-    A disk that takes no more is left alone: the failure at hand matters more.
-    """
+    """Ends the records of attempts that began after ``since`` and have no end; a full disk is left alone."""
     for path in (records_path(folder, rank) for rank in ranks):
         attempt = _open_attempt(path, since)
         if attempt is not None:
@@ -70,18 +67,12 @@ def end_record(status: EndStatus, step: int, seconds: float, message: str = "") 
 
 
 def note_clock(folder: Path, ranks: Sequence[int], ahead_s: float) -> bool:
-    """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it could.
-
-    Steps of several hosts can be laid beside one another by it.
-    """
+    """Adds how far the clock of these ranks' host is ahead of rank 0's to the records of the first; says if it can."""
     return append_event(folder, ranks[0], "clock", {"ahead_s": round(ahead_s, 6), "ranks": list(ranks)})
 
 
 def append_event(folder: Path, rank: int, name: str, detail: dict[str, Any]) -> bool:
-    """Adds an event to the records of a rank that is still writing them; says whether there were any.
-
-    One write at the end of the file, which is where the rank writes too: lines stay whole. A full disk is left alone.
-    """
+    """Adds an event to the records of a rank that still writes them, in one write; says whether there were any."""
     progress = read_progress(folder).get(rank)
     step = 0 if progress is None else progress.last_step
     event = EventRecord(name=name, step=step, detail=detail, time=time.time())

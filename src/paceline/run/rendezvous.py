@@ -6,6 +6,9 @@ rendezvous listens at all addresses, asks nobody who he is, and unpickles what i
 
 A round of hosts is one attempt at a run: an agent joins once. Where hosts come or go, its ranks end and the attempt is
 over. How it ended is told here, and the first account counts for all (``settle``).
+
+Before a rank is started, hosts compare versions, ranks, config and folders with the first one (``agree``). A host that
+differs refuses to take part, and names itself and the first; where the run needs it, the others learn why.
 """
 
 from __future__ import annotations
@@ -66,11 +69,7 @@ _TOLD = 4  # keys of the config that differ
 
 @contextlib.contextmanager
 def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts | None = None) -> Iterator[Rendezvous]:
-    """Has the launchers meet, in ``folder`` where there is but one.
-
-    Raises RendezvousConnectionError where the server cannot be reached, UsageError where this host's ``facts`` are not
-    those of the first one.
-    """
+    """Has the launchers meet, in ``folder`` where there is but one. Raises UsageError where hosts do not agree."""
     with contextlib.ExitStack() as stack:
         if nodes is None:
             address, secret_file = stack.enter_context(private_server(folder))
@@ -95,14 +94,13 @@ def rendezvous(folder: Path, run_id: str, nodes: Nodes | None, facts: HostFacts 
         yield made
 
 
-def made_before(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Returns the rendezvous that the agent's configuration carries."""
+def _made_before(parameters: RendezvousParameters) -> RendezvousHandler:
     made: Rendezvous = parameters.config["made"]
     made.has_joined = False  # a new agent's
     return made
 
 
-rendezvous_handler_registry.register(BACKEND, made_before)
+rendezvous_handler_registry.register(BACKEND, _made_before)
 
 
 class HostsChangedError(Exception):
@@ -118,7 +116,7 @@ class Rendezvous(RendezvousHandler):
         self._run_id = run_id
         self._name = attends_as or "alone"
         self._round = 0
-        self._seen = (0, 0, 0)  # a round, how many hosts waited then, and how many were gone from it
+        self._seen: tuple[int, ...] = (0, 0, 0)  # a round, how many hosts waited then, and how many were gone from it
         self._problem: Exception | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._attend, name="attendance", daemon=True) if attends_as else None
@@ -153,10 +151,7 @@ class Rendezvous(RendezvousHandler):
             raise
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Joins the next round, once for each agent: HostsChangedError ends an agent that would join another.
-
-        Raises UsageError where a host has refused what was asked for.
-        """
+        """Joins the next round, once for each agent: HostsChangedError ends one that would join another."""
         if self.has_joined:
             raise HostsChangedError
         with self._told_if_long(f"for other hosts: at least {self.hosts.least} are needed"):
@@ -220,7 +215,7 @@ class Rendezvous(RendezvousHandler):
         """Ends the run on all hosts, and keeps the server until they have read why, or for some seconds."""
         with contextlib.suppress(CommunicationError, TimeoutError):  # then another host has told it
             if refusal:
-                refuse(self._store, refusal)
+                self._store.set(_REFUSED, refusal)
         self.set_closed()
         deadline = time.monotonic() + _READ_S
         while len(self.hosts.present) > 1 and time.monotonic() < deadline:
@@ -262,8 +257,7 @@ class Rendezvous(RendezvousHandler):
         """Tells the server that this launcher lives, and learns how many hosts wait to be taken in."""
         while not self._is_over.wait(_BEAT_S):
             try:
-                seen_in, num_waiting, num_gone = self._beats.ask("attend", self._name)
-                self._seen = (seen_in, num_waiting, num_gone)
+                self._seen = tuple(self._beats.ask("attend", self._name))
             except (CommunicationError, TimeoutError) as error:
                 self._problem = error
                 return
@@ -330,13 +324,8 @@ def agree(store: Any, facts: HostFacts, *, may_go_without: bool) -> None:
     if problems:
         refusal = "\n".join(problems)
         if not may_go_without:
-            refuse(store, refusal)
+            store.set(_REFUSED, refusal)
         raise UsageError(refusal)
-
-
-def refuse(store: Any, why: str) -> None:
-    """Tells all hosts why the run cannot go on."""
-    store.set(_REFUSED, why)
 
 
 def refusal_of(store: Any) -> str:

@@ -52,10 +52,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunResult(Shown):
-    """A finished run: its folder, its config as decided, and what its records say.
-
-    ``choice`` is how an open strategy was chosen. ``has_trained`` is False where the checkpoint was the last step's.
-    """
+    """A finished run. ``choice``: how an open strategy was chosen; ``has_trained``: after its checkpoint."""
 
     folder: Path
     config: Config
@@ -82,10 +79,7 @@ class RunResult(Shown):
 
 @contextlib.contextmanager
 def explain_end(claimed: RunFolder) -> Iterator[None]:
-    """Forgets a run that was refused; adds to the error of one that failed how to continue it.
-
-    A run whose folder is removed is ended, and told as that.
-    """
+    """Forgets a run that was refused, says how to continue one that failed, and ends one whose folder is removed."""
     try:
         with _ending_without(claimed):
             yield

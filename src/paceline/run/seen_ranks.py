@@ -151,10 +151,7 @@ class SeenRanks:
         return found
 
     def rank_looks(self, views: list[LedgerView] | None = None) -> list[RankLook]:
-        """Returns what is needed to compare ranks; none before all have been seen, or once one is done.
-
-        Without ``views``, with all operations that their ledgers keep.
-        """
+        """Returns what is needed to compare ranks; none before all have been seen, or once one is done."""
         if len(self._ranks) < len(self._numbers) or any(rank.pulse.is_finished for rank in self._ranks.values()):
             return []
         found = views or [rank.reader.view(last=NUM_RECORDS) for rank in self._ranks.values()]
@@ -226,10 +223,7 @@ class SeenRanks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessState:
-    """What a process does. ``halted`` says what stopped it from outside; empty: nothing did.
-
-    ``is_blocked``: the kernel waits on its behalf. ``page_faults`` counts pages that were read from a disk, so far.
-    """
+    """What a process does: what ``halted`` it from outside, if anything; pages read from a disk, so far."""
 
     halted: str = ""
     is_blocked: bool = False
@@ -324,10 +318,7 @@ def dump_stacks_into(path: Path) -> None:
 
 
 def ask_for_stacks(asked: Iterable[tuple[int, Path]], *, patience_s: float = 2.0) -> dict[int, str]:
-    """Asks processes for their stacks and returns what each wrote, by process; those that write nothing are left out.
-
-    Costs the time until the last has written, and a little to see that no more comes; at most ``patience_s``.
-    """
+    """Asks processes for their stacks and returns what each wrote within ``patience_s``, by process."""
     waiting: dict[int, tuple[Path, int]] = {}
     for pid, path in asked:
         before = _size(path)

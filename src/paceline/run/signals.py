@@ -119,10 +119,7 @@ def signals_ignored() -> Iterator[None]:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Starts a thread; a signal that comes meanwhile is handled as soon as the thread runs.
-
-    An exception of a handler inside of ``Thread.start`` would leave half a thread behind, which prints a traceback.
-    """
+    """Starts a thread; signals wait until it runs, as an exception inside of ``Thread.start`` leaves half a thread."""
     if threading.current_thread() is not threading.main_thread():  # the only one that handles signals
         thread.start()
         return
@@ -138,10 +135,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 @contextlib.contextmanager
 def polling(look: Callable[[], bool], *, every_s: float, name: str, patience_s: float | None = None) -> Iterator[None]:
-    """Calls ``look`` in a thread every ``every_s`` seconds, until it returns True or the block is left.
-
-    A call that is under way then is waited for, at most ``patience_s`` seconds; None: until it is done.
-    """
+    """Calls ``look`` in a thread until it returns True or the block is left; waits ``patience_s`` for its last call."""
     is_left = threading.Event()
 
     def follow() -> None:

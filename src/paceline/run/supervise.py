@@ -190,8 +190,7 @@ class LocalRanks:
 def launching(folder: Path, asked: LocalRanks) -> Iterator[Launcher]:
     """Yields what starts this host's ranks, once it has met the launchers of other hosts, if there are any.
 
-    Raises RunStoppedError or RunPreemptedError when a signal ends the block. However it ends, the records get an end,
-    and no rank is left.
+    Raises RunStoppedError or RunPreemptedError when a signal ends the block. No rank is left, and records get an end.
     """
     made = Launcher(folder, asked)
     try:  # a signal may come as soon as there are handlers for it, and as long
@@ -260,8 +259,7 @@ class Launcher:
     def settle(self, ended: FailedAttempt | None) -> tuple[list[FailedAttempt], bool, bool]:
         """Agrees with other hosts on how the attempt ended; None: hosts came or went.
 
-        Returns all attempts that have failed, whether this one has, and whether the account is this launcher's. Raises
-        RunFailedError or LaunchError where the launcher at which hosts meet is gone.
+        Returns all attempts that have failed, whether this one has, and whether the account is this launcher's.
         """
         if self.signals:  # and not all ranks have saved: whoever asked for room gets it
             _stop(self.signals[0])
@@ -277,10 +275,7 @@ class Launcher:
         return failed, told[-1] != CHANGED, told[-1] == own
 
     def end_by(self, number: signal.Signals) -> LaunchError:
-        """Ends the records of ranks that a signal has ended, and returns what is said of it.
-
-        Where it asks for room, nothing is lost if ranks, perhaps of other hosts, have saved, or none had trained.
-        """
+        """Ends the records of ranks that a signal has ended, and returns what is said of it."""
         is_saved = notes.was_preempted(self.folder, since=self._started)
         if number in PREEMPTING and (is_saved or not notes.has_trained(self.folder, since=self._started)):
             self._end_records("stopped", "preempted")

@@ -28,6 +28,7 @@ from paceline.run.decide import Decision, decide_run, rank_variables, show_decis
 from paceline.run.folder import RunFolder
 from paceline.run.location import RunLocation, claim_run, locate_run
 from paceline.run.logs import log, rank_logs, say
+from paceline.run.observe import sampling, tracking
 from paceline.run.prediction import BackgroundPrediction, predict_run
 from paceline.run.processes import (
     end_with_parent,
@@ -119,8 +120,6 @@ def _run_rank(
 @contextlib.contextmanager
 def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
     """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
-    from paceline.run.observe import sampling, tracking
-
     local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), node_ranks(config) or comm.size
     here = range(comm.rank, comm.rank + local_ranks)
 
@@ -138,10 +137,7 @@ def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[Non
 def _claim_together(
     comm: Communicator, location: RunLocation, decision: Decision, cores: Sequence[int], *, force: bool
 ) -> tuple[RunFolder | None, RunLocation, AbstractContextManager[None]]:
-    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked, and where.
-
-    ``cores`` are those that the ranks of this host share.
-    """
+    """Claims the run's folder on rank 0, which also predicts the run; all ranks learn whether it worked, and where."""
     claimed: RunFolder | None = None
     prediction: AbstractContextManager[None] = contextlib.nullcontext()
 
@@ -151,14 +147,12 @@ def _claim_together(
         prediction = _predict(decision.config, claimed, cores)
         return found
 
-    return claimed, ask_first_rank(comm, claim), prediction
+    settled = ask_first_rank(comm, claim)
+    return claimed, settled, prediction
 
 
 def _predict(config: Config, claimed: RunFolder, cores: Sequence[int]) -> AbstractContextManager[None]:
-    """Writes down what is expected of a run whose threads are its launcher's, where the config does not say.
-
-    Returns the dry run that goes on beside it, on one host: of several, this one does not know the network between.
-    """
+    """Writes down what is expected of a run; returns the dry run beside it, of one host: networks are not known."""
     threads, here = config.parallel.threads or torch.get_num_threads(), node_ranks(config)
     expected = predict_run(config, threads=threads, node_ranks=here, cores=cores)
     if expected is not None:

@@ -120,11 +120,7 @@ def warm_ranks_of(config: Config, ranks: int | None = None) -> AbstractContextMa
 def warm_ranks(
     modules: Sequence[str], *, is_wanted: bool = True, threads: int | None = None
 ) -> Iterator[WarmRanks | None]:
-    """Starts a server that loads ``modules``, and ends it with its ranks; None where processes cannot be forked so.
-
-    ``threads`` are those that each rank will compute with; None: not known yet. macOS forbids what its frameworks do in
-    a forked process.
-    """
+    """Starts a server that loads ``modules``, and ends it with its ranks; None where processes cannot be forked so."""
     with contextlib.ExitStack() as stack:
         address = stack.enter_context(scratch_folder()) / "ranks"
         if not is_wanted or sys.platform != "linux" or len(os.fsencode(address)) > _LONGEST_ADDRESS:
@@ -134,10 +130,7 @@ def warm_ranks(
 
 
 def rank_threads(config: Config, ranks: int | None = None) -> int | None:
-    """Returns how many threads a rank of this host will compute with, before torch is there to tell of GPUs.
-
-    ``ranks`` are those of this host, where they are given. None: the ranks will have GPUs.
-    """
+    """Returns how many threads a rank of this host will compute with; None: ranks will have GPUs."""
     parallel = config.parallel
     if parallel.threads is not None or parallel.device == "cuda":
         return parallel.threads

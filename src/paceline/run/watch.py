@@ -64,10 +64,7 @@ _NO_LIMIT = HangLimits(step_s=0.0, setup_s=0.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchPolicy:
-    """How long ranks may stand still; see ``HangLimits``. ``every_s`` is how often they are looked at.
-
-    ``compare_s`` is how often the times of ranks are compared, and ``late`` says when one is told to be late.
-    """
+    """How long ranks may stand still, how often they are looked at and compared, and when one is told to be late."""
 
     limits: HangLimits
     every_s: float = 0.2
@@ -95,10 +92,7 @@ def keep_ledger(comm: Communicator, folder: Path) -> LedgerCommunicator:
 def watch_itself(
     comm: Communicator, folder: Path, policy: WatchPolicy | None, *, host: str | None = None
 ) -> LedgerCommunicator:
-    """Lets ranks keep a ledger and watch themselves, in a thread of each; all ranks call it.
-
-    Without a policy they only keep the ledger. ``host`` is this host's name.
-    """
+    """Lets ranks keep a ledger and, with a policy, watch themselves, in a thread of each; all ranks call it."""
     comm = keep_ledger(comm, folder)
     if policy is not None and comm.size > 1:
         start_watch(comm, folder, policy, host=host)
@@ -108,10 +102,7 @@ def watch_itself(
 def start_watch(
     comm: LedgerCommunicator, folder: Path, policy: WatchPolicy, *, host: str | None = None, told: Path | None = None
 ) -> Watch:
-    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it.
-
-    The verdict goes into the folder ``told``, if that is another one.
-    """
+    """Starts the thread of a rank that watches those of its host, with ledgers in ``folder``; all ranks call it."""
     own = host or host_name()
     hosts: dict[str, list[int]] = {}
     for rank, name in zip(comm.ranks, gather_objects(comm, own), strict=True):

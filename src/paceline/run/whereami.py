@@ -362,10 +362,7 @@ def _port_for(job: str) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
-    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU; see [Note: hosts].
-
-    ``named_by`` is the option or the variable that named the host where they meet.
-    """
+    """How many hosts take part, where they meet, and the ranks of this one; None: one per GPU. See [Note: hosts]."""
 
     least: int
     most: int

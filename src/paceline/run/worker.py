@@ -167,10 +167,7 @@ def process_age(process: int) -> float:
 
 @dataclass(slots=True)
 class RankRunner:
-    """Runs one rank through one attempt at a run, from its set-up to its last record or its failure.
-
-    Virtual ranks, which live in one process, share the ``request`` of its signals.
-    """
+    """Runs one rank through one attempt at a run. Virtual ranks share the ``request`` of their process's signals."""
 
     folder: Path
     rank: int
