@@ -103,14 +103,8 @@ def prepare_run(
         changes.append(f"recovery.max_restarts={num_faults}")
     changed = [*overrides, *changes]
     final = load_config(path, changed)
-    return FaultyRun(
-        path=path,
-        overrides=tuple(changed),
-        config=final,
-        ranks=final.parallel.ranks if isinstance(final.parallel.ranks, int) else ranks,
-        environment=environment,
-        say=say,
-    )
+    known = final.parallel.ranks if isinstance(final.parallel.ranks, int) else ranks
+    return FaultyRun(path=path, overrides=tuple(changed), config=final, ranks=known, environment=environment, say=say)
 
 
 def plan_faults(run: FaultyRun, text: str | None, *, num_random: int, seed: int) -> list[Fault]:

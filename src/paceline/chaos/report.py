@@ -1,7 +1,13 @@
-"""What a run with faults cost, and how often it should be saved.
+"""What became of each fault, what a run with faults cost, and how often it should be saved: pure functions.
 
-    goodput     seconds of the steps that the result is made of / seconds from the first start to the end
-    interval    W = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C        Daly 2006; the root alone is Young's
+fault at t ---- the ranks stop ---- the next attempt begins ---- first new step at t'
+
+    work lost        steps that had been trained at t, less the step that the next attempt began with
+    time to recover  t' - t
+    how              went on (the same attempt), went back (it loaded a checkpoint itself), restarted (another attempt
+                     of the same command), stopped (the command ended, and was run again as a scheduler would)
+    goodput          seconds of the steps that the result is made of / seconds from the first start to the end
+    interval         W = sqrt(2 C M) (1 + sqrt(C / 2M) / 3 + C / 18M) - C     Daly 2006; the root alone is Young's
 
 C is what a checkpoint costs the training (its stall), M the mean time between failures. A save in the background takes
 longer than it stalls: the interval is never shorter than that.
@@ -83,32 +89,22 @@ class Report:
         return self.code == 0 and handled and same and not self.samples.startswith("wrong")
 
     def to_json(self) -> dict[str, Any]:
+        whole, same = asdict(self), self.comparison
         faults = [
-            {
-                **asdict(each),
-                "fault": str(each.fault),
-                "kind": each.fault.kind,
-                "rank": each.fault.rank,
-                "step": each.fault.step,
-                "handled": each.is_right,
-            }
+            asdict(each)
+            | {name: getattr(each.fault, name) for name in ("kind", "rank", "step")}
+            | {"fault": str(each.fault), "handled": each.is_right}
             for each in self.handlings
         ]
-        same = self.comparison
-        return {
-            "name": self.name,
-            "ranks": self.ranks,
+        return {name: whole[name] for name in ("name", "ranks", "steps", "interval", "samples")} | {
             "handled": self.is_good,
             "exit_code": self.code,
-            "steps": self.steps,
             "lost_steps": sum(each.lost_steps for each in self.handlings),
             "lost_samples": sum(each.lost_samples for each in self.handlings),
             "wall_s": round(self.wall_s, 3),
             "goodput": round(self.goodput, 4),
             "faults": faults,
-            "checkpoint": None if self.save is None else asdict(self.save),
-            "interval": None if self.interval is None else asdict(self.interval),
-            "samples": self.samples,
+            "checkpoint": whole["save"],
             "told": list(self.told),
             "undisturbed": None if same is None else {**asdict(same), "is_same": same.is_same},
         }
@@ -146,9 +142,8 @@ def make_report(
         save = SaveCost(number=len(saves), stall_s=median(stall), total_s=median(total))
     num_failures = sum(each.how in ("restarted", "stopped") for each in handlings)
     observed = mtbf_s or (wall / num_failures if num_failures else None)
-    totals = add_up(steps.values())
+    totals, last = add_up(steps.values()), max(steps, default=0)
     step_s = totals.step_s
-    last = max(steps, default=0)
     # Steps whose records a killed rank had not written count as the median one.
     useful = totals.total_s + step_s * (last - len(steps))
     interval = None
@@ -202,14 +197,10 @@ def report_lines(report: Report) -> list[str]:
     lines = table_lines(rows)
     lines += ["", f"{report.steps} steps in {format_seconds(report.wall_s)}; goodput {100 * report.goodput:.1f} %"]
     lines += [f"{each.fault}: {each.verdict}" for each in report.handlings if each.verdict]
-    if report.save is not None:
-        cost = report.save
-        lines.append(
-            f"a checkpoint stalls training for {format_seconds(cost.stall_s)} and takes {format_seconds(cost.total_s)} "
-            f"({cost.number} saves)"
-        )
-    if report.interval is not None:
-        found = report.interval
+    if cost := report.save:
+        stall, total = format_seconds(cost.stall_s), format_seconds(cost.total_s)
+        lines.append(f"a checkpoint stalls training for {stall} and takes {total} ({cost.number} saves)")
+    if found := report.interval:
         source = "as in this run" if found.is_observed else "as given"
         lines.append(
             f"with a failure every {format_seconds(found.mtbf_s)} ({source}): save every {found.steps} steps, "
@@ -312,20 +303,14 @@ def handle(
     # While saving or evaluating, the step itself has been trained too.
     is_after = fault.phase in ("evaluation", "checkpoint") or fault.kind in WHILE_SAVING
     is_same_command = any(each.start <= at.time and passed.time <= each.end for each in commands)
-    return replace(
-        found,
-        how="restarted" if is_same_command else "stopped",
-        lost_steps=max(0, at.step - (not is_after) - began.step),
-        lost_samples=max(0, at.position - began.position),
-        verdict=_verdict(commands, at.time),
-    )
+    how: How = "restarted" if is_same_command else "stopped"
+    lost_steps = max(0, at.step - (not is_after) - began.step)
+    lost_samples, why = max(0, at.position - began.position), _verdict(commands, at.time)
+    return replace(found, how=how, lost_steps=lost_steps, lost_samples=lost_samples, verdict=why)
 
 
 def _passed(fault: Fault, noted: Sequence[Passed], expected: tuple[How, ...]) -> Passed | None:
-    """Returns where the run was past a fault.
-
-    A signal and a bad loss are obeyed a step or two later: where they are to end the attempt, a later one counts.
-    """
+    """Returns where the run was past a fault; a signal or a bad loss is obeyed a step or two later."""
     own = [each for each in noted if each.number == fault.number]
     later = [each for each in own if each.is_later]
     if later and (fault.kind == "preempt" or fault.kind in ON_LOSS) and expected in (("restarted",), ("stopped",)):
@@ -342,13 +327,9 @@ def _handled_inside(found: Handling, at: Fired, attempts: Sequence[RankAttempt])
         found = replace(found, expected=(*found.expected, "went on"))  # ranks ask one another some times a second
     if back is None or found.fault.kind not in ON_LOSS:
         return replace(found, how="went on")
-    return replace(
-        found,
-        how="went back",
-        lost_steps=int(back.detail.get("from_step", back.step)) - back.step,
-        lost_samples=int(back.detail.get("skipped_samples", 0)),
-        verdict=str(back.detail.get("reason", "")),
-    )
+    lost_steps = int(back.detail.get("from_step", back.step)) - back.step
+    lost_samples, why = int(back.detail.get("skipped_samples", 0)), str(back.detail.get("reason", ""))
+    return replace(found, how="went back", lost_steps=lost_steps, lost_samples=lost_samples, verdict=why)
 
 
 def straggler_verdict(handling: Handling, by_rank: Sequence[Sequence[RankAttempt]]) -> str:

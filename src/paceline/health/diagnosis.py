@@ -98,8 +98,8 @@ class FailedAttempt:
 
     @classmethod
     def of(cls, diagnosis: Diagnosis, progress: Mapping[int, TrainedSteps], *, can_halve: bool = True) -> Self:
-        """Returns the attempt that ended so; ``progress`` says how far each rank had come."""
-        failure = diagnosis.cause
+        """Returns the attempt that ended so. Its message leaves out what differs every time: where, for how long."""
+        failure, first = diagnosis.cause, str(diagnosis.cause).splitlines()[0]
         rank = failure.rank if failure.blamed is None else failure.blamed
         steps = [each.last_step for number, each in progress.items() if number == rank or rank not in progress]
         return cls(
@@ -107,14 +107,13 @@ class FailedAttempt:
             kind=failure.kind,
             rank=rank,
             step=max(steps, default=0),
-            message=_headline(failure),
+            message=_DURATION.sub("", first) if failure.kind == "hang" else first.partition(" in phase ")[0],
             can_halve=can_halve,
             diagnosis=diagnosis,
         )
 
     @property
     def last_step(self) -> int:
-        """The last step that was trained."""
         return max(self.first_step, self.step)
 
     @property
@@ -181,18 +180,10 @@ def after_failure(
         reason = f"not started again: recovery.max_restarts = {policy.max_restarts} is reached"
         return Stop(reason=reason, gives_up=True)
     best = max(attempt.last_step for attempt in failed)
-    stalled = (
-        number - 1 - [attempt.last_step for attempt in failed].index(best)
-    )  # attempts since the one that came so far
+    stalled = number - 1 - [attempt.last_step for attempt in failed].index(best)  # attempts since that one
     if stalled > policy.max_stalled_restarts:
         times = "the last restart" if stalled == 1 else f"each of the last {stalled} restarts"
         return Stop(reason=f"not started again: {times} came no further than step {best}", gives_up=True)
     if halves and not last.can_halve:
         return Stop(reason="not started again: the microbatch cannot be halved")
     return Restart(number=number, halves_microbatch=halves)
-
-
-def _headline(failure: Failure) -> str:
-    """Returns the first line of a failure, without what differs every time: where in a step, and for how long."""
-    first = str(failure).splitlines()[0]
-    return _DURATION.sub("", first) if failure.kind == "hang" else first.partition(" in phase ")[0]

@@ -41,19 +41,7 @@ FailureKind = Literal[
 ]
 
 # Errors of the program and not of its surroundings: they come again.
-MISTAKES: Final = frozenset(
-    {
-        "AssertionError",
-        "AttributeError",
-        "ImportError",
-        "ModuleNotFoundError",
-        "NameError",
-        "NotImplementedError",
-        "SyntaxError",
-        "TypeError",
-        "UnboundLocalError",
-    }
-)
+_MISTAKES = (AssertionError, AttributeError, ImportError, NameError, NotImplementedError, SyntaxError, TypeError)
 _PACKAGE = str(Path(__file__).parents[1])
 _STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 _LAST_FRAMES = 5
@@ -73,9 +61,8 @@ _DISK = {
     errno.EFBIG: "files may not grow that large here (see ulimit -f)",
     errno.EROFS: "the disk is read-only: set monitor.folder=... elsewhere",
 }
-_NO_FILES = dict.fromkeys(
-    (errno.EMFILE, errno.ENFILE), "no more files can be opened: some are left open (see ulimit -n)"
-)
+_TOO_MANY = "no more files can be opened: some are left open (see ulimit -n)"
+_NO_FILES = {errno.EMFILE: _TOO_MANY, errno.ENFILE: _TOO_MANY}
 _FORBIDDEN = dict.fromkeys((errno.EACCES, errno.EPERM), "the permission to write there is gone: give it back")
 
 
@@ -211,7 +198,6 @@ def _has_user_code(error: BaseException) -> bool:
 
 
 def _trim(summary: traceback.TracebackException) -> None:
-    """Cuts the frames before the user's code from an error, and from those that it came from."""
     frames = list(summary.stack)
     first = next((place for place, frame in enumerate(frames) if _is_users(frame.filename)), -_LAST_FRAMES)
     summary.stack = traceback.StackSummary.from_list(frames[first:])
@@ -233,15 +219,14 @@ def _kind(error: BaseException) -> FailureKind:
     causes = [error]
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
-    names = {type(each).__name__ for each in causes}
-    if "OutOfMemoryError" in names or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
+    is_torchs = any(type(each).__name__ == "OutOfMemoryError" for each in causes)  # torch is not imported here
+    if is_torchs or any(isinstance(each, MemoryExhaustedError | MemoryError) for each in causes):
         return "out_of_memory"
-    is_permanent = isinstance(error, BadSampleError) or names & MISTAKES
+    is_permanent = isinstance(error, BadSampleError) or any(isinstance(each, _MISTAKES) for each in causes)
     return "mistake" if is_permanent else "error"
 
 
-def _is_lost(error: BaseException) -> bool:
-    """Says whether a connection broke: to a rank that is gone. The user's code may have used torch.distributed too."""
+def _is_lost(error: BaseException) -> bool:  # by the user's code too, which may use torch.distributed
     return any(map(is_connection_lost, _chain(error)))
 
 
@@ -254,7 +239,6 @@ def _error_number(error: BaseException) -> int | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an error and those that it came from."""
     current: BaseException | None = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:
