@@ -23,12 +23,11 @@ from paceline.config import Config, load_config
 from paceline.errors import CheckpointError, LaunchError
 from paceline.health.failure import Failure
 from paceline.records.records import EventRecord, to_line
-from paceline.run import under_launcher
+from paceline.run import processes, under_launcher
 from paceline.run.decide import decide_run
 from paceline.run.folder import RunFolder, adopt_config, claim_folder
-from paceline.run.location import RunLocation, claim_run, find_start, locate_run
+from paceline.run.location import RunLocation, claim_run, find_start, locate_run, read_result
 from paceline.run.observe import live_progress
-from paceline.run.result import read_result
 
 RUN = replace(records.RUN, world_size=1, device="x", backend="gloo", total_steps=4, time=4e9)
 STEP = replace(records.STEP, step=4, samples_per_s=0.5, time=4e9)
@@ -276,7 +275,7 @@ def leave(
         codes.append(code)
         raise LeftError
 
-    monkeypatch.setattr(under_launcher, "leave_process", stay)
+    monkeypatch.setattr(processes, "leave_process", stay)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(project / "error.json"))
 
     def call(failure: Failure, claimed: RunFolder | None = None) -> SimpleNamespace:

@@ -20,7 +20,7 @@ from paceline.config.schema import ScheduleConfig
 from paceline.config.train_checks import short_run
 from paceline.errors import LaunchError, UsageError
 from paceline.records.records import StepRecord, read_records
-from paceline.run.result import RunOptions
+from paceline.run.location import RunOptions
 from paceline.run.train import train
 
 STEPS = 100

@@ -39,7 +39,6 @@ from paceline.records.sinks import JsonlSink, Sink, StepChoice, TensorBoardSink
 from paceline.records.trackers import TrackedRun, open_tracker
 from paceline.run.logs import log, run_log, tell
 from paceline.run.notes import noted_processes
-from paceline.run.result import RunOptions
 from paceline.run.signals import polling, start_thread
 
 if TYPE_CHECKING:
@@ -55,13 +54,13 @@ _STEP = re.compile(rb'\{"type":"step","schema":\d+,"step":(\d+),.*?"time":([\d.e
 
 
 @contextlib.contextmanager
-def observing(folder: Path, config: Config, options: RunOptions) -> Iterator[None]:
+def observing(folder: Path, config: Config, *, is_quiet: bool = False, is_verbose: bool = False) -> Iterator[None]:
     """Observes a run that this process started: writes its log, shows progress, samples the host, feeds trackers."""
-    is_shown = config.monitor.console and not options.is_quiet
-    shows_log = is_shown and options.is_verbose
+    is_shown = config.monitor.console and not is_quiet
+    shows_log = is_shown and is_verbose
     with (
         run_log(folder, is_shown=shows_log),
-        live_progress(folder, is_shown=is_shown and not options.is_verbose),  # its lines are in the log
+        live_progress(folder, is_shown=is_shown and not is_verbose),  # its lines are in the log
         tracking(folder, config, log if shows_log else tell),
         observing_host(folder, config),
     ):

@@ -32,9 +32,8 @@ from paceline.records.records import (
     to_line,
 )
 from paceline.records.sinks import JsonlSink
-from paceline.run.decide import variables_in_effect
+from paceline.run.decide import machine_entry, variables_in_effect
 from paceline.run.notes import read_progress
-from paceline.run.prediction import machine_entry
 
 if TYPE_CHECKING:
     from paceline.comm.base import Communicator

@@ -8,9 +8,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,13 +20,24 @@ from typing import TYPE_CHECKING
 from paceline.cluster.detect import ask_ahead
 from paceline.comm.control.wire import SECRET, SECRET_FILE, write_secret
 from paceline.config import Config, load_config_with_sources
-from paceline.errors import RunFolderError, UsageError
-from paceline.run.folder import is_in_use
-from paceline.run.location import RunLocation, claim_run, locate_run, run_folder, runs_of
+from paceline.errors import LaunchError, PacelineError, RunFolderError, UsageError
+from paceline.run.folder import RunFolder, is_in_use
+from paceline.run.location import (
+    RunLocation,
+    RunOptions,
+    RunResult,
+    claim_run,
+    how_to_continue,
+    locate_run,
+    read_result,
+    run_folder,
+    runs_of,
+)
 from paceline.run.logs import run_log, say
+from paceline.run.notes import RunStoppedError, noted_processes
 from paceline.run.observe import observing, observing_host
-from paceline.run.processes import uses_nccl
-from paceline.run.result import RunOptions, RunResult, clearing_saves, explain_end, read_result
+from paceline.run.processes import end_groups, uses_nccl
+from paceline.run.signals import polling
 from paceline.run.warm import WarmRanks, warm_ranks_of
 from paceline.run.whereami import Nodes, Surroundings, recognise
 
@@ -32,6 +45,7 @@ if TYPE_CHECKING:
     from paceline.run.decide import Decision
 
 _SECRET = ".secret"  # in the run's folder, which all hosts see
+_LOOK_S = 1.0  # at whether the folder is still there
 
 
 def train(
@@ -95,8 +109,7 @@ def _hosts_around(asked: Config, around: Surroundings) -> Nodes:
 
 def run_decided(decision: Decision, location: RunLocation, options: RunOptions, warm: WarmRanks | None) -> RunResult:
     """Carries out the plan of a run on this machine, and returns what came of it."""
-    from paceline.run.decide import rank_variables, show_decisions
-    from paceline.run.prediction import BackgroundPrediction, predict_run
+    from paceline.run.decide import BackgroundPrediction, predict_run, rank_variables, show_decisions
     from paceline.run.supervise import LocalRanks, launching, supervise
     from paceline.run.watch import watch_policy
 
@@ -120,7 +133,7 @@ def run_decided(decision: Decision, location: RunLocation, options: RunOptions, 
             claimed.write_prediction(expected.to_text())
         with (
             explain_end(claimed),
-            observing(folder, config, options),
+            observing(folder, config, is_quiet=options.is_quiet, is_verbose=options.is_verbose),
             BackgroundPrediction(config, folder, expected, warm),
             clearing_saves(folder),
             launching(folder, asked) as launcher,
@@ -145,6 +158,7 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResu
     if running is None:
         location = locate_run(asked, force=options.force, resume=options.resume, may_begin=True)
     folder, hosts = location.folder, range(nodes.least, nodes.most + 1)
+    is_quiet, is_verbose = options.is_quiet, options.is_verbose
     with warm_ranks_of(asked, nodes.ranks) as warm:
         from paceline.run.decide import decide_run
 
@@ -160,7 +174,7 @@ def _train_on_hosts(asked: Config, options: RunOptions, nodes: Nodes) -> RunResu
                 with claimed:
                     if not _given_secret():
                         write_secret(folder / _SECRET)
-                    with explain_end(claimed), observing(folder, settled, options):
+                    with explain_end(claimed), observing(folder, settled, is_quiet=is_quiet, is_verbose=is_verbose):
                         _run_host(settled, folder, nodes, warm, asked)
                     return read_result(folder, settled)
         say(f"joining the run in {folder} with {settled.parallel.decided_ranks // nodes.most} ranks")
@@ -194,3 +208,68 @@ def _run_host(config: Config, folder: Path, nodes: Nodes, warm: WarmRanks | None
 def _given_secret() -> bool:
     """Says whether the environment has the job's secret; else the first launcher leaves one in the run's folder."""
     return bool({SECRET, SECRET_FILE} & os.environ.keys())
+
+
+@contextlib.contextmanager
+def explain_end(claimed: RunFolder) -> Iterator[None]:
+    """Forgets a run that was refused, says how to continue one that failed, and ends one whose folder is removed."""
+    try:
+        with _ending_without(claimed):
+            yield
+    except RunStoppedError as error:
+        error.args = ("; ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)  # one line
+        raise
+    except (PacelineError, OSError) as error:
+        if claimed.is_gone():
+            raise _gone(claimed.path) from error
+        if isinstance(error, UsageError):
+            claimed.discard()
+        elif isinstance(error, LaunchError):
+            error.args = ("\n  ".join(filter(None, [str(error), how_to_continue(claimed.path)])),)
+        raise
+    if claimed.is_gone():
+        raise _gone(claimed.path)
+
+
+@contextlib.contextmanager
+def clearing_saves(folder: Path) -> Iterator[None]:
+    """Removes what ranks have left of a save where a run fails or is ended; they are ranks of this host alone."""
+    try:
+        yield
+    except LaunchError:
+        from paceline.checkpoint.find import places_of
+        from paceline.checkpoint.retention import clear_leftovers
+        from paceline.checkpoint.storage import is_remote
+
+        for place in places_of(folder):
+            if not is_remote(place):
+                with contextlib.suppress(OSError):  # the next start removes it
+                    clear_leftovers(place)
+        raise
+
+
+@contextlib.contextmanager
+def _ending_without(claimed: RunFolder) -> Iterator[None]:
+    """Ends the ranks of this process when their folder is removed: what they would still compute has no place."""
+    ranks: dict[int, int] = {}
+
+    def look() -> bool:
+        if not claimed.is_gone():
+            with contextlib.suppress(OSError, ValueError):  # a note that is being written
+                ranks.update(noted_processes(claimed.path, os.getpid()))
+            return False
+        end_groups(ranks.values(), patience_s=0.0)
+        if not ranks:  # their notes went with the folder before they were read: the agent ends what it has started
+            os.kill(os.getpid(), signal.SIGTERM)
+        return True
+
+    with polling(look, every_s=_LOOK_S, name="folder", patience_s=1.0):
+        yield
+
+
+def _gone(path: Path) -> LaunchError:
+    return LaunchError(
+        f"the run's folder {path} was removed, or moved away, while the run was going on\n"
+        "  its records, checkpoints and logs are kept there as they are written\n"
+        "  start it again, and leave the folder alone until the run has ended"
+    )

@@ -24,24 +24,13 @@ from paceline.errors import PreemptedError, UsageError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure
 from paceline.records.console import ProgressView
-from paceline.run.decide import Decision, decide_run, rank_variables, show_decisions
+from paceline.run import processes
+from paceline.run.decide import BackgroundPrediction, Decision, decide_run, predict_run, rank_variables, show_decisions
 from paceline.run.folder import RunFolder
-from paceline.run.location import RunLocation, claim_run, locate_run
+from paceline.run.location import RunLocation, RunOptions, RunResult, claim_run, locate_run, read_result
 from paceline.run.logs import log, rank_logs, say
 from paceline.run.observe import sampling, tracking
-from paceline.run.prediction import BackgroundPrediction, predict_run
-from paceline.run.processes import (
-    end_with_parent,
-    keep_cores,
-    leave_process,
-    node_ranks,
-    restarted_by_launcher,
-    tell_agent,
-    uses_gpu,
-    uses_nccl,
-)
 from paceline.run.records import end_records
-from paceline.run.result import RunOptions, RunResult, read_result
 from paceline.run.signals import hear_requests
 from paceline.run.watch import watch_itself, watch_policy
 from paceline.run.worker import RankRunner, StartTimes
@@ -55,19 +44,19 @@ def run_under_launcher(asked: Config, options: RunOptions) -> RunResult | None:
     times = StartTimes.since_start_of(os.getpid())
     times.lap("processes")
     if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is an agent, and not a shell that may go
-        end_with_parent(os.getppid())
+        processes.end_with_parent(os.getppid())
     # Ranks that an agent has started again are of the same run: no new number.
-    is_first = restarted_by_launcher() is None
+    is_first = processes.restarted_by_launcher() is None
     location = locate_run(asked, force=options.force, resume=options.resume, may_number=is_first)
-    os.environ.update(rank_variables(asked, uses_nccl=uses_nccl(asked)))
+    os.environ.update(rank_variables(asked, uses_nccl=processes.uses_nccl(asked)))
     if asked.comm.backend == "virtual":
         raise UsageError(
             "comm.backend = virtual under a launcher of processes\n  virtual ranks take turns in one process\n"
             "  start it with paceline train alone, or set comm.backend = auto"
         )
-    machine = None if uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
+    machine = None if processes.uses_gpu(asked) else detect_machine(with_gpus=False)  # with all cores
     cores = usable_cores()
-    keep_cores(asked)
+    processes.keep_cores(asked)
     device = None if asked.parallel.device == "auto" else asked.parallel.device
     comm = connect(asked.comm.backend, device=device, timeout_s=asked.comm.timeout_s)
     decision = decide_run(asked, comm=comm, machine=machine, checks_memory=options.checks_memory)
@@ -96,8 +85,8 @@ def _run_rank(
 ) -> None:
     """Trains this rank; where it fails, leaves the process."""
     folder, started, config = location.folder.absolute(), time.time(), decision.config
-    attempt = RankRunner(folder, comm.rank, restart=restarted_by_launcher(), times=times)
-    hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
+    attempt = RankRunner(folder, comm.rank, restart=processes.restarted_by_launcher(), times=times)
+    hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=processes.leave_process)
     comm = watch_itself(comm, folder, watch_policy(config))
     try:
         with (
@@ -113,23 +102,23 @@ def _run_rank(
         if isinstance(error, PreemptedError):
             if comm.rank == 0:
                 say(str(error))
-            leave_process(PREEMPTED)
+            processes.leave_process(PREEMPTED)
         _leave_launcher(attempt.describe(error), location.folder, claimed, started)
 
 
 @contextlib.contextmanager
 def _observing(folder: Path, config: Config, comm: Communicator) -> Iterator[None]:
     """Samples the host in the first of its ranks, and feeds trackers in rank 0: the launcher is not ours."""
-    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), node_ranks(config) or comm.size
+    local_rank, local_ranks = int(os.environ.get("LOCAL_RANK", "0")), processes.node_ranks(config) or comm.size
     here = range(comm.rank, comm.rank + local_ranks)
 
-    def processes() -> dict[int, int]:
+    def find() -> dict[int, int]:
         readers = {rank: LedgerReader.open(ledger_path(folder, rank)) for rank in here}
         return {rank: reader.pid for rank, reader in readers.items() if reader is not None}
 
     with (
         tracking(folder, config, log) if comm.rank == 0 else contextlib.nullcontext(),
-        sampling(folder, config.monitor.sample_s if local_rank == 0 else None, processes, log),
+        sampling(folder, config.monitor.sample_s if local_rank == 0 else None, find, log),
     ):
         yield
 
@@ -153,7 +142,7 @@ def _claim_together(
 
 def _predict(config: Config, claimed: RunFolder, cores: Sequence[int]) -> AbstractContextManager[None]:
     """Writes down what is expected of a run; returns the dry run beside it, of one host: networks are not known."""
-    threads, here = config.parallel.threads or torch.get_num_threads(), node_ranks(config)
+    threads, here = config.parallel.threads or torch.get_num_threads(), processes.node_ranks(config)
     expected = predict_run(config, threads=threads, node_ranks=here, cores=cores)
     if expected is not None:
         claimed.write_prediction(expected.to_text())
@@ -173,5 +162,5 @@ def _leave_launcher(failure: Failure, folder: Path, claimed: RunFolder | None, s
     if failure.rank == 0 or not failure.is_refusal:  # every rank finds the same wrong input, and one tells it
         say(text)
     # torchrun shows the earliest as the cause, to the second: a consequence comes a second later.
-    tell_agent(str(failure), text, failure.time + is_lost)
-    leave_process(REFUSED if failure.is_refusal else FAILED)
+    processes.tell_agent(str(failure), text, failure.time + is_lost)
+    processes.leave_process(REFUSED if failure.is_refusal else FAILED)

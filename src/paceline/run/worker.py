@@ -37,18 +37,11 @@ from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan, RunMachine
 from paceline.records.log_sink import LogSink
 from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
+from paceline.run import processes
 from paceline.run.folder import adopt_config, config_of, read_plan
 from paceline.run.location import find_start
 from paceline.run.logs import rank_logs
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
-from paceline.run.processes import (
-    end_with_parent,
-    keep_compiled,
-    keep_cores,
-    leave_process,
-    node_ranks,
-    redirect_output,
-)
 from paceline.run.records import end_record, name_strategy, records_path, run_record, write_start, write_trace
 from paceline.run.signals import hear_requests
 from paceline.run.warm_server import PARENT
@@ -77,7 +70,7 @@ def main() -> None:
     arguments = parser.parse_args()
     folder, rank = arguments.folder.absolute(), int(os.environ["RANK"])  # absolute: the user's code may go elsewhere
     note_process(folder, rank, arguments.launcher)  # at once: whoever watches looks at the process
-    end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
+    processes.end_with_parent(int(os.environ.get(PARENT, arguments.launcher)))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher decides; a rank may sit in a collective
     restart = arguments.restart
     times = StartTimes.since_start_of(arguments.launcher if restart is None else os.getpid())
@@ -85,21 +78,23 @@ def main() -> None:
     attempt, logs = RankRunner(folder, rank, restart=restart, times=times), contextlib.ExitStack()
     try:
         config = load_config(config_of(folder))
-        hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=leave_process)
-        redirect_output(folder / "logs" / f"rank-{rank}.log")
+        hear_requests(attempt.request.ask, grace_s=config.recovery.grace_s, leave=processes.leave_process)
+        processes.redirect_output(folder / "logs" / f"rank-{rank}.log")
         logs.enter_context(rank_logs(folder, rank, config.monitor.log_level, owns_output=True))
         if config.comm.backend == "virtual":
             plan = read_plan(folder)
             assert plan is not None
             _run_virtual(config, plan, attempt, arguments.resume)
             return
-        keep_cores(config)
-        keep_compiled(config)
+        processes.keep_cores(config)
+        processes.keep_compiled(config)
         comm = connect(config.comm.backend, device=config.parallel.device, timeout_s=config.comm.timeout_s)
         times.lap("joining")
         plan = read_plan(folder)
         if plan is None or plan.layout.ranks != comm.size:  # where hosts come and go, ranks may be fewer or more
-            machine = RunMachine(device=config.parallel.device, ranks=comm.size, node_ranks=node_ranks(config))
+            machine = RunMachine(
+                device=config.parallel.device, ranks=comm.size, node_ranks=processes.node_ranks(config)
+            )
             plan = make_plan(config, machine, source=f"config, on {comm.size} ranks")
             config = decided_config(config, plan)
         attempt.run(config, comm, plan=plan, resume=arguments.resume)
@@ -201,7 +196,7 @@ class RankRunner:
             hooks[1:1] = own.values()  # they see the evaluation of the step, and what they change is saved
             on_part = ignore_phase if self.times is None else self.times.lap
             trainer = self._trainer = build_trainer(
-                config, comm, plan=plan, hooks=hooks, node_ranks=node_ranks(config), on_part=on_part
+                config, comm, plan=plan, hooks=hooks, node_ranks=processes.node_ranks(config), on_part=on_part
             )
             trainer.losses, trainer.own_hooks = config.recovery, own
             trainer.find_checkpoint = lambda: find_start(config, self.folder, "auto", _LOGGER.warning, trainer.line)
@@ -245,13 +240,13 @@ class RankRunner:
         """Writes the error for the launcher and into the log of this rank, and ends this process."""
         if isinstance(error, PreemptedError):
             note_preemption(self.folder)
-            leave_process(PREEMPTED)
+            processes.leave_process(PREEMPTED)
         failure = self.describe(error)
         try:
             write_failure(self.folder, failure)
         finally:
             _LOGGER.critical("this rank fails", exc_info=error, extra={"who": f"rank {self.rank}"})
-            leave_process(REFUSED if failure.is_refusal else FAILED)
+            processes.leave_process(REFUSED if failure.is_refusal else FAILED)
 
     def _is_refusal(self, error: BaseException) -> bool:
         has_trained = self._is_built and self._trainer is not None and self._trainer.step > self._first_step
