@@ -121,7 +121,14 @@ class LedgerView:
 
 def views_to_text(views: Sequence[LedgerView], now: float) -> str:
     """Turns views into text, each with its last operations and the seconds since it last changed."""
-    return json.dumps([_to_json(_shifted(view, now)) for view in views])
+    found = []
+    for view in views:
+        entry = view.waits_in
+        kept = {each.number: each for each in (*view.entries[-_LAST:], *([] if entry is None else [entry]))}
+        values = asdict(replace(_shifted(view, now), entries=(), issued={}))
+        issued = [[list(group.ranks), group.number, count] for group, count in view.issued.items()]
+        found.append(values | {"entries": [asdict(kept[number]) for number in sorted(kept)], "issued": issued})
+    return json.dumps(found)
 
 
 def views_from_text(text: str, now: float) -> list[LedgerView]:
@@ -138,14 +145,6 @@ def _shifted(view: LedgerView, now: float) -> LedgerView:
     """Turns the times of a view into the seconds since, and back."""
     halted_s = now - view.halted_s if view.halted else 0.0
     return replace(view, changed_s=now - view.changed_s, halted_s=halted_s)
-
-
-def _to_json(view: LedgerView) -> dict[str, Any]:
-    entry = view.waits_in
-    kept = {each.number: each for each in (*view.entries[-_LAST:], *([] if entry is None else [entry]))}
-    values = asdict(replace(view, entries=(), issued={}))
-    issued = [[list(group.ranks), group.number, count] for group, count in view.issued.items()]
-    return values | {"entries": [asdict(kept[number]) for number in sorted(kept)], "issued": issued}
 
 
 def _entry(values: dict[str, Any]) -> LedgerEntry:

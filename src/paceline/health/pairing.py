@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from paceline.health.ledger_view import GroupName, LedgerCall, LedgerEntry
 from paceline.health.verdict import HangVerdict
@@ -200,19 +200,18 @@ def updates_to_text(updates: Sequence[PlacedUpdate]) -> str:
 
 def updates_from_text(text: str, group: GroupName) -> list[PlacedUpdate]:
     """Reads what ``updates_to_text`` wrote; ``group`` is that of all ranks. Raises ValueError for other texts."""
+    found: list[PlacedUpdate] = []
     try:
         places, rows = json.loads(text)
         calls = [json.loads(place) if place else None for place in places]
-        return [_placed_update(row, calls, group) for row in rows]
+        for collectives, updates, idle, counters, place in rows:
+            update = Update(collectives=collectives, updates=updates, idle=idle, counters=dict(counters))
+            entry = None
+            if calls[place] is not None:
+                call, site = calls[place]
+                asked = LedgerCall(**call | {"shape": tuple(call["shape"])})
+                entry = LedgerEntry(number=0, group=group, sequence=collectives - 1, call=asked, site=site)
+            found.append((update, entry))
     except (TypeError, LookupError, AttributeError) as error:
         raise ValueError(f"no updates of ranks: {error}") from error
-
-
-def _placed_update(row: Sequence[Any], calls: Sequence[Any], group: GroupName) -> PlacedUpdate:
-    collectives, updates, idle, counters, place = row
-    update = Update(collectives=collectives, updates=updates, idle=idle, counters=dict(counters))
-    if calls[place] is None:
-        return update, None
-    call, site = calls[place]
-    asked = LedgerCall(**call | {"shape": tuple(call["shape"])})
-    return update, LedgerEntry(number=0, group=group, sequence=collectives - 1, call=asked, site=site)
+    return found

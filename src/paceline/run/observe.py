@@ -147,9 +147,8 @@ class TensorBoard:
     """Curves of all ranks and hosts, each in a folder that TensorBoard shows as a run of its own."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._step = folder, 0
         self._sinks: dict[str, TensorBoardSink] = {}
-        self._step = 0
         self.take("rank-0", ())  # fails here where the library is missing
 
     def take(self, source: str, records: Sequence[Record]) -> None:
@@ -172,24 +171,11 @@ class TensorBoard:
         return EventRecord(name="scalars", step=self._step, detail=detail, time=record.time)
 
 
-class FirstRank:
-    """Passes the records of rank 0 and of hosts on to one sink."""
-
-    def __init__(self, sink: Sink) -> None:
-        self._sink = sink
-        self.close = sink.close
-
-    def take(self, source: str, records: Sequence[Record]) -> None:
-        if source == "rank-0" or source.startswith("host-"):
-            self._sink.write(*records)
-
-
 class _Source:
     """A file of records that is read as it grows; of steps, those that are due."""
 
     def __init__(self, path: Path, *, every: int, offset: int) -> None:
-        self.path = path
-        self._offset = offset
+        self.path, self._offset = path, offset
         self._choice = StepChoice(every, points=_POINTS)
         self._skipped = b""  # the newest step, if it was not due
 
@@ -237,7 +223,7 @@ class _Follower:
         self.thread.start()
 
     def _follow(self) -> None:
-        tracker: TensorBoard | FirstRank | None = None
+        tracker: TensorBoard | Sink | None = None
         failures = num_lost = 0
         while failures < _MOST_FAILURES:
             is_last = self.is_over.wait(_LOOK_S)
@@ -248,13 +234,16 @@ class _Follower:
                     continue
                 try:
                     records = source.read(is_last=is_last)
-                    if records and tracker is None:  # a run that is refused has no record, and nobody tracks it
-                        tracker = self._open()
-                        if tracker is None:
-                            return
-                    if records and tracker is not None:
+                    if not records:
+                        continue
+                    tracker = tracker or self._open()  # a run that is refused has no record, and nobody tracks it
+                    if tracker is None:
+                        return
+                    if isinstance(tracker, TensorBoard):
                         tracker.take(path.stem, records)
-                        failures = 0
+                    else:
+                        tracker.write(*records)
+                    failures = 0
                 except Exception as error:
                     failures += 1
                     num_lost += len(records)
@@ -272,12 +261,12 @@ class _Follower:
         if num_lost:
             self._warn(f"did not get {num_lost} records; they are in the run's folder")
 
-    def _open(self) -> TensorBoard | FirstRank | None:
+    def _open(self) -> TensorBoard | Sink | None:
         """Opens the tracker; where that fails, tells so and returns None: the run goes on without."""
         try:
             if self.name == "tensorboard":
                 return TensorBoard(self._run.folder / "tensorboard")
-            return FirstRank(open_tracker(self.name, self._run))
+            return open_tracker(self.name, self._run)
         except Exception as error:  # a library, a login, a network
             self._warn(f"does not track this run: {_first_line(error)}")
             return None
@@ -288,7 +277,8 @@ class _Follower:
     def _find(self) -> None:
         paths = sorted((self._run.folder / "records").glob("*.jsonl"), key=lambda path: path.stem != "rank-0")
         for path in paths:
-            if path not in self.sources:
+            is_wanted = self.name == "tensorboard" or path.stem == "rank-0" or path.stem.startswith("host-")
+            if is_wanted and path not in self.sources:
                 self.sources[path] = _Source(path, every=self._every, offset=self._known.get(path, 0))
 
 

@@ -6,7 +6,7 @@ launchers agree on one account of it (``Launcher.settle``), ask ``health/diagnos
 
     rank 1 was killed by SIGKILL after step 37; restarting 4 ranks from step 30 (restart 1 of 3)
 
-New ranks are forked from a process that has torch loaded (``warm_server.py``), and load the checkpoint. Signals are
+New ranks are forked from a process that has torch loaded (``warm.py``), and load the checkpoint. Signals are
 those of [Note: preemption] in ``signals.py``.
 """
 
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from paceline.checkpoint.manifest import Line
     from paceline.run.warm import WarmRanks
 
-
 _LOG_BYTES = 2**16  # of a rank's log that are looked at
 _PATIENCE_S = 5  # from the signal that asks ranks to end to the one that does not ask
 
@@ -65,6 +64,7 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
     command = rank_command(launcher, location.checkpoint)
     while True:
         ended: FailedAttempt | None = None
+        halved: tuple[str, str] | None = None
         try:
             launcher.start(command)
             return
@@ -72,7 +72,8 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             pass
         except RunFailedError as error:
             is_asked = error.diagnosis.cause.kind == "out_of_memory" and policy.on_oom == "halve"
-            can_halve = not is_asked or _halved(folder) is not None
+            halved = halved_config(folder) if is_asked else None
+            can_halve = not is_asked or halved is not None
             ended = FailedAttempt.of(error.diagnosis, notes.read_progress(folder), can_halve=can_halve)
         failed, has_failed, is_ours = launcher.settle(ended)
         decision = after_failure(policy, failed) if has_failed else None
@@ -80,8 +81,8 @@ def supervise(launcher: Launcher, config: Config, location: RunLocation) -> None
             decision = Stop(reason="not started again: its folder is gone")
         if isinstance(decision, Stop):
             raise _stopped(failed[-1], decision)
-        if decision is not None and decision.halves_microbatch and is_ours:
-            halve_microbatch(folder)
+        if decision is not None and decision.halves_microbatch and is_ours and halved is not None:
+            change_config(folder, *halved)
         checkpoint, where = location.checkpoint, "from the newest checkpoint"
         if not launcher.has_others:
             checkpoint, where = _starting_point(config, folder, location.checkpoint, own)
@@ -109,16 +110,8 @@ def rank_command(launcher: Launcher, checkpoint: Path | str | None) -> list[str]
     return command if start is None else [*command, "--resume", str(start)]
 
 
-def halve_microbatch(folder: Path) -> bool:
-    """Halves the microbatch of a run for the next attempt, not its global batch; says whether it could."""
-    halved = _halved(folder)
-    if halved is not None:
-        change_config(folder, *halved)
-    return halved is not None
-
-
-def _halved(folder: Path) -> tuple[str, str] | None:
-    """Returns the config and the plan of a run's folder with half the microbatch; None where it cannot be halved."""
+def halved_config(folder: Path) -> tuple[str, str] | None:
+    """Returns a run's config and plan with half the microbatch and the same global batch; None where that cannot be."""
     config, plan = load_config(config_of(folder)), read_plan(folder)
     used = 0 if plan is None else plan.layout.microbatch
     if plan is None or used < 2:
@@ -142,9 +135,7 @@ def _line(first: Path | None) -> Line | None:
     return line_from(read_manifest(first).spot, list(spots_in(first.parent).values()))
 
 
-def _starting_point(
-    config: Config, folder: Path, first: Path | None, own: Line | None = None
-) -> tuple[Path | None, str]:
+def _starting_point(config: Config, folder: Path, first: Path | None, own: Line | None) -> tuple[Path | None, str]:
     """Finds the newest checkpoint of the run's line that is whole, in words too; tells of newer ones that are not."""
     from paceline.checkpoint.find import is_whole, list_checkpoints
     from paceline.checkpoint.storage import absolute_path
@@ -235,12 +226,10 @@ class Launcher:
     _watched: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
-    def has_others(self) -> bool:
-        """Whether launchers of other hosts take part."""
+    def has_others(self) -> bool:  # launchers of other hosts
         return self.asked.nodes is not None
 
     def processes(self) -> list[int]:
-        """Returns the processes of the ranks that this launcher has started."""
         return list(notes.noted_processes(self.folder, os.getpid()).values())
 
     def start(self, command: Sequence[str]) -> None:
@@ -404,16 +393,14 @@ def _end_of(log: Path) -> str:
 
 @contextlib.contextmanager
 def _environment(settings: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in settings}
+    before = {name: os.environ[name] for name in settings if name in os.environ}
     os.environ.update(settings)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in settings.keys() - before.keys():
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 def _stop(number: int) -> NoReturn:

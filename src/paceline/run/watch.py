@@ -120,9 +120,9 @@ def start_watch(
 class Watch(SeenRanks):
     """Watches the ranks of this host, and exchanges verdicts with other hosts.
 
-    ``hosts`` are the ranks of every host by its name; ``host`` is this one's. ``ledger`` is that of the rank which
-    watches; None: a launcher does. ``named``: what this host is called, where ``hosts`` have numbers in place of names.
-    A verdict goes into the folder ``told``; None: into ``folder``.
+    ``hosts`` are the ranks of every host by its name, ``host`` this one's; ``named`` is what it is called, where they
+    have numbers. ``ledger`` is that of the rank which watches; None: a launcher does. Verdicts go into ``told``, or
+    ``folder``.
     """
 
     def __init__(
@@ -159,8 +159,6 @@ class Watch(SeenRanks):
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="watch", daemon=True)
 
-    # Its life: a thread.
-
     def start(self) -> None:
         """Starts the thread that follows the ranks until this process ends, or ``stop`` is called."""
         start_thread(self._thread)
@@ -182,7 +180,6 @@ class Watch(SeenRanks):
         self.stop()
 
     def end_thread(self) -> None:
-        """Stops to look at the ledgers."""
         self._is_over.set()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=_STOPS_S)
@@ -219,8 +216,6 @@ class Watch(SeenRanks):
         has_begun = any(rank.pulse.step > 0 for rank in self._ranks.values())
         return has_begun and note_clock(self.folder, self.hosts[self.host], ahead_s)
 
-    # What it sees.
-
     def look(self) -> HangVerdict | None:
         """Looks once at the ledgers; of several threads on a host only the leader does."""
         now = time.monotonic()
@@ -243,7 +238,11 @@ class Watch(SeenRanks):
                 found = None if found is None else replace(found, states=tuple(self.states()))
             return self._with_others(self.channel, found, now)
         except CommunicationError:
-            return self._cut_off() if found is not None or is_told else None
+            if found is None and not is_told:
+                return None
+            first = next(iter(self.hosts))  # which has the store
+            hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
+            return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
 
     def _look_here(self, now: float) -> HangVerdict | None:
         """Judges the ranks of this host. A verdict needs two looks that agree: a record may have been half written."""
@@ -289,8 +288,6 @@ class Watch(SeenRanks):
         lower = (since_s for rank, (_, since_s) in self._beats.items() if rank < own)
         return all(now - since_s >= _BEAT_S for since_s in lower)
 
-    # What it tells, and how it ends ranks.
-
     def tell(self, verdict: HangVerdict) -> None:
         """Writes a verdict where it is looked for, a rank also to standard error; in an own loop, the first counts."""
         where = self.folder if self.told is None else self.told
@@ -298,14 +295,15 @@ class Watch(SeenRanks):
             return
         where.mkdir(parents=True, exist_ok=True)
         tell_verdict(where, verdict, () if self.told is not None else self.processes())
-        if self._ledger is not None:
-            sys.stderr.write(f"paceline: {verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}\n")
-            sys.stderr.flush()
+        self._print(f"{verdict.sentence}\n  what every rank does is in {where / 'verdict.txt'}")
 
     def _tell_late(self, found: Straggler) -> None:
         append_event(self.folder, self.hosts[self.host][0], "straggler", found.to_json())
-        if self._ledger is not None:
-            sys.stderr.write(f"paceline: {found}\n")
+        self._print(str(found))
+
+    def _print(self, text: str) -> None:
+        if self._ledger is not None:  # else the launcher tells it
+            sys.stderr.write(f"paceline: {text}\n")
             sys.stderr.flush()
 
     def _end(self, verdict: HangVerdict) -> None:
@@ -319,8 +317,6 @@ class Watch(SeenRanks):
             tell_agent(verdict.sentence, verdict.to_text(), time.time())
             end_children()
             os._exit(HUNG)  # without a flush of standard output, for which a rank that hangs may hold the lock
-
-    # What it has to do with other hosts.
 
     def _with_others(self, channel: SideChannel, found: HangVerdict | None, now: float) -> HangVerdict | None:
         """Tells other hosts that this one makes no progress, and judges when none does."""
@@ -389,12 +385,6 @@ class Watch(SeenRanks):
             text = channel.read(f"lives/{host}") if host != self.host else ""
             before, since_s = self._heard.get(host, (text, now))
             self._heard[host] = (text, now if text != before else since_s)
-
-    def _cut_off(self) -> HangVerdict:
-        """Says that the store, which is on the first host, does not answer this one."""
-        first = next(iter(self.hosts))
-        hosts = [first] if first != self.host else [host for host in self.hosts if host != self.host]
-        return self._without(hosts, f"nothing is heard of {self._name(hosts)}: {_UNHEARD}")
 
     def _name(self, hosts: list[str]) -> str:
         ranks = {self._names.get(host, f"host {host}"): ", ".join(map(str, self.hosts[host])) for host in hosts}

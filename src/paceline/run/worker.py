@@ -44,7 +44,7 @@ from paceline.run.logs import rank_logs
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, note_process, write_failure
 from paceline.run.records import end_record, name_strategy, records_path, run_record, write_start, write_trace
 from paceline.run.signals import hear_requests
-from paceline.run.warm_server import PARENT
+from paceline.run.warm import PARENT
 from paceline.run.watch import keep_ledger
 from paceline.search.make_plan import decided_config, make_plan
 from paceline.train.assemble import build_trainer
