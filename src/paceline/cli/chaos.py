@@ -56,7 +56,7 @@ def chaos(
     from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
     from paceline.chaos.faults import parse_faults
     from paceline.config.load import load_config_with_sources
-    from paceline.run.scratch import scratch_folder
+    from paceline.run.signals import scratch_folder
     from paceline.run.warm import CPU_RANKS
 
     if (asked.faults is None) == (asked.random == 0):

@@ -48,8 +48,8 @@ def profile(
     from paceline.profile.merge import merged_events
     from paceline.profile.run import profile_run
     from paceline.profile.summary import summarize_profile
-    from paceline.run.scratch import scratch_folder
-    from paceline.run.variables import PROFILE
+    from paceline.run.processes import PROFILE
+    from paceline.run.signals import scratch_folder
 
     asked = load_and_tell(config, overrides).config
     for path in beside:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from paceline.config import Config
     from paceline.records.report import RunSummary
     from paceline.run.find_rate import RateFinding
-    from paceline.run.result import RunResult
+    from paceline.run.location import RunResult
 
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
 _CONFIG = ("config", "config_file", "cfg")
@@ -56,9 +56,9 @@ def train(context: typer.Context, config: ConfigPath, overrides: Overrides = Non
     config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
     for note in notes if tells_for_host() else ():
         echo(note, err=True)
-    from paceline.run.nodes import parse_nodes
-    from paceline.run.result import RunOptions
+    from paceline.run.location import RunOptions
     from paceline.run.train import train as run
+    from paceline.run.whereami import parse_nodes
 
     hosts = None
     if asked.nnodes is not None and asked.rdzv is not None:
