@@ -21,9 +21,8 @@ from paceline.errors import PreemptedError, RankFailedError, TrainingError
 from paceline.records.records import EventRecord, Record, StepRecord
 from paceline.train.assemble import build_trainer
 from paceline.train.loss import CrossEntropy, LossValue
-from paceline.train.survive.consensus import Common, ConsensusHook, _PendingSum, _read, next_ask
+from paceline.train.survive.hooks import Common, ConsensusHook, Saver, _PendingSum, _read, next_ask
 from paceline.train.survive.recovery import StopRequest
-from paceline.train.survive.saving import Saver
 from paceline.train.trainer import Trainer
 
 STEPS, BATCH = 14, 8

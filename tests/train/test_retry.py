@@ -18,7 +18,7 @@ from paceline.engines.apply import parallelize
 from paceline.errors import RankFailedError, TrainingError
 from paceline.train.loss import CrossEntropy
 from paceline.train.step import StepPolicy, train_step
-from paceline.train.survive.retry import PROVING_STEPS, Retry, cut_finer, is_out_of_memory
+from paceline.train.survive.memory import PROVING_STEPS, Retry, cut_finer, is_out_of_memory
 
 SAMPLES, FEATURES, CLASSES = 8, 6, 3  # of a microbatch
 

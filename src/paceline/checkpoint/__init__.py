@@ -10,7 +10,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.find import PassedOver as PassedOver
-from paceline.checkpoint.find import choose_checkpoint as choose_checkpoint
 from paceline.checkpoint.find import find_best as find_best
 from paceline.checkpoint.find import find_checkpoint as find_checkpoint
 from paceline.checkpoint.find import list_checkpoints as list_checkpoints

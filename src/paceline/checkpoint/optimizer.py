@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from paceline.checkpoint.formats import GROUP, REST
 from paceline.checkpoint.manifest import OPTIMIZER
 from paceline.checkpoint.read import Checkpoint
 from paceline.checkpoint.tensors import encode
-from paceline.checkpoint.values import GROUP, REST
 from paceline.errors import MisfitError, UsageError
 from paceline.shards import Shard, load_own_optimizer_state, own_optimizer_state, whole_region
 

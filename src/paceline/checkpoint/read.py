@@ -13,19 +13,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
-from paceline.checkpoint.coverage import check_coverage
-from paceline.checkpoint.find import read_manifest
-from paceline.checkpoint.header import Header, read_header
+from paceline.checkpoint.find import check_coverage, read_manifest
+from paceline.checkpoint.formats import Header, check_found, read_header
 from paceline.checkpoint.manifest import ITEM_BYTES, MODEL, HasShards, Manifest, SavedPiece, SavedTensor, damaged
 from paceline.checkpoint.storage import FileStore, file_in, storage_of
 from paceline.checkpoint.tensors import decode, dtype_of, flat_view, host_bytes, read_runs
-from paceline.checkpoint.values import check_found
 from paceline.errors import CheckpointError, MisfitError
 from paceline.models.mlp import former_names
 from paceline.shards import Region, Shard, common_runs, whole_region
-from paceline.untrusted import parse_json_object
+from paceline.untrusted import parse_json_object, plain_name
 
 _STAGE_BYTES = 2**26
 
@@ -205,3 +204,29 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
     for shard in shards:
         checkpoint.fill(shard, MODEL + shard.name)
     holder.mark_loaded()
+
+
+FILES = "files/"
+TOKENIZER, HUGGING_FACE, LORA = "tokenizer/", "hf/", "lora.json"
+
+
+def file_shards(files: Mapping[str, bytes], rank: int) -> list[Shard]:
+    """Returns files as what is saved, which rank 0 writes."""
+    tensors = {name: torch.from_numpy(np.frombuffer(content, dtype=np.uint8).copy()) for name, content in files.items()}
+    return [
+        Shard(name=FILES + name, region=whole_region(tuple(each.shape)), tensor=each, copy=None if rank else 0)
+        for name, each in tensors.items()
+    ]
+
+
+def read_files(checkpoint: Checkpoint, below: str = "") -> dict[str, bytes]:
+    """Returns the files whose names begin with ``below``, by what follows."""
+    prefix = FILES + below
+    names = [name for name in checkpoint.manifest.tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): bytes(host_bytes(checkpoint.read(name))) for name in names}
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Writes files into a folder that is there. Raises ValueError for a name that leads elsewhere."""
+    for name, content in files.items():
+        (folder / plain_name(name)).write_bytes(content)

@@ -1,4 +1,4 @@
-"""Tensors in safetensors files (``header.py``), written as a stream, read in ranges; and plain values (``values.py``).
+"""Tensors in safetensors files , written as a stream and read in ranges; and plain values (``formats.py``).
 
 A writer needs the sizes first, which it knows, and then one chunk of one tensor at a time. A reader needs the header,
 and then the ranges of bytes that it wants.
@@ -19,8 +19,8 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from paceline.checkpoint.formats import decode_with
 from paceline.checkpoint.storage import FileStore
-from paceline.checkpoint.values import decode_with
 from paceline.errors import CheckpointError, UsageError
 from paceline.shards import Region, Runs
 

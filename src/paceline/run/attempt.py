@@ -45,9 +45,8 @@ from paceline.run.records import (
 from paceline.run.watch import keep_ledger
 from paceline.train.assemble import build_trainer
 from paceline.train.evaluate import load_hooks
-from paceline.train.survive.consensus import ConsensusHook
+from paceline.train.survive.hooks import ConsensusHook, Saver
 from paceline.train.survive.recovery import StopRequest
-from paceline.train.survive.saving import Saver
 from paceline.train.trainer import EvaluateHook, Every, Hook, Trainer, find_together
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from paceline.checkpoint.pretrained import Pretrained, open_pretrained
+from paceline.checkpoint.tools.incoming import Pretrained, open_pretrained
 from paceline.cluster.detect import detect_machine, usable_cores
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator, TwoLevelCommunicator, join_hosts
 from paceline.comm.algorithms.rounds import detect_topology, share_table
@@ -44,17 +44,15 @@ from paceline.records.meter import StepMeter
 from paceline.records.sinks import Sink
 from paceline.search.automatic import first_microbatch
 from paceline.search.make_plan import make_plan, with_length
-from paceline.train.batch_search import TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.evaluate import load_metrics
-from paceline.train.flops import cost_of_sample
 from paceline.train.graphed_step import GraphedStep, graph_problem
 from paceline.train.loss import Loss, OnNormalised, build_loss, fuses_loss
 from paceline.train.optim import RateSchedule, build_optimizer, freeze_parameters
 from paceline.train.randomness import capture_random_states, make_deterministic, restore_random_states, seed_everything
-from paceline.train.resolve import has_own_code, resolve_together
+from paceline.train.resolve import cost_of_sample, has_own_code, resolve_together
 from paceline.train.run_state import TrainerParts, WeightAverage, kept_files
 from paceline.train.step import StepPolicy
-from paceline.train.survive.retry import Retry
+from paceline.train.survive.memory import Retry, TrialLimits, find_microbatch, optimizer_bytes
 from paceline.train.trainer import CompileHook, Hook, NoteHook, Trainer, bucket_choice
 from paceline.units import format_bytes
 

@@ -6,19 +6,23 @@ Of what such a model raises where it is run without values, its own error and th
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import logging
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline.cluster.detect import Machine, detect_machine
 from paceline.comm.base import Communicator
@@ -32,13 +36,17 @@ from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.free_memory import measure_machine
 from paceline.imports import import_from_path
+from paceline.models.gpt import GPT
+from paceline.models.known_values import KnownValues, answering
 from paceline.models.measured import measure_model
 from paceline.models.registry import build_model, model_blocks
 from paceline.plan.plan import RunMachine
+from paceline.predict.formulas.step import transformer_flops
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import ModelFacts
 from paceline.search.automatic import Choice, apply_choice, choose
-from paceline.train.loss import build_loss
+from paceline.train.loss import Loss, build_loss
+from paceline.train.randomness import capture_random_states, restore_random_states
 
 RULE = "the model is run once, on tensors that have shapes and no values"
 _OURS = Path(__file__).parent.parent
@@ -249,3 +257,73 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
                     id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
                 )
                 module._parameters[name] = cast
+
+
+_SAMPLES = 2  # batch norms refuse a single one
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleCost:
+    """What one sample of a run counts as, and the model FLOPs that it takes; None: nobody knows."""
+
+    unit: Literal["tokens", "images", "samples"] = "samples"
+    units: float = 1.0
+    flops: float | None = None
+
+
+def cost_of_sample(config: Config, data: DataSplits, model: nn.Module) -> SampleCost:
+    """Returns what a sample of a run is; the model is as it was built, and stays so."""
+    flops, shape = sample_flops(config, data, model), data.shape
+    if shape.kind == "tokens" and shape.context is not None:
+        return SampleCost(unit="tokens", units=float(shape.context), flops=flops)
+    return SampleCost(unit="samples" if shape.channels is None else "images", flops=flops)
+
+
+def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | None:
+    """Returns what one sample takes, forward and backward; None for a model that cannot run without values.
+
+    The model is as it was built, before any engine has it, and stays as it is; so do random states.
+    """
+    if isinstance(model, GPT):
+        return transformer_flops(model.config, data.shape.context or model.config.context)
+    known = describe_model(config, "cpu")
+    if known is not None and known.work is not None:
+        return 3 * known.work.flops
+    states = capture_random_states(_CPU)
+    loss = build_loss(config.train.loss, data.shape, may_ignore=may_ignore(config.data))
+    try:
+        batch = fetch_batch(data.train, np.arange(_SAMPLES, dtype=np.int64) % len(data.train))
+        return count_flops(model, loss, batch) / _SAMPLES
+    except Exception:  # whatever code of the user's raises on tensors without values: then nobody knows
+        return None
+    finally:
+        restore_random_states(states, _CPU)
+
+
+def count_flops(model: nn.Module, loss: Loss, batch: Any) -> float:
+    """Counts the FLOPs of forward and backward over a batch, without values. Raises what the model's code raises."""
+    shadow, values = on_meta(model), KnownValues()
+
+    def place(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        placed = value.to("meta")
+        if not value.is_floating_point():  # token ids, which a model may look for padding in
+            values.tell(placed, lambda: value)
+        return placed
+
+    with FlopCounterMode(display=False) as counter, answering(values):
+        total = loss(shadow, tree_map(place, batch)).total
+        if total.requires_grad:
+            total.backward()  # type: ignore[no-untyped-call]
+    return float(counter.get_total_flops())
+
+
+def on_meta(model: nn.Module) -> nn.Module:
+    """Returns a copy of a model whose parameters and buffers have no values; shared ones stay shared."""
+    memo: dict[int, Any] = {
+        id(each): nn.Parameter(each.to("meta"), requires_grad=each.requires_grad) for each in model.parameters()
+    }
+    memo |= {id(each): each.to("meta") for each in model.buffers()}
+    return copy.deepcopy(model, memo)

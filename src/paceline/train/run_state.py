@@ -26,11 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.checkpoint.files import HUGGING_FACE, LORA, TOKENIZER, file_shards
 from paceline.checkpoint.find import spots_in
 from paceline.checkpoint.manifest import AVERAGE, COMPRESSION, MODEL, Line, State, line_from, prefixed
 from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
-from paceline.checkpoint.read import Checkpoint, fill_model
+from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, file_shards, fill_model
 from paceline.comm.compress import Compressor
 from paceline.config.hf_folder import BYTE, PREPROCESSOR
 from paceline.config.schema import EarlyStopConfig
@@ -45,14 +44,14 @@ from paceline.plan.plan import Plan
 from paceline.records.meter import StepMeter
 from paceline.shards import Shard
 from paceline.train.evaluate import EarlyStop, Metric
-from paceline.train.flops import SampleCost
 from paceline.train.graphed_step import GraphedStep
 from paceline.train.loss import Loss
 from paceline.train.optim import RateSchedule
 from paceline.train.randomness import capture_random_states, restore_random_states, seed_everything
+from paceline.train.resolve import SampleCost
 from paceline.train.step import StepPolicy, make_scaler
+from paceline.train.survive.memory import Retry
 from paceline.train.survive.recovery import BadSteps
-from paceline.train.survive.retry import Retry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,9 +19,8 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import nn
 
-from paceline.checkpoint.files import HUGGING_FACE, TOKENIZER, read_files, write_files
 from paceline.checkpoint.manifest import MODEL
-from paceline.checkpoint.read import Checkpoint, open_checkpoint
+from paceline.checkpoint.read import HUGGING_FACE, TOKENIZER, Checkpoint, open_checkpoint, read_files, write_files
 from paceline.comm.base import Communicator
 from paceline.config import Config, config_from_dict
 from paceline.data.datasets import DataShape

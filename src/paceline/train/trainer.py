@@ -29,8 +29,7 @@ from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord
 from paceline.records.sinks import Sink
-from paceline.train.evaluate import Evaluation, evaluate
-from paceline.train.histograms import measure_histograms
+from paceline.train.evaluate import Evaluation, evaluate, measure_histograms
 from paceline.train.optim import set_learning_rate
 from paceline.train.run_state import RunState, TrainerParts
 from paceline.train.step import OnGradients, Passes, StepCallbacks, StepOutcome, StepResult, train_step

@@ -19,14 +19,18 @@ from typing import Any, Literal
 
 import torch
 
-from paceline.checkpoint.files import HUGGING_FACE, LORA, TOKENIZER, read_files, write_files
 from paceline.checkpoint.manifest import MALFORMED, MODEL, OPTIMIZER, Manifest, damaged
-from paceline.checkpoint.read import Checkpoint
+from paceline.checkpoint.read import HUGGING_FACE, LORA, TOKENIZER, Checkpoint, read_files, write_files
 from paceline.checkpoint.storage import LocalFiles, cannot_write, put_in_place
 from paceline.checkpoint.tensors import Progress, Stream, ignore_progress
 from paceline.checkpoint.tools.hugging_face import shape_of, to_hugging_face
-from paceline.checkpoint.tools.stream import check_parent, stream_made, stream_saved, write_safetensors
-from paceline.checkpoint.tools.torch_file import write_torch_file
+from paceline.checkpoint.tools.stream import (
+    check_parent,
+    stream_made,
+    stream_saved,
+    write_safetensors,
+    write_torch_file,
+)
 from paceline.data.tokenizers import VOCABULARY
 from paceline.errors import CheckpointError, UsageError
 from paceline.models.lora import A, B, merged
