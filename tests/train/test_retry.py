@@ -222,8 +222,6 @@ def test_microbatches_are_cut_along_the_samples() -> None:
     assert cut[2:] == [None, None]
     small = cut_finer([(x[:1], y[:1])], 3)
     assert small[1:] == [None, None]
-    same = [(x, y), None]
-    assert cut_finer(same, 1) == same
 
 
 @pytest.mark.parametrize("batch", [(torch.zeros(4, 2), ["a"] * 4), (torch.zeros(4), torch.zeros(3)), torch.tensor(1.0)])

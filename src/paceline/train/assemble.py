@@ -59,10 +59,7 @@ from paceline.units import format_bytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataAndModel:
-    """The data and the model of a config, before any rank is involved.
-
-    ``weights`` are a pretrained model's, which has none itself: an engine of it is filled with them.
-    """
+    """The data and the model of a config, before any rank is involved; ``weights`` fill a pretrained one's engine."""
 
     data: DataSplits
     model: nn.Module
@@ -81,10 +78,9 @@ def build_workload(
 
     With ``reads_later`` a pretrained model comes without values, and with what fills an engine; else with random ones.
     """
-    seed = config.train.seed
     data = data_of(config)
     on_part("data")
-    seed_everything(seed)
+    seed_everything(config.train.seed)
     layout = layout_of(config) if layout is None else layout
     # What no rank holds whole is made without values, and gets them unit by unit: the same, drawn in the same order.
     is_late = layout.is_fully_sharded and config.model.kind not in ("factory", "hf")
@@ -95,12 +91,10 @@ def build_workload(
         model = build_model(config.model, data.shape, is_unfilled=folder is not None)
         model.to(getattr(torch, config.train.dtype))
     freeze_parameters(model, config.optim.groups)
-    if folder is not None:
-        weights = open_pretrained(folder, model, getattr(config.model, "fresh", ()))
-        return DataAndModel(data=data, model=model, weights=weights)
-    if channels_last:
+    weights = None if folder is None else open_pretrained(folder, model, getattr(config.model, "fresh", ()))
+    if channels_last and weights is None:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return DataAndModel(data=data, model=model)
+    return DataAndModel(data=data, model=model, weights=weights)
 
 
 def build_trainer(
@@ -113,10 +107,9 @@ def build_trainer(
     node_ranks: int | None = None,
     on_part: Callable[[str], None] = ignore_phase,
 ) -> Trainer:
-    """Makes a trainer for this rank. All ranks call it with the same config and plan.
+    """Makes a trainer for this rank. All ranks call it with the same config and plan; ``on_part`` hears of each part.
 
-    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all). ``on_part``
-    hears when data and model are made.
+    Without a plan, one is made for the ranks that are there, ``node_ranks`` of them on a host (None: all).
     """
     if config.train.deterministic:
         make_deterministic()
@@ -127,18 +120,20 @@ def build_trainer(
         load_compiler()
     channels_last = keeps_channels_last(config, layout, comm.device)
     work = build_workload(config, layout, channels_last=channels_last, on_part=on_part, reads_later=True)
-    data = work.data
-    num_eval = 0 if data.eval is None else len(data.eval)
+    data, num_eval = work.data, 0 if work.data.eval is None else len(work.data.eval)
     plan = with_length(plan, config, train_samples=len(data.train), eval_samples=num_eval)
     check_enough(plan.train_samples, plan.layout.data)
     trace = Trace(comm.device, keep=config.monitor.trace, clock=clock_of(comm))
-    policy = build_policy(config)
-    compressor = build_compressor(layout)
+    policy, compressor = build_policy(config), build_compressor(layout)
     # The engine takes the model over: what reads the plain model comes before it.
     sample = cost_of_sample(config, data, work.model)
     files = kept_files(work.model, data, model_folder(config.model))
     loss = _build_loss(config, layout, work, comm.device)
-    engine = _build_engine(config, _build_comm(config, comm, trace, node_ranks), layout, work, compressor)
+    seed_everything(config.train.seed)  # a model without values draws them now
+    engine = parallelize(work.model, _build_comm(config, comm, trace, node_ranks), layout=layout, compressor=compressor)
+    if work.weights is not None:
+        work.weights.fill(engine)
+    seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
     notes: list[Hook] = []
     if plan.finds_microbatch:
         plan, found = _fit_microbatch(config, plan, engine, loss, data, node_ranks)
@@ -146,14 +141,14 @@ def build_trainer(
     elif layout.is_compiled:
         _fix_sizes(config, plan, engine, loss, num_eval)
     plan = with_memory(plan, config, describe_model(config, comm.device.type), comm.device.type)
-    options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
     optim = config.optim.model_copy(update={"lr": peak_learning_rate(config.optim, plan.batch.global_batch)})
+    loader, eval_loader, choice = _build_loaders(config, plan, data, comm, engine.batch_comm, node_ranks)
     parts = TrainerParts(
         plan=plan,
         engine=engine,
         optimizer=build_optimizer(optim, engine.named_parameters(), engine, optim.lr / config.optim.lr),
-        loader=_train_loader(config, plan, data, engine.batch_comm, options),
-        eval_loader=None if data.eval is None else _eval_loader(plan, data.eval, engine.batch_comm, options),
+        loader=loader,
+        eval_loader=eval_loader,
         loss=loss,
         schedule=build_schedule(config, plan, lambda note: notes.append(NoteHook("warmup", {"note": note}))),
         policy=policy,
@@ -219,17 +214,6 @@ def normalises_inside(config: Config, layout: Layout) -> bool:
     return layout.compile == "whole" and not layout.is_split and config.train.loss == "auto"
 
 
-def _build_engine(
-    config: Config, comm: Communicator, layout: Layout, work: DataAndModel, compressor: Compressor | None
-) -> Engine:
-    seed_everything(config.train.seed)  # a model without values draws them now
-    engine = parallelize(work.model, comm, layout=layout, compressor=compressor)
-    if work.weights is not None:
-        work.weights.fill(engine)
-    seed_everything(config.train.seed, engine.random_stream)  # from here on every rank draws numbers of its own
-    return engine
-
-
 def _choose_graphs(config: Config, plan: Plan, loss: Loss, dtype: torch.dtype) -> GraphedStep | None:
     """Returns what runs steps from a CUDA graph, where that is possible and asked for."""
     asked = config.train.cuda_graphs
@@ -252,7 +236,7 @@ def loader_options(
 ) -> tuple[LoaderOptions, WorkerChoice | None]:
     """Decides how batches are read and brought to the device; returns the choice of workers too, if one was made.
 
-    A rank on a CPU reads when it needs a batch, and so does one that takes turns with others in one process.
+    A rank on a CPU reads when it needs a batch, and so does one that takes turns with others.
     """
     data, feeds = config.data, comm.device.type == "cuda" and comm.takes_real_time
     choice = None
@@ -287,8 +271,7 @@ def _build_comm(config: Config, comm: Communicator, trace: Trace, node_ranks: in
     if config.comm.algorithm == "hierarchical" and config.comm.backend != "gloo":
         local = join_hosts(comm, topology, timeout_s=config.comm.timeout_s)
         if local is not None:
-            ledger = comm.ledger
-            kept = local if ledger is None else LedgerCommunicator(local, ledger)
+            kept = local if comm.ledger is None else LedgerCommunicator(local, comm.ledger)
             made = TwoLevelCommunicator(traced, topology, TracedCommunicator(kept, trace))
     return TracedCommunicator(made, trace, counts=False)
 
@@ -339,8 +322,7 @@ def _fit_microbatch(
         sizes = [size for size in divisors(plan.batch.samples_per_rank) if size <= most]
         settled = config.with_values("parallel", device=device.type)
         machine = detect_machine(with_gpus=device.type == "cuda")
-        ranks = plan.batch.ranks
-        first = first_microbatch(settled, known, machine, sizes, ranks=ranks, node_ranks=hosts) or most
+        first = first_microbatch(settled, known, machine, sizes, ranks=plan.batch.ranks, node_ranks=hosts) or most
     limits = TrialLimits(
         samples_per_rank=plan.batch.samples_per_rank,
         reserve_bytes=optimizer_bytes(engine, slots),
@@ -356,13 +338,15 @@ def _fit_microbatch(
     )
     whole = plan.batch.samples_per_rank
     reason = "all samples of a rank's step" if found.samples == whole else f"the largest part of {whole} that fits"
-    text = f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
-    return plan.with_microbatch(found.samples), text
+    return plan.with_microbatch(
+        found.samples
+    ), f"train.microbatch = auto takes {found.samples}, {reason}; tried {tried}"
 
 
-def _train_loader(
-    config: Config, plan: Plan, data: DataSplits, comm: Communicator, options: LoaderOptions
-) -> TrainLoader:
+def _build_loaders(
+    config: Config, plan: Plan, data: DataSplits, comm: Communicator, batch_comm: Communicator, node_ranks: int | None
+) -> tuple[TrainLoader, EvalLoader | None, WorkerChoice | None]:
+    options, choice = loader_options(config, comm, data.train, plan.batch.microbatch, node_ranks)
     order = DataOrder(
         length=plan.train_samples,
         global_batch=plan.batch.global_batch,
@@ -370,12 +354,10 @@ def _train_loader(
         shuffle=config.data.shuffle,
         drop_last=config.data.last_batch == "drop",
     )
-    return TrainLoader(
-        data.train, order, rank=comm.rank, ranks=comm.size, accumulate=plan.batch.accumulate, options=options
-    )
-
-
-def _eval_loader(plan: Plan, data: MapDataset, comm: Communicator, options: LoaderOptions) -> EvalLoader:
+    rank, ranks, batch = batch_comm.rank, batch_comm.size, plan.batch
+    loader = TrainLoader(data.train, order, rank=rank, ranks=ranks, accumulate=batch.accumulate, options=options)
+    if data.eval is None:
+        return loader, None, choice
     # As many samples at once as in training: a batch that is cut to fit into memory would not fit whole here either.
-    at_once = plan.batch.microbatch * comm.size
-    return EvalLoader(data, at_once, rank=comm.rank, ranks=comm.size, options=options)
+    at_once = batch.microbatch * ranks
+    return loader, EvalLoader(data.eval, at_once, rank=rank, ranks=ranks, options=options), choice

@@ -1,6 +1,15 @@
-"""``parallel.strategy: auto`` with what only torch can tell: a model of the user's own code, and free memory.
+"""What only a run of the model without values tells: its memory, for ``parallel.strategy: auto``, and its FLOPs.
 
-Of what such a model raises where it is run without values, its own error and the line of it are told.
+Of what a model of the user's own code raises there, its own error and the line of it are told.
+
+FLOPs of one sample, forward and backward. GPTs, by the formula of predictions, for N weights that a token is multiplied
+with, L layers of width W, T tokens:
+
+    T (6 N + 12 L W T)        attention in full, although half of it is masked: as papers count model FLOPs
+
+Residual networks and MLPs of ours: three times the forward pass. Any other model is counted once: a copy of it on the
+meta device runs forward and backward on two samples, in milliseconds and without memory. Activations that are computed
+again in backward do not count: they are work of the run, and not of the model.
 """
 
 from __future__ import annotations
@@ -59,6 +68,8 @@ _NEEDS_VALUES = (
     fake_tensor.UnsupportedOperatorException,
 )
 _SPEAKS_OF_THEM = ("meta device", "meta tensor", ".numpy()")  # torch has no type for what these say
+_SAMPLES = 2  # batch norms refuse a single one
+_CPU = torch.device("cpu")
 
 
 def needs_values(error: BaseException) -> bool:
@@ -81,20 +92,18 @@ def raised_at(error: BaseException, model: nn.Module | None = None) -> str | Non
 
     Such as ``at my_net.py:7 in forward, where head is Linear(...)``. None where it comes from Paceline itself.
     """
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [line for _, line in traceback.walk_tb(error.__traceback__)]
-    files = [frame.f_code.co_filename for frame in frames]
-    ours = max((place for place, file in enumerate(files) if _is_ours(Path(file))), default=-1)
-    own = [place for place in range(ours + 1, len(files)) if kind_of_file(files[place]) in (USER, LIBRARY)]
-    module = next((each for frame in reversed(frames[ours + 1 :]) if (each := _module(frame)) is not None), None)
-    is_loss = ours >= 0 and Path(files[ours]) == _OURS / "train" / "loss.py"
+    calls = [(frame, line, Path(frame.f_code.co_filename)) for frame, line in traceback.walk_tb(error.__traceback__)]
+    ours = [place for place, (_, _, file) in enumerate(calls) if _is_ours(file)]
+    behind = calls[ours[-1] + 1 :] if ours else calls
+    own = [call for call in behind if kind_of_file(str(call[2])) in (USER, LIBRARY)]
+    module = next((each for frame, _, _ in reversed(behind) if (each := _module(frame)) is not None), None)
+    is_loss = bool(ours) and calls[ours[-1]][2] == _OURS / "train" / "loss.py"
     if not own and module is None and not is_loss:
         return None
     name = "" if module is None or model is None else _name(module, model)
     if own:
-        code = frames[own[-1]].f_code
-        place = f"{Path(code.co_filename).name}:{lines[own[-1]]} in {code.co_name}"
-        return f"at {place}" + (f", where {name}" if name else "")
+        frame, line, file = own[-1]
+        return f"at {file.name}:{line} in {frame.f_code.co_name}" + (f", where {name}" if name else "")
     if name:
         return f"in its forward, where {name}"
     return "in its forward" if module is not None else "in the loss of what it returns"
@@ -175,21 +184,18 @@ def resolve_together(
     return ask_first_rank(comm, decide)
 
 
-_BY_HAND = "set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp"
-
-
 def measure_config(
     config: Config,
     device: str,
     *,
     make_model: Callable[[], nn.Module] | None = None,
     asked: str = "parallel.strategy = auto",
-    fix: str = _BY_HAND,
+    fix: str = "set parallel.strategy yourself: ddp if the model fits beside its batch, else fsdp",
 ) -> ModelFacts:
     """Measures the model of a config on samples of its data, with fake tensors: nothing is allocated or computed.
 
-    ``make_model`` stands for the config's own. Raises UsageError for a model that looks at values in its forward pass,
-    which fake tensors do not have; ``asked`` and ``fix`` are what that says. And for one that its data do not fit.
+    ``make_model`` stands for the config's own. Raises UsageError, with ``asked`` and ``fix``, for a model that looks at
+    values in its forward pass, and for one that its data do not fit.
     """
     data = data_of(config)
     precision = precision_named(config.train.precision_on(config.parallel.device))
@@ -234,8 +240,7 @@ def _without_its_log() -> Iterator[None]:
 def _fake_batch(data: DataSplits, samples: int, mode: FakeTensorMode, device: torch.device, dtype: torch.dtype) -> Any:
     """Returns the first samples of the data as fake tensors on the device; an item that is there once is repeated."""
     with torch.utils._python_dispatch._disable_current_modes():
-        length = len(data.train)
-        real = fetch_batch(data.train, torch.arange(samples).remainder(length).numpy())
+        real = fetch_batch(data.train, torch.arange(samples).remainder(len(data.train)).numpy())
 
     def fake(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -253,14 +258,8 @@ def _cast(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
-                cast = seen.setdefault(
-                    id(parameter), nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
-                )
-                module._parameters[name] = cast
-
-
-_SAMPLES = 2  # batch norms refuse a single one
-_CPU = torch.device("cpu")
+                cast = nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad)
+                module._parameters[name] = seen.setdefault(id(parameter), cast)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +272,6 @@ class SampleCost:
 
 
 def cost_of_sample(config: Config, data: DataSplits, model: nn.Module) -> SampleCost:
-    """Returns what a sample of a run is; the model is as it was built, and stays so."""
     flops, shape = sample_flops(config, data, model), data.shape
     if shape.kind == "tokens" and shape.context is not None:
         return SampleCost(unit="tokens", units=float(shape.context), flops=flops)
@@ -283,7 +281,7 @@ def cost_of_sample(config: Config, data: DataSplits, model: nn.Module) -> Sample
 def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | None:
     """Returns what one sample takes, forward and backward; None for a model that cannot run without values.
 
-    The model is as it was built, before any engine has it, and stays as it is; so do random states.
+    The model is as it was built, and stays so; so do random states.
     """
     if isinstance(model, GPT):
         return transformer_flops(model.config, data.shape.context or model.config.context)

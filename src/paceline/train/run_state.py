@@ -184,20 +184,9 @@ class RunState:
 
 
 # What folders of Hugging Face have for tokens, images and generation, apart from the weights.
-_BESIDE = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "tokenizer.model",
-    "spiece.model",
-    "chat_template.jinja",
-    "generation_config.json",
-    PREPROCESSOR,
-)
+_BESIDE = [f"{name}.json" for name in ("tokenizer", "tokenizer_config", "special_tokens_map", "added_tokens", "vocab")]
+_BESIDE += ["vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "chat_template.jinja"]
+_BESIDE += ["generation_config.json", PREPROCESSOR]
 
 
 def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -> dict[str, bytes]:
@@ -216,8 +205,8 @@ def kept_files(model: nn.Module, data: DataSplits, folder: Path | None = None) -
         files[HUGGING_FACE + "config.json"] = settings.to_json_string().encode()
         beside = [] if folder is None else [folder / name for name in _BESIDE]
         files |= {HUGGING_FACE + path.name: path.read_bytes() for path in beside if path.is_file()}
-        if data.shape.mean is not None and HUGGING_FACE + PREPROCESSOR not in files:
-            files[HUGGING_FACE + PREPROCESSOR] = _preprocessor(data.shape)
+        if data.shape.mean is not None:
+            files.setdefault(HUGGING_FACE + PREPROCESSOR, _preprocessor(data.shape))
     if found := adapters(model):
         files[LORA] = json.dumps(found).encode()
     return files
@@ -245,10 +234,8 @@ class WeightAverage:
     def __init__(self, engine: Engine, decay: float) -> None:
         self._engine = engine
         self._decay = decay
-        held = engine.shards()
-        self._held = [
-            each for each in held if (each.tensor if each.parameter is None else each.parameter).requires_grad
-        ]
+        pairs = [(each, each.tensor if each.parameter is None else each.parameter) for each in engine.shards()]
+        self._held = [shard for shard, parameter in pairs if parameter.requires_grad]
         self._parameters = [shard.tensor.detach() for shard in self._held]
         self._averages = [each.clone() for each in self._parameters]
 
@@ -278,15 +265,14 @@ class WeightAverage:
     def load(self, checkpoint: Checkpoint) -> None:
         """Goes on from a checkpoint; from the parameters just loaded, if that was saved without an average."""
         if not checkpoint.shapes(AVERAGE):
-            for average, parameter in zip(self._averages, self._parameters, strict=True):
-                average.copy_(parameter)
+            torch._foreach_copy_(self._averages, self._parameters)
             return
         for shard in self.shards():
             checkpoint.fill(shard, shard.name)
 
     @torch.no_grad()
     def _swap(self) -> None:
-        for average, parameter in zip(self._averages, self._parameters, strict=True):
+        for parameter, average in self.pairs():
             kept = parameter.clone()  # one tensor at a time
             parameter.copy_(average)
             average.copy_(kept)

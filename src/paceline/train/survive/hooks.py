@@ -1,12 +1,20 @@
-"""Saving a run: when, in the background or at once, and what is kept.
+"""What a run does behind a step to survive: it saves its state, and its ranks decide in common to stop or to go back.
 
-The saver is a hook. It saves every n steps or epochs, every so many minutes of rank 0's clock, where an evaluation is
-the best so far (``keep_best``), at the end, and when it is asked to. What a save took goes to the records when it has
-come to its end: how long training stood still, and how long it was under way.
+The saver saves every n steps or epochs, every so many minutes of rank 0's clock, where an evaluation is the best so far
+(``keep_best``), at the end, and when it is asked to. A checkpoint that cannot be written (the disk is full, or a
+permission is gone) is an error that all ranks learn of together, and older checkpoints are intact. The run goes on
+without it where ``on_full_disk`` allows that: nothing is lost by going on but the way back to this step.
 
-A checkpoint that cannot be written (the disk is full, or a permission is gone) is an error that all ranks learn of
-together, and older checkpoints are intact. The run goes on without it where ``on_full_disk`` allows that: nothing is
-lost by going on but the way back to this step.
+A signal only sets a flag on the rank that gets it. Behind a step the ranks add up what they know, in one small
+all-reduce that nobody waits for; behind the next one it is there, and all of them read the same sum:
+
+    step s      issue   [wishes, seconds of the step, summed loss, count]
+    step s + 1  read    any wish: save and leave, on every rank alike
+
+Cost: one all-reduce of 32 bytes whose latency hides behind a step. Where steps are shorter than 100 ms it is, after the
+first 64, not issued in every one of them: how many are left out follows from the seconds in the sum, so that it is the
+same number on all ranks. Where spikes are looked for, it is issued in every step, and since all ranks have the same
+numbers they react alike, as ``recovery.py`` decides.
 """
 
 from __future__ import annotations
@@ -37,6 +45,11 @@ from paceline.train.step import StepResult
 from paceline.train.survive.recovery import GoBack, GoOn, Spike, StopRequest, find_spike, on_spike
 from paceline.train.trainer import GoBackError, Trainer, is_time
 
+_ASK_EVERY_S: Final = 0.1
+_FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too
+_MOST_STEPS: Final = 1000
+_WISHES, _SECONDS, _LOSS, _COUNT = range(4)
+_stream = cache(torch.cuda.Stream)  # to read on, one a device
 _AT_ONCE = ("end", "preempted", "final")  # reasons after which the process may end
 _WORTH_BYTES = 2**25  # what is smaller is written before a copy of it would pay
 
@@ -53,10 +66,7 @@ class Saver:
         on_full_disk: Literal["stop", "warn"] = "stop",
         ask_every: int = 10,
     ) -> None:
-        """``about`` is what the run is, for whoever looks at a checkpoint: JSON values; ``storage`` None: as usual.
-
-        ``ask_every``: steps after which ranks ask rank 0's clock.
-        """
+        """``about`` is what the run is, in JSON values; ``ask_every``: steps after which ranks ask rank 0's clock."""
         self._on_full_disk = on_full_disk
         self.folder = folder
         self.last_saved: int | None = None
@@ -71,10 +81,7 @@ class Saver:
         self._is_in_background = False
 
     def __call__(self, trainer: Trainer, result: StepResult) -> None:
-        """Saves if it is time to, and tells of what has been written since.
-
-        Raises CheckpointError, on all ranks, where that fails and the run cannot go on without.
-        """
+        """Saves if it is time to. Raises CheckpointError, on all ranks, where the run cannot go on without."""
         try:
             if self.last_saved is not None and result.step < self.last_saved:
                 self.last_saved = None  # the run went back
@@ -95,8 +102,7 @@ class Saver:
     def save(self, trainer: Trainer, reason: str) -> None:
         """Saves the state after the last step, once a step; at once where the process may end after it.
 
-        Called by all ranks after the same step. Raises CheckpointError on all of them if one could not write this one,
-        or the one before; older checkpoints are intact.
+        Raises CheckpointError on all ranks if one could not write this one, or the one before.
         """
         self._trainer = trainer
         if self.last_saved == trainer.step:
@@ -116,10 +122,7 @@ class Saver:
         trainer.parts.meter.start()
 
     def save_now(self, trainer: Trainer) -> None:
-        """Saves for a process that is about to end. What an earlier save could not do does not keep this one from it.
-
-        Raises CheckpointError, on all ranks, if this one cannot be written.
-        """
+        """Saves for a process that is about to end, whether or not the save before could be written."""
         try:
             self.finish()
         except CheckpointError:
@@ -154,8 +157,7 @@ class Saver:
 
     def _reason(self, trainer: Trainer, result: StepResult) -> str:
         config, step, reason = self._config, result.step, ""
-        minutes = config.every_minutes
-        epochs = config.every_epochs
+        minutes, epochs = config.every_minutes, config.every_epochs
         if config.every_steps is not None and step % config.every_steps == 0:
             reason = "steps"
         elif epochs is not None and step % (epochs * max(result.steps_per_epoch, 1)) == 0:
@@ -189,33 +191,27 @@ class Saver:
             trainer.note("checkpoint", detail, step=report.step)
 
 
-_ASK_EVERY_S: Final = 0.1
-_FREE_SUMS: Final = 64  # so that a short run hears of a wish at once, too
-_MOST_STEPS: Final = 1000
-_WISHES, _SECONDS, _LOSS, _COUNT = range(4)
-_stream = cache(torch.cuda.Stream)  # to read on, one a device
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Common:
-    """What all ranks know of a step: whether any wishes to stop, and the loss over the global batch."""
-
-    step: int
-    position: int
-    num_wishes: int
-    loss: float
-    step_s: float
-
-
 @dataclass(slots=True)
 class _PendingSum:
-    """A sum on its way. On CUDA it is ``ready`` to be read when its own step is done."""
+    """What the ranks add up of a step. On CUDA it is ``ready`` to be read when its own step is done."""
 
     step: int
     position: int
     values: torch.Tensor
     work: Work
     ready: torch.cuda.Event | None
+
+    def read(self) -> list[float]:
+        """Reads on a stream of its own: on the step's stream, to read is to wait for all that is issued.
+
+        That would be the step after the one that is read, and the device would have nothing to do until the host has
+        issued another.
+        """
+        with contextlib.nullcontext() if self.ready is None else torch.cuda.stream(_stream(self.values.device)):
+            if self.ready is not None:
+                self.ready.wait()
+            self.work.wait()
+            return self.values.tolist()  # sync point on CUDA, with the step before the last one issued
 
 
 @dataclass(slots=True)
@@ -239,16 +235,17 @@ class ConsensusHook:
         """Reads the sum of an earlier step, and issues that of this one if it is due."""
         now = time.perf_counter()
         seconds, self._last_time = now - self._last_time, now
-        common = None if self._pending is None else _read(self._pending, trainer.parts.engine.world.size)
-        self._pending = None
-        if common is not None:
+        known, self._pending = self._pending, None
+        sums = [] if known is None else known.read()
+        if sums:
             asks_always = self._needs_losses or self._num_sums < _FREE_SUMS
-            self._next_step = result.step if asks_always else next_ask(common.step_s, result.step)
+            step_s = sums[_SECONDS] / trainer.parts.engine.world.size
+            self._next_step = result.step if asks_always else next_ask(step_s, result.step)
         if not result.is_last and result.step >= self._next_step:
             self._pending = self._issue(trainer, result, seconds)
             self._num_sums += 1
-        if common is not None:
-            self._act(trainer, common)
+        if known is not None:
+            self._act(trainer, known, sums)
 
     @property
     def _needs_losses(self) -> bool:
@@ -267,21 +264,22 @@ class ConsensusHook:
         ready = torch.cuda.current_stream(comm.device).record_event() if on_cuda else None
         return _PendingSum(result.step, result.position, values, work, ready)
 
-    def _act(self, trainer: Trainer, common: Common) -> None:
+    def _act(self, trainer: Trainer, known: _PendingSum, sums: list[float]) -> None:
+        loss, num_wishes = sums[_LOSS] / sums[_COUNT] if sums[_COUNT] else math.nan, round(sums[_WISHES])
         try:
             if self._needs_losses:
                 # After the run went back, steps come again.
-                self._losses = [known for known in self._losses if known[0] < common.step][-self.policy.spike_window :]
-                spike = find_spike(self.policy, [loss for _, loss in self._losses], common.loss)
+                self._losses = [each for each in self._losses if each[0] < known.step][-self.policy.spike_window :]
+                spike = find_spike(self.policy, [each for _, each in self._losses], loss)
                 if spike is not None:
-                    self._react(trainer, common, spike)
-                self._losses.append((common.step, common.loss))
+                    self._react(trainer, known, spike)
+                self._losses.append((known.step, loss))
             # Not after the last step: the run is done, and was saved as one that is.
-            if common.num_wishes and trainer.step < trainer.parts.plan.total_steps:
+            if num_wishes and trainer.step < trainer.parts.plan.total_steps:
                 self.save(trainer)
                 number = self.request.signal
                 name = signal.Signals(number).name if number else "a signal to another rank"
-                trainer.note("preempted", {"signal": name, "ranks_asked": common.num_wishes})
+                trainer.note("preempted", {"signal": name, "ranks_asked": num_wishes})
                 raise PreemptedError(f"stopped by {name} after step {trainer.step}; the state is saved")
         except TrainingError:  # the run ends or goes back: the sum on its way is of no use
             if self._pending is not None:
@@ -289,40 +287,18 @@ class ConsensusHook:
                 self._pending = None
             raise
 
-    def _react(self, trainer: Trainer, common: Common, spike: Spike) -> None:
+    def _react(self, trainer: Trainer, known: _PendingSum, spike: Spike) -> None:
         count, has_checkpoint = trainer.num_roll_backs, trainer.has_checkpoint()
         reaction = on_spike(self.policy, spike, num_roll_backs=count, has_checkpoint=has_checkpoint)
-        if isinstance(reaction, GoOn):
-            if reaction.is_noted:
-                trainer.note("spike", asdict(spike), step=common.step)
-        elif isinstance(reaction, GoBack):
-            raise GoBackError(reaction, step=common.step, position=common.position)
-        else:
+        if isinstance(reaction, GoBack):
+            raise GoBackError(reaction, step=known.step, position=known.position)
+        if not isinstance(reaction, GoOn):
             raise TrainingError(
-                f"{reaction.reason} at step {common.step}\n  recovery.on_spike = {self.policy.on_spike}\n"
+                f"{reaction.reason} at step {known.step}\n  recovery.on_spike = {self.policy.on_spike}\n"
                 "  lower optim.lr, set optim.clip_norm, or look at the data of that step"
             )
-
-
-def _read(pending: _PendingSum, ranks: int) -> Common:
-    """Reads on a stream of its own: on the step's stream, to read is to wait for all that is issued.
-
-    That would be the step after the one that is read, and the device would have nothing to do until the host has
-    issued another.
-    """
-    on_cpu = pending.ready is None
-    with contextlib.nullcontext() if on_cpu else torch.cuda.stream(_stream(pending.values.device)):
-        if pending.ready is not None:
-            pending.ready.wait()
-        pending.work.wait()
-        values = pending.values.tolist()  # sync point on CUDA, with the step before the last one issued
-    return Common(
-        step=pending.step,
-        position=pending.position,
-        num_wishes=round(values[_WISHES]),
-        loss=values[_LOSS] / values[_COUNT] if values[_COUNT] else math.nan,
-        step_s=values[_SECONDS] / ranks,
-    )
+        if reaction.is_noted:
+            trainer.note("spike", asdict(spike), step=known.step)
 
 
 def next_ask(step_s: float, step: int) -> int:

@@ -1,7 +1,8 @@
-"""Out of memory in a step: the passes run again, cut finer, and no sample is lost or counted twice.
+"""Microbatches that fit into memory: cut finer where a step runs out of it, and found for ``train.microbatch: auto``.
 
 While a microbatch is new, the ranks tell one another after the passes of each step whether they came through. If one
-did not, all of them drop the gradients, put random states and buffers back, and run the same samples in half the size:
+did not, all of them drop the gradients, put random states and buffers back, and run the same samples in half the size,
+so that none is lost or counted twice:
 
     passes --ok on all ranks--> clip, update
            --out of memory on one--> drop gradients, halve the microbatch, passes again
@@ -10,6 +11,16 @@ A rank that fails leaves the others inside collectives. Engines that only reduce
 sit out the rest from wherever it stands, with zeros for the gradients that it does not have. Full sharding gathers
 parameters in every pass, and synchronised batch norm talks in it: there a pass cannot be left half done, and the run
 stops with an explanation.
+
+The search for the largest microbatch makes a few passes on real samples. A trial is one forward and backward beside
+gradients that are there already, as in accumulation. It leaves nothing: the gradients are dropped, buffers and random
+states put back, no parameter moves. What the optimizer will come to hold is counted.
+
+What a pass holds grows with its samples along a line that starts no lower than what is there without it. So one trial
+bounds all larger ones: extra(n) <= extra(tried) x n / tried. Two trials give the line itself, and the search goes up to
+where it ends: it runs out of memory only where memory does not grow along a line. A trial that goes over the limit, but
+not out of memory, ends the search: the line between it and the one before says what fits. Trying again would not, since
+a process on a CPU keeps what it once had.
 """
 
 from __future__ import annotations
@@ -39,14 +50,15 @@ from paceline.train.step import Passes, accumulate
 from paceline.units import format_bytes
 
 PROVING_STEPS = 3  # of a new microbatch: allocators reach their peak in the second
+_MOST_GROWTH = 4  # from one trial to the next: where memory comes in large pieces a line may look flat
+_OUT_OF_MEMORY, _OVER, _FITS = 0, 1, 2
 
 
 class Retry:
     """Runs the passes of a step, for as often as it takes. Takes the place of ``accumulate``."""
 
     def __init__(self, microbatch: int, *, is_allowed: bool, on_cut: Callable[[int], None] | None = None) -> None:
-        """``microbatch`` is the size that comes; ``is_allowed`` says whether it may be cut; ``on_cut`` hears of it."""
-        self.microbatch = microbatch
+        self.microbatch = microbatch  # the size that comes; ``is_allowed``: it may be cut, and ``on_cut`` hears of it
         self.on_cut = on_cut
         self._loaded = microbatch
         self._pieces = 1
@@ -147,7 +159,6 @@ def can_fail_alone(engine: Engine) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Says whether an error means that memory ran out, of a GPU or of the host."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
@@ -168,28 +179,22 @@ def cut_finer(microbatches: Sequence[Any], pieces: int) -> list[Any]:
 
     Raises TrainingError for a batch that is not made of tensors with one row a sample.
     """
-    if pieces == 1:
-        return list(microbatches)
-    return [piece for microbatch in microbatches for piece in _cut(microbatch, pieces)]
-
-
-def _cut(microbatch: Any, pieces: int) -> list[Any]:
-    if microbatch is None:
-        return [None] * pieces
-    leaves, structure = tree_flatten(microbatch)
-    rows = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves}
-    if len(rows) != 1 or None in rows:
-        raise TrainingError(
-            f"a microbatch of {type(microbatch).__name__} cannot be cut to fit into memory\n"
-            "  it is cut along the first dim of its tensors, which counts the samples\n"
-            "  set train.microbatch to a number that fits"
-        )
-    cuts = zip(*(leaf.tensor_split(pieces) for leaf in leaves), strict=True)
-    return [tree_unflatten(list(parts), structure) if len(parts[0]) else None for parts in cuts]
-
-
-_MOST_GROWTH = 4  # from one trial to the next: where memory comes in large pieces a line may look flat
-_OUT_OF_MEMORY, _OVER, _FITS = 0, 1, 2
+    found: list[Any] = []
+    for microbatch in microbatches:
+        if microbatch is None:
+            found += [None] * pieces
+            continue
+        leaves, structure = tree_flatten(microbatch)
+        rows = {leaf.shape[0] if isinstance(leaf, torch.Tensor) and leaf.ndim else None for leaf in leaves}
+        if len(rows) != 1 or None in rows:
+            raise TrainingError(
+                f"a microbatch of {type(microbatch).__name__} cannot be cut to fit into memory\n"
+                "  it is cut along the first dim of its tensors, which counts the samples\n"
+                "  set train.microbatch to a number that fits"
+            )
+        cuts = zip(*(leaf.tensor_split(pieces) for leaf in leaves), strict=True)
+        found += [tree_unflatten(list(parts), structure) if len(parts[0]) else None for parts in cuts]
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,8 +226,7 @@ def search_microbatch(
     """Finds the largest of ``sizes`` whose peak stays within the limit.
 
     ``measure`` runs a trial and returns its peak, or None where memory ran out. ``base_bytes`` is held without any
-    pass. ``first`` is where to begin, from an estimate. ``agree`` returns the smallest of what all ranks pass to it: so
-    all of them go the same way, each by numbers of its own.
+    pass. ``first`` is where to begin. ``agree`` returns the smallest of what all ranks pass to it: so all go one way.
     """
     best, ceiling = 0, max(sizes) + 1
     points = [(0, base_bytes)]  # samples, and their peak
@@ -288,9 +292,7 @@ def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torc
     def agree(value: int) -> int:
         return int(reduce_number(engine.gradient_comm, value, "min"))
 
-    gauge = MemoryGauge(engine.device)
-    state = PassState(engine)
-    sizes = divisors(limits.samples_per_rank)
+    gauge, state, sizes = MemoryGauge(engine.device), PassState(engine), divisors(limits.samples_per_rank)
     limit = gauge.limit_bytes(limits.node_ranks) if limits.limit_bytes is None else limits.limit_bytes
     limit = round(limit * (1 - MARGIN))
     base = gauge.now_bytes() + optimizer_bytes(engine, slots=1) + limits.reserve_bytes  # a gradient is one slot more
@@ -341,20 +343,9 @@ class _Trials:
     def measure(self, size: int, reserve_bytes: int) -> int | None:
         """Returns the peak of a pass over ``size`` samples, with what is reserved; None where memory ran out."""
         self.gauge.reset()
-        if not self._fits(size):
-            drop_gradients(self.engine)
-            release_memory(self.engine.device)
-            with self.engine.no_sync():
-                self.engine.join_pass()  # the others may wait in a reduction
-            return None
-        self.largest = max(size, self.largest)
-        return self.gauge.peak_bytes() + reserve_bytes
-
-    def _fits(self, size: int) -> bool:
-        """Makes one pass; a last, empty microbatch would reduce the gradients, and is left out."""
         batch = fetch_batch(self.dataset, np.arange(size, dtype=np.int64) % len(self.dataset))
         try:
-            with self.engine.no_sync():
+            with self.engine.no_sync():  # a last, empty microbatch would reduce the gradients, and is left out
                 accumulate(Passes(self.engine, [batch], self.loss, 1.0 / size, self.dtype))
         except RuntimeError as error:
             if not is_out_of_memory(error):
@@ -366,5 +357,11 @@ class _Trials:
                     "  the other ranks wait in collectives of this pass, which cannot be left half done\n"
                     f"  {fits}, or memory.checkpoint_activations = full"
                 ) from error
-            return False
-        return True
+        else:
+            self.largest = max(size, self.largest)
+            return self.gauge.peak_bytes() + reserve_bytes
+        drop_gradients(self.engine)
+        release_memory(self.engine.device)
+        with self.engine.no_sync():
+            self.engine.join_pass()  # the others may wait in a reduction
+        return None
