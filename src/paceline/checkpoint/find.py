@@ -63,11 +63,7 @@ class PassedOver:
 
 
 def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line | None = None) -> list[Path]:
-    """Returns the checkpoints in ``folder``, oldest first. Whether they are whole, ``verify_checkpoint`` says.
-
-    Those that the run has gone back from come before all others: see ``manifest.py``. ``own`` is the line that a run
-    is on, where it may have saved nothing yet.
-    """
+    """Returns the checkpoints in ``folder``, oldest first. Those that a run on line ``own`` has left come before."""
     spots = spots_in(folder, storage)
     current = newest_line(spots.values(), own)
     ages = {path: (current.has(spot.line, spot.step), spot.age, path.name) for path, spot in spots.items()}
@@ -75,10 +71,7 @@ def list_checkpoints(folder: Path, storage: FileStore | None = None, own: Line |
 
 
 def spots_in(folder: Path, storage: FileStore | None = None) -> dict[Path, Spot]:
-    """Returns where the checkpoints of a folder lie. Reads the head of each manifest.
-
-    One whose head cannot be read counts as of the newest line, so that whoever looks for the newest hears of it.
-    """
+    """Returns where checkpoints lie. One whose head is unreadable counts as of the newest line: it must be heard of."""
     storage = storage or storage_of(folder)
     lines: dict[Path, Line | None] = {}
     for path in [folder / name for name in storage.names(folder) if step_of(Path(name)) is not None]:
@@ -194,10 +187,7 @@ def find_checkpoint(
 
 
 def find_best(run_folder: Path, depth: Depth = "full") -> Path:
-    """Returns the best checkpoint of a run, by the metric that its newest one names.
-
-    Raises CheckpointError if nothing was evaluated, if the best one was not kept, or if it is damaged.
-    """
+    """Returns a run's best checkpoint, by its newest one's metric. Raises CheckpointError if none is kept or whole."""
     newest = find_checkpoint("auto", run_folder, "fast")
     best = decode_with(read_manifest(newest).values.get("best"))
     if not isinstance(best, dict) or not is_count(best.get("step")):

@@ -49,10 +49,7 @@ _METADATA = "__metadata__"
 
 
 def decode_with(value: Any, make_tensor: MakeTensor | None = None) -> Any:
-    """Returns what was saved as ``value``. Raises CheckpointError for what no checkpoint has.
-
-    ``make_tensor`` makes a tensor of its bytes, dtype and shape; without it the size of the bytes stands for it.
-    """
+    """Returns what was saved, sizes for tensors without ``make_tensor``. Raises CheckpointError for anything else."""
     try:
         return _decode(value, make_tensor)
     except (*MALFORMED, RecursionError) as error:

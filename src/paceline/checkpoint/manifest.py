@@ -104,10 +104,7 @@ def parse_line(value: Any) -> Line:
 
 
 def line_from(start: Spot | None, found: Sequence[Spot]) -> Line:
-    """Returns the line of a run that starts at a checkpoint, None: at the beginning, where ``found`` are there already.
-
-    It is the checkpoint's own where nothing was written later, and else a new one.
-    """
+    """Returns the line of a run from ``start`` (None: none): its own, or a new one where ``found`` are later."""
     spot = start or Spot(line=Line(), step=0)
     latest = max((each.age for each in found), default=(0, 0))
     if latest <= spot.age:
@@ -117,10 +114,7 @@ def line_from(start: Spot | None, found: Sequence[Spot]) -> Line:
 
 
 def likely_line(step: int, found: Sequence[Spot]) -> Line:
-    """Returns the line of a state of which nothing but its step is known.
-
-    It goes on from the newest checkpoint if it is behind that, and else from the last one before it on its line.
-    """
+    """Returns the line of a step of which no more is known: that of the last one before it on the newest line."""
     if not found:
         return Line()
     newest = newest_line(found)

@@ -31,10 +31,7 @@ _SMALL = 64  # elements: fewer are kept as values
 
 
 def optimizer_shards(optimizer: torch.optim.Optimizer, shards: Sequence[Shard]) -> tuple[list[Shard], dict[str, Any]]:
-    """Returns the state that this rank holds of an optimizer of ``shards``, and what it alone knows.
-
-    Raises UsageError for state that is neither of a parameter's shape nor a value for all of it.
-    """
+    """Returns this rank's state of an optimizer, and what it alone knows. Raises UsageError for odd shapes."""
     packed = own_optimizer_state(optimizer)
     by_id = _by_id(shards)
     tensors: list[Shard] = []

@@ -183,10 +183,7 @@ def decode_found(manifest: Manifest) -> dict[str, Any]:
 
 
 def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
-    """Fills the parameters and buffers of an engine from a checkpoint of any strategy and number of ranks.
-
-    Raises MisfitError, before anything is changed, for other names or shapes.
-    """
+    """Fills an engine of any strategy. Raises MisfitError, before anything is changed, for other names or shapes."""
     shards = list(holder.shards())
     if former := former_names(checkpoint.shapes(MODEL), holder.state_names()):
         checkpoint.rename(former)

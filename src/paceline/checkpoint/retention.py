@@ -126,10 +126,7 @@ def remove_checkpoint(path: Path, storage: FileStore | None = None) -> None:
 
 
 def clear_leftovers(folder: Path, storage: FileStore | None = None) -> None:
-    """Removes what killed saves and removals have left in a folder.
-
-    A checkpoint that had stepped aside for one of its step that did not come gets its name back.
-    """
+    """Removes what killed saves have left. One that stepped aside for one that did not come gets its name back."""
     storage = storage or storage_of(folder)
     for name in storage.names(folder):
         base = name.removeprefix(".").rpartition(".")[0]

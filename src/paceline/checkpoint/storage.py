@@ -243,10 +243,7 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def put_in_place(storage: FileStore, partial: Path, final: Path) -> None:
-    """Gives a file or a folder that was written under a temporary name its own, to stay.
-
-    What has that name steps aside first, and is removed when the new one is there.
-    """
+    """Gives what was written under a temporary name its own, to stay. What had that name is removed behind it."""
     old = final.with_name(f".{final.name}.old")
     storage.remove(old)
     is_there = bool(storage.names(final)) or storage.size(final) is not None
@@ -268,10 +265,7 @@ def is_remote(where: str | Path) -> bool:
 
 
 def storage_of(path: Path) -> FileStore:
-    """Returns what reads and writes a path: this machine's files, or those of the protocol that it begins with.
-
-    Raises UsageError where fsspec, or what it needs for the protocol, is not installed.
-    """
+    """Returns what reads and writes a path. Raises UsageError where what its protocol needs is not installed."""
     found = _REMOTE.match(path.as_posix())
     if found is None:
         return LocalFiles()

@@ -98,10 +98,9 @@ class CheckpointWriter:
         return target.final
 
     def reserve(self, state: State, at_least: int = 0) -> bool:
-        """Makes room for saves in the background of a state as large as this one, in a thread.
+        """Makes room for saves in the background of such a state, in a thread: the first of them takes less time.
 
-        Without it the first of them takes longer. Does nothing, and says so, where no rank writes ``at_least`` bytes.
-        All ranks call it; a small exchange.
+        Does nothing, and says so, where no rank writes ``at_least`` bytes. All ranks call it; a small exchange.
         """
         shares = own_shares(state.shards)
         if max(gather_objects(self._comm, sum(share.tensor.nbytes for share in shares))) < at_least:
@@ -142,10 +141,9 @@ class CheckpointWriter:
 
 
 def copy_checkpoint(path: Path, name: str) -> Path:
-    """Copies a checkpoint to the folder ``name`` beside it, which retention leaves alone; replaces an older copy.
+    """Copies a checkpoint to ``name`` beside it, which retention leaves alone; files are shared where they can be.
 
-    The copy is made under a temporary name, so a kill while it is made leaves the older one. A kill between the two
-    renames leaves the older one under the name ``.<name>.old``. Files are shared with the original where they can be.
+    A kill leaves the older copy, between the two renames under the name ``.<name>.old``.
     """
     final, partial, files = path.parent / name, path.parent / f".{name}.new", LocalFiles()
     try:

@@ -234,10 +234,7 @@ def keeps_channels_last(config: Config, layout: Layout, device: torch.device) ->
 def loader_options(
     config: Config, comm: Communicator, dataset: MapDataset, microbatch: int, node_ranks: int | None
 ) -> tuple[LoaderOptions, WorkerChoice | None]:
-    """Decides how batches are read and brought to the device; returns the choice of workers too, if one was made.
-
-    A rank on a CPU reads when it needs a batch, and so does one that takes turns with others.
-    """
+    """Decides how batches are read; a rank on a CPU, or one that takes turns with others, reads when it needs one."""
     data, feeds = config.data, comm.device.type == "cuda" and comm.takes_real_time
     choice = None
     if data.workers == "auto" and feeds:
@@ -292,10 +289,7 @@ def build_policy(config: Config) -> StepPolicy:
 
 
 def build_schedule(config: Config, plan: Plan, tell: Callable[[str], None] = ignore_phase) -> RateSchedule:
-    """Makes the learning-rate schedule; without a length of its own it spans the run.
-
-    A warmup that is longer than the run is shortened where only the data says how long an epoch is; ``tell`` hears it.
-    """
+    """Makes the schedule of rates. ``tell`` hears of a warmup that is cut to a run whose length the data alone tell."""
     asked = config.optim.schedule
     whole_run = plan.total_steps if asked.unit == "steps" else plan.total_samples
     warmup, note = asked.warmup, ""

@@ -187,11 +187,7 @@ def evaluate(
 
 @torch.no_grad()
 def measure_histograms(engine: Engine, weight: torch.Tensor | None = None) -> list[dict[str, Any]]:
-    """Returns the histograms of all parameters, by name, as JSON values; the same on all ranks, which all call it.
-
-    ``weight`` is a factor that the gradients still lack. A parameter without a gradient has None for it. Waits for the
-    device.
-    """
+    """Returns the histograms of all parameters, in JSON values, the same on all ranks. Waits for the device."""
     engine.gradients()  # brings them to the parameters that are updated
     rows = {name: row for row, name in enumerate(sorted(engine.state_names()))}
     device = engine.device
@@ -236,10 +232,7 @@ def _edges(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _describe(row: torch.Tensor, limits: torch.Tensor) -> dict[str, Any] | None:
-    """Returns a row as JSON values; None of no elements.
-
-    Bins run from the first to the last that is not empty, and empty ones next to one another are one.
-    """
+    """Returns a row as JSON values, from the first to the last bin that is not empty; None of no elements."""
     counts = [int(value) for value in row[_COUNTS:].tolist()]
     number, not_finite = sum(counts), int(row[_NOT_FINITE].item())
     if not number + not_finite:

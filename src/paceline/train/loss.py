@@ -203,10 +203,7 @@ class OnNormalised:
         return getattr(self._loss, "sum", None)
 
     def leave_to(self, model: nn.Module, device: torch.device, param_dtype: torch.dtype | None) -> None:
-        """Has a model that will be compiled whole normalise what it trains on, in the first kernel that reads it.
-
-        ``param_dtype`` is what engines cast other inputs to, None where they do not.
-        """
+        """Has a model that will be compiled whole normalise images; ``param_dtype``: what engines cast inputs to."""
         forward, normalise = model.forward, self._normalise
         (scale, shift), dtype = normalise.factors(device, self._dtype), param_dtype or self._dtype
 
@@ -270,8 +267,7 @@ def build_loss(
 ) -> Loss:
     """Makes the loss that ``train.loss`` names; ``auto`` is cross entropy, which may be compiled, or fused.
 
-    ``may_ignore`` says that targets may be ``IGNORED``, as in a user's own data: what counts is then counted each step.
-    ``dtype`` is what images of bytes are made into, where the shape asks for it.
+    ``may_ignore``: targets may be ``IGNORED``, and what counts is counted each step. ``dtype``: of normalised images.
     """
     if kind != "auto":
         loss: Loss = CustomLoss(import_from_path(kind, "train.loss"), kind)
@@ -305,10 +301,9 @@ def count_samples(batch: Any) -> int:
 
 
 class OutputLoss:
-    """``function(outputs, targets)`` as a loss of ``train/loss.py``: a mean over samples, or their sum.
+    """``function(outputs, targets)`` as a loss: a mean over samples, or their sum. ``mean``: of the last batch.
 
-    ``mean`` is the mean of the last batch, detached. With ``in_full`` the function gets fp32 in the place of halves.
-    With ``may_count`` it may return (sum, count), where elements weigh otherwise.
+    With ``in_full`` the function gets fp32 in the place of halves; with ``may_count`` it may return (sum, count).
     """
 
     elements_per_sample = None

@@ -88,10 +88,7 @@ def is_users(config: Config) -> bool:
 
 
 def raised_at(error: BaseException, model: nn.Module | None = None) -> str | None:
-    """Returns the line of the user's code, and the module of the model, that raised an error.
-
-    Such as ``at my_net.py:7 in forward, where head is Linear(...)``. None where it comes from Paceline itself.
-    """
+    """Returns such as ``at my_net.py:7 in forward, where head is Linear(...)``; None where Paceline raised it."""
     calls = [(frame, line, Path(frame.f_code.co_filename)) for frame, line in traceback.walk_tb(error.__traceback__)]
     ours = [place for place, (_, _, file) in enumerate(calls) if _is_ours(file)]
     behind = calls[ours[-1] + 1 :] if ours else calls
@@ -159,10 +156,9 @@ def _inputs(data: DataSplits) -> str:
 
 
 def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None = None) -> tuple[Config, Choice]:
-    """Decides ``parallel.strategy: auto``; returns the config, and why.
+    """Decides ``parallel.strategy: auto``: the fastest by prediction that fits, or the first where nobody knows prices.
 
-    Of what fits, the fastest by prediction is taken; the first in order where the machine cannot be priced. None: the
-    present one. Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
+    Raises ConfigError where nothing fits, UsageError for a model that cannot be measured.
     """
     config = with_precision(config, where.device)
     model = describe_model(config, where.device) or measure_config(config, where.device)
@@ -173,10 +169,7 @@ def resolve_strategy(config: Config, where: RunMachine, machine: Machine | None 
 def resolve_together(
     config: Config, comm: Communicator, node_ranks: int | None = None, machine: Machine | None = None
 ) -> tuple[Config, Choice]:
-    """Decides on rank 0, by the memory that it finds, and tells the others. All ranks call it.
-
-    ``machine`` is for ranks that keep to some of its cores, and see only those.
-    """
+    """Decides on rank 0, and tells the others. ``machine``: for ranks that keep to some cores, and see only those."""
 
     def decide() -> tuple[Config, Choice]:
         return resolve_strategy(config, measure_machine(comm.device.type, comm.size, node_ranks or comm.size), machine)
@@ -279,10 +272,7 @@ def cost_of_sample(config: Config, data: DataSplits, model: nn.Module) -> Sample
 
 
 def sample_flops(config: Config, data: DataSplits, model: nn.Module) -> float | None:
-    """Returns what one sample takes, forward and backward; None for a model that cannot run without values.
-
-    The model is as it was built, and stays so; so do random states.
-    """
+    """Returns what one sample takes; None for a model that cannot run without values. Model and random states stay."""
     if isinstance(model, GPT):
         return transformer_flops(model.config, data.shape.context or model.config.context)
     known = describe_model(config, "cpu")

@@ -79,10 +79,7 @@ def write_together(comm: Communicator, path: Path, prompt: str, options: SampleO
 def open_language_model(
     checkpoint: Checkpoint, device: torch.device, comm: Communicator | None = None, spread: Spread = "fsdp"
 ) -> LanguageModel:
-    """Builds the model of a run's checkpoint with its weights. Raises UsageError where it writes no text.
-
-    With a ``comm`` of several ranks each of them reads and holds its part: shards of all parameters, or of each layer.
-    """
+    """Builds a checkpoint's model, each rank its part (``spread``). Raises UsageError where it writes no text."""
     is_spread = comm is not None and comm.size > 1
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -127,10 +127,7 @@ def make_scaler(precision: Precision, device: torch.device, initial: float = 655
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """The forward and backward passes of a step: summed losses times ``scale`` are differentiated.
-
-    ``dtype`` is that of floating point samples; None: as they come. ``on_phase`` hears of the end of each phase.
-    """
+    """The passes of a step, which differentiate summed losses times ``scale``; ``dtype``: of floating point samples."""
 
     engine: Engine
     microbatches: Sequence[Any]
@@ -150,9 +147,8 @@ OnGradients = Callable[[torch.Tensor | None], None]
 class StepOutcome:
     """What a step computed on this rank; tensors stay on the device until somebody asks.
 
-    ``grad_norm`` is that before clipping. Where it is not finite the update was left out. ``loss_scale`` is the one
-    that the step used, None where losses are not scaled; ``factor`` is what summed losses were multiplied by.
-    ``is_updated`` is None where only the device knows.
+    ``grad_norm`` is that before clipping; where it is not finite the update was left out. ``factor`` is what summed
+    losses were multiplied by. ``is_updated`` is None where only the device knows.
     """
 
     loss_sum: torch.Tensor
@@ -195,10 +191,7 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepPolicy:
-    """What may be chosen about a step, and about steps that go wrong.
-
-    Without a ``clip_norm`` the norm is measured all the same: it is what tells a step that must be left out.
-    """
+    """What may be chosen about a step. The norm is measured without ``clip_norm``, too: it tells what to leave out."""
 
     clip_norm: float | None = None
     dtype: torch.dtype = torch.float32
@@ -227,10 +220,7 @@ def train_step(
     scaler: LossScaler | None = None,
     passes: RunPasses | None = None,
 ) -> StepOutcome:
-    """Trains on one global batch and updates the parameters, unless a gradient is not finite.
-
-    ``passes`` runs forward and backward in the place of ``accumulate``.
-    """
+    """Trains on one global batch, unless a gradient is not finite. ``passes`` takes the place of ``accumulate``."""
     on_phase, on_gradients = callbacks
     loss_scale = None if scaler is None else scaler.scale
     per_sample, ranks, undo = loss.elements_per_sample, engine.gradient_comm.size, None
@@ -279,10 +269,7 @@ def accumulate(passes: Passes) -> Sequence[LossSum]:
 
 
 def weigh_gradients(engine: Engine, count: float | torch.Tensor) -> torch.Tensor:
-    """Turns gradients of summed losses, averaged over ranks, into those of the global mean; returns the factor.
-
-    Where nothing counts on any rank (every target is ignored) the sums are zero, and so is the gradient.
-    """
+    """Turns averaged gradients of sums into those of the global mean, 0 where nothing counts; returns the factor."""
     factor = engine.loss_scale(count)
     scale_gradients(engine, finite_or_zero(factor))
     return factor
@@ -321,11 +308,10 @@ def update_if_finite(
     max_norm: float | None = None,
     weight: torch.Tensor | None = None,
 ) -> bool | None:
-    """Makes one optimizer step unless the gradient norm is not finite; then parameters and state stay as they are.
+    """Makes one optimizer step, clipped to ``max_norm``, unless the norm is not finite: then all stays as it is.
 
-    With ``max_norm`` the gradients are scaled first, so that their norm is at most that. Says whether there was an
-    update; None where only the device knows. ``weight`` is a factor that the gradients still lack, and the norm has: of
-    a MasterAdamW alone.
+    Says whether there was an update; None where only the device knows. ``weight`` is a factor that the gradients of a
+    MasterAdamW still lack, and the norm has.
     """
     if isinstance(optimizer, MasterAdamW):
         optimizer.step_scaled(Scaling(norm=norm, max_norm=max_norm, weight=weight))
@@ -364,10 +350,7 @@ def _scale(optimizer: torch.optim.Optimizer, coefficient: torch.Tensor) -> None:
 
 
 def _takes_flag(optimizer: torch.optim.Optimizer, device: torch.device) -> bool:
-    """Says whether the optimizer's kernels can leave a step out by themselves.
-
-    SGD makes its momentum in the first step, and would keep uninitialised memory of one that is left out.
-    """
+    """Says whether the optimizer's kernels can leave a step out: not SGD's first, which makes its momentum."""
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
     groups = optimizer.param_groups

@@ -169,10 +169,7 @@ class Trainer(RunState):
         return result
 
     def state(self) -> State:
-        """Returns this rank's part of the state: tensors as they are, without a copy, and plain values.
-
-        Sends nothing. Raises TrainingError for a loss that is not finite: its state is not worth saving.
-        """
+        """Returns this rank's part of the state, without a copy. Raises TrainingError for a loss that is not finite."""
         self._settle()
         return self.collect_state()
 
@@ -214,10 +211,7 @@ class Trainer(RunState):
         self.note("roll_back", detail)
 
     def _note_bad(self, bad: BadStep) -> None:
-        """Records a step that was left out. Raises TrainingError if it is one too many in a row, on all ranks alike.
-
-        A run that is shorter than the limit must have trained on one step at least.
-        """
+        """Records a step that was left out. Raises TrainingError on all ranks if it is one too many in a row."""
         if self.sink is not None:  # without one, nobody waits for the device
             self.note("skipped", bad.detail(), step=bad.step)
         parts = self.parts

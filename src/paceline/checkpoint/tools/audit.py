@@ -194,10 +194,7 @@ def _reason(first: int, last: int, order: DataOrder | None, unused: list[tuple[i
 
 
 def consume_again(segments: Sequence[Segment]) -> tuple[str, int, list[str]]:
-    """Returns the hash of the ids of segments, the number of batches, and what is wrong with them.
-
-    An id that comes twice in an epoch is wrong, and a segment that ends inside a batch.
-    """
+    """Returns the hash of the ids, the number of batches, and what is wrong: ids that come twice, batches cut."""
     known, num_batches, problems, epoch = (0, 0), 0, [], -1
     has_come = np.zeros(max((segment.order.length for segment in segments), default=0), dtype=np.bool_)  # in an epoch
     twice: dict[int, tuple[int, list[int]]] = {}  # by epoch: the first position, and the ids

@@ -348,10 +348,7 @@ class Pretrained:
 
 
 def open_pretrained(folder: Path, model: nn.Module, fresh: Iterable[str] = ()) -> Pretrained:
-    """Matches a folder with a model that was built for it; reads no tensor.
-
-    Raises MisfitError with all names and shapes that differ, but for names that fit a pattern of ``fresh``.
-    """
+    """Matches a folder with a model. Raises MisfitError with all that differs, but for names that fit ``fresh``."""
     places: dict[str, tuple[str, TensorPlace]] = {}
     for file in safetensors_files(folder)[0]:
         places |= {name: (file.name, place) for name, place in read_header(LocalFiles(), file).tensors.items()}

@@ -41,10 +41,7 @@ def reshard(
     progress: Progress = ignore_progress,
     may_replace: bool = False,
 ) -> Path:
-    """Writes a checkpoint into ``folder`` as the ranks of a layout would have; returns its path.
-
-    ``cut`` is what the engines of these ranks write; None where nobody knows the model.
-    """
+    """Writes a checkpoint into ``folder`` as a layout's ranks would; ``cut``: what their engines write, if known."""
     manifest = checkpoint.manifest
     regions = cut_regions(manifest.tensors, layout, cut)
     ranks = [[stream_saved(checkpoint, name, region) for name, region in held] for held in regions]

@@ -96,10 +96,7 @@ def write_checkpoint(
     progress: Progress = ignore_progress,
     may_replace: bool = False,
 ) -> Path:
-    """Writes ``folder/step-<n>`` with the pieces of each rank; returns its path. ``own``: each rank's values, as JSON.
-
-    Raises CheckpointError if it is there already and may not be replaced, or cannot be written.
-    """
+    """Writes ``folder/step-<n>`` with each rank's pieces and ``own`` values. Raises CheckpointError if it cannot."""
     storage = storage_of(folder)
     token = secrets.token_hex(4)
     targets = [

@@ -100,10 +100,7 @@ class Saver:
             trainer.parts.meter.start()
 
     def save(self, trainer: Trainer, reason: str) -> None:
-        """Saves the state after the last step, once a step; at once where the process may end after it.
-
-        Raises CheckpointError on all ranks if one could not write this one, or the one before.
-        """
+        """Saves once a step. Raises CheckpointError on all ranks if one could not write this one, or the one before."""
         self._trainer = trainer
         if self.last_saved == trainer.step:
             if reason in _AT_ONCE:

@@ -175,10 +175,7 @@ def release_memory(device: torch.device) -> None:
 
 
 def cut_finer(microbatches: Sequence[Any], pieces: int) -> list[Any]:
-    """Cuts each microbatch into ``pieces`` along its first dim; None where a piece has no samples.
-
-    Raises TrainingError for a batch that is not made of tensors with one row a sample.
-    """
+    """Cuts microbatches into ``pieces`` along the first dim, None where there are no samples. Raises TrainingError."""
     found: list[Any] = []
     for microbatch in microbatches:
         if microbatch is None:
@@ -255,10 +252,7 @@ def search_microbatch(
 
 
 def _reach(points: Sequence[tuple[int, int]], limit_bytes: int) -> int:
-    """Returns how many samples fit, by the line through the last two points, or that from the base if it goes further.
-
-    The second may do so where the last step was short and its memory came in one large piece.
-    """
+    """Returns how many samples fit: by the last two points, or by the base and the last if that goes further."""
     last, last_peak = points[-1]
     slopes = [max(last_peak - peak, 1) / (last - start) for start, peak in (points[0], points[-2])]
     return max(last + int((limit_bytes - last_peak) // slope) for slope in slopes)
@@ -270,11 +264,7 @@ def _at_most(sizes: Sequence[int], bound: int) -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLimits:
-    """What a search must know beforehand.
-
-    ``reserve_bytes``: what will be held besides, such as the optimizer's state. ``first``: a size that should fit, from
-    an estimate. ``node_ranks``: how many ranks share the host's memory. ``limit_bytes``: in the place of what is free.
-    """
+    """What a search must know: bytes held besides, where to begin, ranks of the host, a limit if not what is free."""
 
     samples_per_rank: int
     reserve_bytes: int = 0
@@ -284,10 +274,7 @@ class TrialLimits:
 
 
 def find_microbatch(engine: Engine, loss: Loss, dataset: MapDataset, dtype: torch.dtype, limits: TrialLimits) -> Found:
-    """Finds the largest microbatch that all ranks can hold; all of them call it.
-
-    Raises TrainingError where not even one sample fits, or where a sharded engine runs out of memory in a trial.
-    """
+    """Finds the largest microbatch that fits on all ranks. Raises TrainingError if none does, or a pass is stuck."""
 
     def agree(value: int) -> int:
         return int(reduce_number(engine.gradient_comm, value, "min"))
