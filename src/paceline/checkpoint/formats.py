@@ -56,8 +56,8 @@ def decode_with(value: Any, make_tensor: MakeTensor | None = None) -> Any:
         raise damaged(f"a value of a checkpoint is damaged: {type(error).__name__}: {error}") from error
 
 
-def check_found(found: Mapping[str, Any]) -> None:
-    """Raises CheckpointError where decoded ``found`` is not what an optimizer's state is saved as."""
+def check_found(found: dict[str, Any]) -> dict[str, Any]:
+    """Returns decoded ``found``. Raises CheckpointError where it is not what an optimizer's state is saved as."""
     for name, entry in found.items():
         is_right = True
         if name.startswith(GROUP):
@@ -70,6 +70,7 @@ def check_found(found: Mapping[str, Any]) -> None:
             is_right = is_right and all(isinstance(key, str) for key in entry["values"])
         if not is_right:
             raise damaged(f"what a checkpoint has of {name} is no state of an optimizer")
+    return found
 
 
 def _decode(value: Any, make_tensor: MakeTensor | None) -> Any:

@@ -3,6 +3,12 @@
 A rank asks for the regions that it holds now. What they have in common with the pieces that were saved is read, byte
 range by byte range, into the tensors themselves: nothing is gathered, and no rank reads what it does not need, but for
 gaps of less than 64 KiB. Memory: one chunk, or a copy of 64 MiB where the tensors are on a device or of another dtype.
+
+Small files that belong to a model are tensors of bytes, and so they are hashed, resharded and exported with the rest:
+
+    files/tokenizer/...   what tokens stand for, as ``data/tokenizers.py`` writes it
+    files/hf/...          config.json of a Hugging Face model, and what its folder has for tokens and images
+    files/lora.json       adapters by the names of their layers
 """
 
 from __future__ import annotations
@@ -27,6 +33,8 @@ from paceline.shards import Region, Shard, common_runs, whole_region
 from paceline.untrusted import parse_json_object, plain_name
 
 _STAGE_BYTES = 2**26
+FILES = "files/"
+TOKENIZER, HUGGING_FACE, LORA = "tokenizer/", "hf/", "lora.json"
 
 
 class Checkpoint:
@@ -42,11 +50,6 @@ class Checkpoint:
     @property
     def step(self) -> int:
         return self.manifest.step
-
-    @property
-    def position(self) -> int:
-        """The samples consumed until then."""
-        return self.manifest.position
 
     @cached_property
     def values(self) -> dict[str, Any]:
@@ -170,25 +173,20 @@ class Checkpoint:
 def open_checkpoint(path: Path, storage: FileStore | None = None) -> Checkpoint:
     """Opens a checkpoint. Raises CheckpointError when it is none, cannot be read, or lacks a part of a tensor."""
     storage = storage or storage_of(path)
-    manifest = read_manifest(path, storage)
-    check_coverage(path, manifest)
-    return Checkpoint(path, manifest, storage)
+    return Checkpoint(path, check_coverage(path, read_manifest(path, storage)), storage)
 
 
 def decode_found(manifest: Manifest) -> dict[str, Any]:
     """Returns what single ranks knew. Raises CheckpointError for what is no state of an optimizer."""
-    found = {name: decode(value) for name, value in manifest.found.items()}
-    check_found(found)
-    return found
+    return check_found({name: decode(value) for name, value in manifest.found.items()})
 
 
 def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
     """Fills an engine of any strategy. Raises MisfitError, before anything is changed, for other names or shapes."""
-    shards = list(holder.shards())
-    if former := former_names(checkpoint.shapes(MODEL), holder.state_names()):
+    shards, known = list(holder.shards()), holder.state_names()
+    if former := former_names(checkpoint.shapes(MODEL), known):
         checkpoint.rename(former)
     saved = checkpoint.shapes(MODEL)
-    known = holder.state_names()
     problems = [f"unexpected {name}" for name in saved if name not in known]
     for shard in shards:
         shape, here = saved.get(shard.name), shard.region.shape
@@ -201,10 +199,6 @@ def fill_model(checkpoint: Checkpoint, holder: HasShards) -> None:
     for shard in shards:
         checkpoint.fill(shard, MODEL + shard.name)
     holder.mark_loaded()
-
-
-FILES = "files/"
-TOKENIZER, HUGGING_FACE, LORA = "tokenizer/", "hf/", "lora.json"
 
 
 def file_shards(files: Mapping[str, bytes], rank: int) -> list[Shard]:

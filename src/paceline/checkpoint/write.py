@@ -31,6 +31,7 @@ from paceline.checkpoint.manifest import (
     SavedPiece,
     SavedTensor,
     State,
+    files_entry,
     manifest_text,
     parse_files,
     parse_tensor,
@@ -146,7 +147,7 @@ def write_rank(
         "rank": target.rank,
         "values": plain.own,
         "found": plain.found,
-        "files": {name: file.to_json() for name, file in files.items()},
+        "files": files_entry(files),
         "tensors": tensors,
     }
     written = storage.write(target.partial / f".{stem}.json", [json.dumps(part, allow_nan=False).encode()])

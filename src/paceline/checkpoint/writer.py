@@ -6,6 +6,8 @@
 In the background nothing is sent: rank 0's thread looks for the files with which each rank says that it has written.
 The ranks agree when the next save comes, or the end; there an error of any of them is raised on all. What a rank stands
 still for is the copy of what it writes, into memory that is kept for the next time.
+
+``save`` and ``load`` are for plain loops: an engine, its optimizer, and what else a loop wants to remember.
 """
 
 from __future__ import annotations
@@ -17,37 +19,31 @@ import secrets
 import shutil
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from paceline.checkpoint.find import spots_in
-from paceline.checkpoint.manifest import State, likely_line
+from paceline.checkpoint.find import Depth, PassedOver, find_checkpoint, spots_in
+from paceline.checkpoint.manifest import MODEL, HasShards, State, likely_line, prefixed
+from paceline.checkpoint.optimizer import load_optimizer, optimizer_shards
+from paceline.checkpoint.read import fill_model, open_checkpoint
 from paceline.checkpoint.retention import Retention, apply_retention, clear_leftovers
 from paceline.checkpoint.storage import FileStore, LocalFiles, put_in_place, storage_of
 from paceline.checkpoint.write import SaveTarget, commit, discard, own_shares, plain_state, write_part
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.errors import CheckpointError
+from paceline.health.ledger_view import CHECKPOINT
 from paceline.shards import Shard
 
 _ALIGN_BYTES = 64
 _PAGE_BYTES = 4096
 _LOOK_EVERY_S = 0.02
 _VISIBLE_S = 60.0  # how long a shared file system may take to show what another host has written
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReport:
-    """What a save took on this rank: how long training stood still, how long it was under way, and its bytes."""
-
-    step: int
-    stall_s: float
-    total_s: float
-    num_bytes: int
-    is_background: bool
 
 
 class CheckpointWriter:
@@ -61,10 +57,11 @@ class CheckpointWriter:
         self._comm = comm
         self._retention = retention or Retention()
         self._storage = storage or storage_of(folder)
-        self._token = ask_first_rank(comm, self._begin)
+        token, rank, world = ask_first_rank(comm, self._begin), comm.rank, comm.size
+        self._target = SaveTarget(folder=folder, step=0, rank=rank, world=world, token=token, storage=self._storage)
         self._stage = StagingBuffer()
         self._pending: _PendingSave | None = None
-        self._reports: list[SaveReport] = []
+        self._reports: list[tuple[int, dict[str, Any]]] = []
 
     def save(self, state: State, *, in_background: bool = False) -> Path:
         """Saves a state; returns where it is, or will be. Waits for the save before.
@@ -72,14 +69,7 @@ class CheckpointWriter:
         Raises CheckpointError on all ranks where one cannot write, now or in the save before; older ones are intact.
         """
         self.finish()
-        target = SaveTarget(
-            folder=self.folder,
-            step=state.step,
-            rank=self._comm.rank,
-            world=self._comm.size,
-            token=self._token,
-            storage=self._storage,
-        )
+        target = replace(self._target, step=state.step)
         self._pending = save = _PendingSave(target, self._retention)
         try:
             save.plain = plain_state(state)
@@ -125,8 +115,8 @@ class CheckpointWriter:
         ask_first_rank(self._comm, pending.check_committed)
         self._reports += pending.report(is_done=True)
 
-    def reports(self) -> list[SaveReport]:
-        """Returns what has come to an end since it was last asked. Sends nothing."""
+    def reports(self) -> list[tuple[int, dict[str, Any]]]:
+        """Returns what saves took that came to an end since it was last asked, by step, as records have it."""
         if self._pending is not None:
             self._reports += self._pending.report(is_done=False)
         found, self._reports = self._reports, []
@@ -282,23 +272,17 @@ class _PendingSave:
         if self.commit_problem:
             raise CheckpointError(self.commit_problem)
 
-    def report(self, *, is_done: bool) -> list[SaveReport]:
-        """Returns what it took, once: when it ``is_done``, or when its thread has ended well."""
+    def report(self, *, is_done: bool) -> list[tuple[int, dict[str, Any]]]:
+        """Returns what it took on this rank, once: when it ``is_done``, or when its thread has ended well."""
         has_worked = self._thread is not None and not (self._thread.is_alive() or self.problem or self.commit_problem)
         if self._is_reported or not (is_done or has_worked):
             return []
         self._is_reported = True
         if self._thread is None:  # training stood still until now
             self._stall_s = self._total_s = time.perf_counter() - self._start
-        return [
-            SaveReport(
-                step=self.target.step,
-                stall_s=self._stall_s,
-                total_s=self._total_s,
-                num_bytes=self._num_bytes,
-                is_background=self._thread is not None,
-            )
-        ]
+        times = {"seconds": round(self._total_s, 4), "stall_seconds": round(self._stall_s, 4)}
+        detail = {**times, "bytes": self._num_bytes, "background": self._thread is not None}
+        return [(self.target.step, {"folder": str(self.target.folder), **detail})]
 
     def _run(self) -> None:
         self.write()
@@ -354,3 +338,62 @@ def raised_on_all(comm: Communicator, what: str = "") -> Iterator[None]:
 
 def _describe(error: Exception) -> str:
     return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def warn_of(passed: PassedOver) -> None:
+    """Warns of a newer checkpoint that was not taken, and says why."""
+    warnings.warn(str(passed), stacklevel=2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a loop goes on from."""
+
+    path: Path
+    step: int
+    extra: Any
+
+
+def save(
+    folder: str | Path,
+    engine: HasShards,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+) -> Path:
+    """Saves into ``folder/step-<step>``, each rank what it holds; of older ones the newest ``keep`` are left.
+
+    Called by all ranks. ``extra`` is what else is to be remembered: plain values, those of rank 0. Raises
+    CheckpointError on all ranks if one cannot write; older checkpoints are intact then.
+    """
+    _enter(engine)
+    writer = CheckpointWriter(Path(folder), engine.world, Retention(last=keep))
+    held = list(engine.shards())
+    tensors, found = ([], {}) if optimizer is None else optimizer_shards(optimizer, held)
+    shards = [*prefixed(MODEL, held), *tensors]
+    return writer.save(State(step=step, position=0, shards=shards, values={"extra": extra}, found=found))
+
+
+def load(
+    path: str | Path, engine: HasShards, optimizer: torch.optim.Optimizer | None = None, *, verify: Depth = "full"
+) -> Loaded:
+    """Loads a checkpoint, or the newest whole one of a folder, into an engine of any strategy and number of ranks.
+
+    Called by all ranks, which read what rank 0 chooses. Newer ones that it passes over are warned of, with the reason.
+    Raises CheckpointError on all of them if one cannot.
+    """
+    _enter(engine)
+    chosen = ask_first_rank(engine.world, lambda: find_checkpoint(str(path), Path(path), verify, warn_of))
+    with raised_on_all(engine.world, f"{chosen} does not fit this model or optimizer\n  "):
+        checkpoint = open_checkpoint(chosen)
+        fill_model(checkpoint, engine)
+        if optimizer is not None:
+            load_optimizer(checkpoint, optimizer, list(engine.shards()))
+        return Loaded(path=chosen, step=checkpoint.step, extra=checkpoint.values.get("extra"))
+
+
+def _enter(engine: HasShards) -> None:
+    if engine.world.ledger is not None:  # the rank saves or loads until the next pass begins
+        engine.world.ledger.enter(CHECKPOINT)

@@ -156,7 +156,7 @@ class RunState:
                 f"the checkpoint of step {checkpoint.step} does not fit this model or optimizer\n  {error}\n"
                 "  resume with the config that the run was started with"
             ) from error
-        self.step, self.position = checkpoint.step, checkpoint.position
+        self.step, self.position = checkpoint.step, checkpoint.manifest.position
         if comm.rank == 0:
             self.line = line_from(checkpoint.manifest.spot, list(spots_in(checkpoint.path.parent).values()))
         if self.scaler is not None and "scaler" in values:

@@ -177,15 +177,8 @@ class Saver:
         return bool(value < known["value"] if policy.mode == "min" else value > known["value"])
 
     def _tell(self, trainer: Trainer) -> None:
-        for report in [] if self._writer is None else self._writer.reports():
-            detail = {
-                "folder": str(self.folder),
-                "seconds": round(report.total_s, 4),
-                "stall_seconds": round(report.stall_s, 4),
-                "bytes": report.num_bytes,
-                "background": report.is_background,
-            }
-            trainer.note("checkpoint", detail, step=report.step)
+        for step, detail in [] if self._writer is None else self._writer.reports():
+            trainer.note("checkpoint", detail, step=step)
 
 
 @dataclass(slots=True)
