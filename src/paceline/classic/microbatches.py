@@ -199,7 +199,7 @@ class MicrobatchTrainer:
         samples = count_samples(batch)
         placed = place(batch, self.engine.device, None) if samples else None
         loss = self.loss_of(criterion)
-        if self._scaler is not None and not self._scaler.knows_elements:  # how many the first update will have
+        if self._scaler is not None and self._scaler.elements is None:  # how many the first update will have
             first = on_device(samples * self.gradient_accumulation_steps, self.engine.device)
             self.engine.comm.all_reduce(first).wait()
             self._scaler.note_elements(first)

@@ -60,13 +60,11 @@ class ScalerPolicy:
     growth_interval: int = 2000
 
     def __post_init__(self) -> None:
-        if self.initial > 0 and self.growth >= 1 and 0 < self.backoff < 1 and self.growth_interval >= 1:
-            return
-        raise UsageError(
-            f"a loss scale of {self.initial} that grows by {self.growth} every {self.growth_interval} steps and backs "
-            f"off by {self.backoff}\n  the scale is above 0, growth at least 1, backoff between 0 and 1\n"
-            "  leave them at their defaults: 65536, 2, 2000, 0.5"
-        )
+        if self.initial <= 0 or self.growth < 1 or not 0 < self.backoff < 1 or self.growth_interval < 1:
+            raise UsageError(
+                f"{self}\n  the scale is above 0, growth at least 1, backoff between 0 and 1\n"
+                "  leave them at their defaults: 65536, 2, 2000, 0.5"
+            )
 
 
 class LossScaler:
@@ -76,7 +74,7 @@ class LossScaler:
         self.policy = policy or ScalerPolicy()
         self.scale = torch.full((), self.policy.initial, dtype=torch.float32, device=device)
         self._num_good = torch.zeros((), dtype=torch.int32, device=device)
-        self._elements: torch.Tensor | None = None
+        self.elements: torch.Tensor | None = None
 
     def factors(self, ranks: int, count: float | None, guess: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns what a summed loss is multiplied by before backward, and the averaged gradients after it.
@@ -86,16 +84,12 @@ class LossScaler:
         """
         if count is not None:
             return self.scale / count, ranks / self.scale
-        elements = torch.full_like(self.scale, guess) if self._elements is None else self._elements
+        elements = torch.full_like(self.scale, guess) if self.elements is None else self.elements
         return self.scale / elements, elements / self.scale
-
-    @property
-    def knows_elements(self) -> bool:
-        return self._elements is not None
 
     def note_elements(self, elements: torch.Tensor) -> None:
         """Takes how many elements the step had over all ranks: the next one will have about as many."""
-        self._elements = elements.to(self.scale).clamp(min=1.0)
+        self.elements = elements.to(self.scale).clamp(min=1.0)
 
     @torch.no_grad()
     def update(self, norm: torch.Tensor) -> None:
@@ -103,21 +97,19 @@ class LossScaler:
         is_bad = norm.isfinite().logical_not_().to(device=self.scale.device, dtype=torch.float32)
         # A new tensor each time: the scale of the step before may still be on its way into a record.
         self.scale = self.scale.clone()
-        policy = self.policy
-        torch._amp_update_scale_(
-            self.scale, self._num_good, is_bad, policy.growth, policy.backoff, policy.growth_interval
-        )
+        rule = self.policy
+        torch._amp_update_scale_(self.scale, self._num_good, is_bad, rule.growth, rule.backoff, rule.growth_interval)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns scale and counts as plain numbers. Waits for the device."""
-        elements = None if self._elements is None else float(self._elements)
+        elements = None if self.elements is None else float(self.elements)
         return {"scale": float(self.scale), "num_good": int(self._num_good), "elements": elements}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.scale = torch.full_like(self.scale, float(state["scale"]))
         self._num_good.fill_(int(state["num_good"]))
         elements = state["elements"]
-        self._elements = None if elements is None else torch.full_like(self.scale, elements)
+        self.elements = None if elements is None else torch.full_like(self.scale, elements)
 
 
 def make_scaler(precision: Precision, device: torch.device, initial: float = 65536.0) -> LossScaler | None:
