@@ -89,7 +89,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints, however each of them is cut."""
     from paceline.checkpoint import open_checkpoint
-    from paceline.checkpoint.tools.difference import compare
+    from paceline.checkpoint.tools.listing import compare
 
     with _reading():
         ours, theirs = open_checkpoint(find_any(left)), open_checkpoint(find_any(right))

@@ -1,8 +1,8 @@
 """Models that transformers builds from a local folder of Hugging Face. No network, and no code but the library's.
 
 A pretrained model is built without values, whatever the strategy: parameters have shapes alone and are marked as
-unfilled (``models/unfilled.py``), and each rank later reads what it holds (``checkpoint/pretrained.py``). One from its
-config alone has the values that the library draws.
+unfilled (``models/unfilled.py``), and each rank later reads what it holds (``checkpoint/tools/incoming.py``). One from
+its config alone has the values that the library draws.
 """
 
 from __future__ import annotations

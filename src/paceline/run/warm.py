@@ -51,8 +51,8 @@ CPU_RANKS = 2  # where there is no GPU: enough to be distributed, and every mach
 _RANK_MODULES = (
     "paceline.run.worker",
     "paceline.train.assemble",
-    "paceline.train.survive.consensus",
-    "paceline.train.survive.saving",
+    "paceline.train.survive.hooks",
+    "paceline.train.survive.hooks",
     "paceline.comm.torch_dist",
     "paceline.run.watch",
     "torch._dynamo",  # which optimizers load, and which takes as long as torch itself
