@@ -12,7 +12,7 @@ from made_plans import plan_of
 
 from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
-from paceline.plan.describe import mesh_text
+from paceline.plan.workload import mesh_text
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model

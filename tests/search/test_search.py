@@ -11,7 +11,7 @@ import pytest
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
 from paceline.mesh import divisors
-from paceline.plan.describe import count_differences, layout_text
+from paceline.plan.workload import count_differences, layout_text
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Workload
@@ -218,7 +218,7 @@ def test_offload_is_of_whole_models_beside_devices_with_memory_of_their_own(foun
         if each.layout.offload.is_any:
             assert not each.layout.is_split
             assert each.layout.strategy != "ddp"
-            assert each.host_bytes > 0
+            assert host_bytes(each.workload) > 0
     assert all(not each.layout.offload.is_any for each in search(TASK, NODES, host_memory=1e9).ranked)
 
 
@@ -244,9 +244,9 @@ def test_what_no_published_run_has_is_outside_and_has_the_wider_range() -> None:
     assert (moved.band[1] - moved.band[0]) / moved.seconds == pytest.approx(2 * COMPOSED_P90)
     ranked = [each for each in search(TASK, NODES).ranked if each.layout.splits_backward]
     assert ranked
-    assert all("a zero-bubble schedule: no published run has one" in each.prediction.outside for each in ranked)
+    assert all("a zero-bubble schedule: no published run has one" in each.outside for each in ranked)
     host = search(TrainingTask(model=SMALL, global_batch=8, seq_len=128, compute="fp32"), load_cluster("cpu-host"))
-    assert any("paceline predict" in reason for reason in host.ranked[0].prediction.outside)
+    assert any("paceline predict" in reason for reason in host.ranked[0].outside)
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])

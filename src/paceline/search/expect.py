@@ -52,10 +52,10 @@ def expect_run(
         ranked = rank_one(workload, cluster)
     except (UsageError, ConfigError) as error:
         return Expectation(ranks=ranks, memory_bytes=memory, reason=str(error))
-    low, high = ranked.prediction.band
+    low, high = ranked.band
     around = cluster.device.step_s + cluster.device.loop_s  # what formulas of kernels know nothing of
     if not cluster.device.is_cpu:
-        assumed += tuple(f"outside the calibrated domain: {reason}" for reason in ranked.prediction.outside)
+        assumed += tuple(f"outside the calibrated domain: {reason}" for reason in ranked.outside)
     return Expectation(
         ranks=ranked.layout.ranks,
         cluster=cluster.name,
@@ -64,7 +64,7 @@ def expect_run(
         step_s_low=low + around,
         step_s_high=high + around,
         memory_bytes=memory,
-        fitted=ranked.prediction.fitted,
+        fitted=ranked.fitted,
         assumed=assumed,
     )
 

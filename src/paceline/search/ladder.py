@@ -40,7 +40,7 @@ from typing import Any
 from paceline.config import Config, layout_of, run_checks
 from paceline.errors import ConfigError, UsageError
 from paceline.mesh import divisors
-from paceline.plan.describe import layout_label
+from paceline.plan.workload import layout_label
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.plan import MARGIN, MemoryEstimate, RunMachine
 from paceline.predict.memory.facts import ModelFacts, stage_bounds

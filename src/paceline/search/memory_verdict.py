@@ -22,14 +22,15 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.plan.describe import config_values
+from paceline.plan.workload import config_values
 from paceline.plan.plan import MemoryEstimate
+from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known, rank_estimates
 from paceline.search.expect import present_cluster
 from paceline.search.request import planned_values, request_for
 from paceline.search.result import PlanResult, plan_for
-from paceline.search.search import Change, Ranked, workload_text
+from paceline.search.search import Change
 from paceline.units import format_bytes
 
 NEAR = 0.9  # of the memory there is: allocators lose some, and estimates are estimates
@@ -152,7 +153,7 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
             "parallel.strategy=auto takes the first way that fits, where one does",
         ]
     fitting = [each for each in _changes(found) if each.ranked and _is_enough(config, each.ranked, cluster, verdict)]
-    fitting.sort(key=lambda each: each.ranked.seconds if each.ranked else 0.0)
+    fitting.sort(key=lambda each: each.seconds)
     if fitting:
         return [f"fits with {each}" for each in fitting]
     lines = [f"would fit with {each}" for each in found.changes if found.winner is None]
@@ -160,7 +161,7 @@ def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Pa
         workload, least = found.found.nearest
         lines.insert(
             0,
-            f"nothing fits here: of {found.found.looked_at} ways to train it {workload_text(workload)} needs least, "
+            f"nothing fits here: of {found.found.looked_at} ways to train it {workload} needs least, "
             f"{format_bytes(least)} of a rank",
         )
     return [*lines, "take a smaller model or context, or look for another machine: paceline plan CONFIG --cluster NAME"]
@@ -180,7 +181,7 @@ def _changes(found: PlanResult) -> list[Change]:
     return [Change(keys=keys, ranked=winner)]
 
 
-def _is_enough(config: Config, ranked: Ranked, cluster: Cluster, verdict: MemoryVerdict) -> bool:
+def _is_enough(config: Config, ranked: Prediction, cluster: Cluster, verdict: MemoryVerdict) -> bool:
     """Whether the changed config fits by the estimate that has refused this one, which counts all that it says."""
     try:
         changed = config_from_dict(planned_values(config, ranked.workload, cluster), "plan")

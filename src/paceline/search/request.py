@@ -18,7 +18,7 @@ from paceline.config.checks import check_ranks
 from paceline.config.data_sections import known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.describe import config_values
+from paceline.plan.workload import config_values
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import RECOMPUTES, Compute, Workload

@@ -21,6 +21,7 @@ from paceline.errors import UsageError
 from paceline.notebook import Shown, table
 from paceline.plan.layout import Layout
 from paceline.plan.workload import Workload
+from paceline.predict.formulas.step import Prediction
 from paceline.search.candidates import TrainingTask
 from paceline.search.request import PlanRequest, planned_values, why_not_written, workload_as_written
 from paceline.search.scaling import ScalingRow, scaling_rows
@@ -28,28 +29,17 @@ from paceline.search.search import (
     ORDERS,
     Change,
     Order,
-    Ranked,
     Search,
     explain_against,
     explain_winner,
     node_bytes,
+    host_bytes,
     rank_one,
     search,
     smallest_changes,
     what_would_fit,
-    workload_text,
 )
 from paceline.units import format_bytes, format_count, format_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanCost:
-    """Device-hours and, where a device-hour has a price, dollars: of a step, and of a billion tokens (or samples)."""
-
-    hours_per_step: float
-    hours_per_billion: float
-    per_step: float | None = None
-    per_billion: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
@@ -63,18 +53,18 @@ class PlanResult(Shown):
 
     request: PlanRequest
     found: Search
-    as_written: Ranked | None = None
+    as_written: Prediction | None = None
     not_judged: str = ""
     changes: tuple[Change, ...] = ()
     scaling: dict[str, tuple[ScalingRow, ...]] = field(default_factory=dict)
     price: float | None = None
 
     @property
-    def plans(self) -> tuple[Ranked, ...]:
+    def plans(self) -> tuple[Prediction, ...]:
         return self.found.ranked
 
     @property
-    def winner(self) -> Ranked | None:
+    def winner(self) -> Prediction | None:
         return self.plans[0] if self.plans else None
 
     @property
@@ -128,7 +118,7 @@ class PlanResult(Shown):
         Raises UsageError if there is none.
         """
         winner, cluster = self._to_train(), self.request.cluster
-        low, high = winner.prediction.band
+        low, high = winner.band
         values = planned_values(self.request.config, winner.workload, cluster)
         return (
             f"# Planned for {cluster.name}: {winner}.\n"
@@ -175,29 +165,29 @@ class PlanResult(Shown):
     def shows_cost(self) -> bool:
         return self.price is not None or self.found.order == "cost"
 
-    def cost_of(self, ranked: Ranked) -> PlanCost:
+    def cost_of(self, ranked: Prediction) -> dict[str, Any]:
+        """Returns device-hours and, where these have a price, dollars: of a step, and of a billion tokens (samples)."""
         hours = ranked.seconds * ranked.layout.ranks / 3600
         billions = ranked.tokens_per_s * ranked.seconds / 1e9
-        price = self.price
-        return PlanCost(
-            hours_per_step=hours,
-            hours_per_billion=hours / billions,
-            per_step=None if price is None else hours * price,
-            per_billion=None if price is None else hours * price / billions,
-        )
+        dollars = None if self.price is None else hours * self.price
+        return {
+            "hours_per_step": hours,
+            "hours_per_billion": hours / billions,
+            "per_step": dollars,
+            "per_billion": None if dollars is None else dollars / billions,
+        }
 
     def cheapest_row(self) -> ScalingRow | None:
         """Returns the number of devices of the table of strong scaling that a token costs least on."""
-        rows = [row for row in self.scaling.get("strong", ()) if row.best is not None]
-        return min(
-            rows, key=lambda row: self.cost_of(row.best).hours_per_billion if row.best else math.inf, default=None
-        )
+        rows = self.scaling.get("strong", ())
+        hours = [(self.cost_of(row.best)["hours_per_billion"], row) for row in rows if row.best]
+        return min(hours, key=lambda each: each[0], default=(0.0, None))[1]
 
-    def task_for(self, ranked: Ranked) -> TrainingTask:
+    def task_for(self, ranked: Prediction) -> TrainingTask:
         precision, tasks = ranked.layout.precision, self.request.tasks
         return next((task for task in tasks if task.base.precision == precision), tasks[0])
 
-    def _to_train(self) -> Ranked:
+    def _to_train(self) -> Prediction:
         if self.request.no_config:
             raise UsageError(f"there is no config: {self.request.no_config}\n  a config's model cannot say that")
         if not self.plans:
@@ -292,10 +282,10 @@ def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
     return {**start, **_ranked(result, row.best), "efficiency": row.efficiency}
 
 
-def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
-    step, (low, high) = ranked.prediction.step, ranked.prediction.band
+def _ranked(result: PlanResult, ranked: Prediction) -> dict[str, Any]:
+    step, (low, high) = ranked.step, ranked.band
     names = ("parameters", "gradients", "optimizer", "activations", "temporary", "framework")
-    formula = {name: getattr(ranked.prediction.memory, name) for name in names}
+    formula = {name: getattr(ranked.memory, name) for name in names}
     need = result.task_for(ranked).need
     found = None if need is None else need.estimate(ranked.layout)  # None for a model that it does not know
     estimate = None
@@ -306,8 +296,8 @@ def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
         "step_s": ranked.seconds,
         "step_s_low": low,
         "step_s_high": high,
-        "fitted": ranked.prediction.fitted,
-        "outside": list(ranked.prediction.outside),
+        "fitted": ranked.fitted,
+        "outside": list(ranked.outside),
         "samples_per_s": ranked.samples_per_s,
         f"{ranked.unit}_per_s": ranked.tokens_per_s,
         "mfu": ranked.mfu,
@@ -317,18 +307,18 @@ def _ranked(result: PlanResult, ranked: Ranked) -> dict[str, Any]:
         "bubble_s": step.bubble,
         "parts_s": asdict(step),
         "memory_bytes": ranked.memory_bytes,
-        "host_bytes": ranked.host_bytes,
+        "host_bytes": host_bytes(ranked.workload),
         "memory_by_category": estimate or {**formula, "buffers": 0.0},
         "memory_by_formula": formula,
         "memory_by_estimate": estimate,
-        "cost": asdict(result.cost_of(ranked)),
+        "cost": result.cost_of(ranked),
     }
 
 
 def _decided(workload: Workload) -> dict[str, Any]:
     layout = workload.layout
     return {
-        "plan": workload_text(workload),
+        "plan": str(workload),
         "strategy": layout.strategy,
         "mesh": {
             "pipeline": layout.pipeline,
@@ -375,7 +365,7 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
         yield f"\nout of memory: none of {found.looked_at} ways fits{left_out}"
         if found.nearest is not None:
             workload, need = found.nearest
-            yield f"nearest: {workload_text(workload)} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
+            yield f"nearest: {workload} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
         yield from (f"would fit with {change}" for change in result.changes)
     else:
         yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{left_out}\n"
@@ -384,28 +374,28 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
     yield from _scaling(result)
 
 
-def _plans(result: PlanResult, winner: Ranked, top: int) -> Iterator[str]:
+def _plans(result: PlanResult, winner: Prediction, top: int) -> Iterator[str]:
     yield f"{'':>3} {_heading(result)}  plan"
     for number, each in enumerate(result.plans[:top], 1):
         yield f"{number:>3} {_figures(result, each)}  {each}"
     yield ""
     for number, sentence in enumerate(result.explanations(top), 1):
         yield f"{number}: {sentence}."
-    low, high = map(format_seconds, winner.prediction.band)
+    low, high = map(format_seconds, winner.band)
     source = "constants were fitted on published runs of this generation, kind of framework and size"
-    if not winner.prediction.fitted:
+    if not winner.fitted:
         source = "OUTSIDE the calibrated domain: "
-        source += "; ".join(winner.prediction.outside) or "nothing like it was fitted"
+        source += "; ".join(winner.outside) or "nothing like it was fitted"
     yield f"\nstep of the first between {low} and {high}; {source} (docs/prediction.md)"
     if result.task_for(winner).need is None:
         yield "memory is by formula: this package does not build the model"
     else:
         yield "memory is an upper bound; paceline predict shows the same bound, and what a dry run of the engine holds"
-    if winner.host_bytes:
-        yield f"the first has {_gib(winner.host_bytes)} of each rank in its host's memory, which is not in the catalog"
+    if on_host := host_bytes(winner.workload):
+        yield f"the first has {_gib(on_host)} of each rank in its host's memory, which is not in the catalog"
 
 
-def _verdict(result: PlanResult, winner: Ranked) -> Iterator[str]:
+def _verdict(result: PlanResult, winner: Prediction) -> Iterator[str]:
     ranked, found = result.as_written, result.found
     if ranked is None:
         yield f"as written: not judged, as {result.not_judged}"
@@ -440,9 +430,9 @@ def _heading(result: PlanResult, *, has_cost: bool = True) -> str:
     return f"{'step':>10} {f'{unit}/s':>12} {'MFU':>6} {'waits':>6} {'memory':>10}{shown}"
 
 
-def _figures(result: PlanResult, ranked: Ranked) -> str:
+def _figures(result: PlanResult, ranked: Prediction) -> str:
     cost = result.cost_of(ranked)
-    billion = cost.hours_per_billion if cost.per_billion is None else cost.per_billion
+    billion = cost["hours_per_billion"] if result.price is None else cost["per_billion"]
     return (
         f"{format_seconds(ranked.seconds):>10} {ranked.tokens_per_s:>12,.0f} {ranked.mfu:>6.1%} "
         f"{ranked.communication:>6.1%} {_gib(ranked.memory_bytes):>10}"

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
+from paceline.predict.formulas.step import Prediction
 from paceline.schedule.text import save_picture
 from paceline.search.candidates import TrainingTask
-from paceline.search.search import Order, Ranked, search
+from paceline.search.search import Order, search
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ class ScalingRow:
 
     devices: int
     global_batch: int
-    best: Ranked | None
+    best: Prediction | None
     efficiency: float = 0.0
     why: str = ""
 

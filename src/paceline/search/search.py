@@ -19,12 +19,19 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
-from paceline.plan.describe import Value, config_values, count_differences, layout_text
+from paceline.plan.workload import Value, config_values, count_differences
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import MARGIN
 from paceline.plan.workload import Workload
-from paceline.predict.formulas.engine_costs import BUCKETS_MB, engine_footprint, part_params, price_untuned, with_tuning
-from paceline.predict.formulas.step import Prediction, model_flops
+from paceline.predict.formulas.engine_costs import (
+    BUCKETS_MB,
+    engine_footprint,
+    part_params,
+    price,
+    price_untuned,
+    with_tuning,
+)
+from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.memory import EngineMemory
 from paceline.search.candidates import TrainingTask, candidates_for
 from paceline.units import format_bytes, format_seconds
@@ -51,63 +58,6 @@ _PARTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ranked:
-    """A layout, what a step of it takes, and what a rank needs."""
-
-    prediction: Prediction
-    memory_bytes: float
-    peak_flops: float
-
-    def __str__(self) -> str:
-        return workload_text(self.workload)
-
-    @property
-    def workload(self) -> Workload:
-        return self.prediction.workload
-
-    @property
-    def layout(self) -> Layout:
-        return self.prediction.workload.layout
-
-    @property
-    def seconds(self) -> float:
-        return self.prediction.seconds
-
-    @property
-    def samples_per_s(self) -> float:
-        return self.prediction.samples_per_s
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens of all samples; of a model whose samples are no rows of tokens, samples."""
-        return self.samples_per_s * self.workload.run.seq_len
-
-    @property
-    def host_bytes(self) -> float:
-        return host_bytes(self.workload)
-
-    @property
-    def mfu(self) -> float:
-        """Model FLOPs, attention in full, as a share of the devices' dense peak."""
-        return self.prediction.samples_per_s * model_flops(self.workload) / self.layout.ranks / self.peak_flops
-
-    @property
-    def communication(self) -> float:
-        """The share of a step that waits for other ranks: tensor-parallel waits, and what nothing hides."""
-        step = self.prediction.step
-        return (step.tensor_wait + step.exposed + step.contention) / step.total
-
-    @property
-    def unit(self) -> str:
-        """What throughput counts: tokens, or samples of a model that has none."""
-        return "samples" if self.workload.model.is_sampled else "tokens"
-
-
-def workload_text(workload: Workload) -> str:
-    return layout_text(workload.layout, names_precision=workload.run.names_precision)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
     """What was found. ``num_fit``: how many fit, all of which are ranked where time is asked for.
 
@@ -117,7 +67,7 @@ class Search:
     task: TrainingTask
     cluster: Cluster
     order: Order
-    ranked: tuple[Ranked, ...]
+    ranked: tuple[Prediction, ...]
     num_fit: int
     left_out: dict[str, int]
     nearest: Sized | None = None
@@ -131,7 +81,7 @@ class Search:
     def budget(self) -> float:
         return budget_of(self.cluster)
 
-    def fits(self, ranked: Ranked) -> bool:
+    def fits(self, ranked: Prediction) -> bool:
         """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
         return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
@@ -175,7 +125,7 @@ def search(
     num_fit = len(fitting)
     if order == "memory":
         fitting = sorted(fitting, key=lambda each: each.num_bytes)[:_TIMED_BY_MEMORY]
-        ranked = [_rank(*each, cluster) for each in fitting]
+        ranked = [replace(price(each.workload, cluster), memory_bytes=each.num_bytes) for each in fitting]
         ranked.sort(key=lambda each: (each.memory_bytes, each.seconds))
     else:
         ranked = [_tuned(*each, cluster, task.need) for each in fitting]
@@ -192,15 +142,9 @@ def search(
     )
 
 
-def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Ranked:
+def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Prediction:
     """Prices one workload, whether it fits or not."""
-    return _rank(workload, _bytes_of(workload, need), cluster)
-
-
-def _rank(workload: Workload, num_bytes: float, cluster: Cluster, untuned: Prediction | None = None) -> Ranked:
-    untuned = untuned or price_untuned(workload, cluster)
-    peak = cluster.device.peak(workload.run.compute)
-    return Ranked(prediction=with_tuning(untuned, workload, cluster), memory_bytes=num_bytes, peak_flops=peak)
+    return replace(price(workload, cluster), memory_bytes=_bytes_of(workload, need))
 
 
 def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
@@ -272,10 +216,10 @@ def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
         yield Offload(optimizer=True, parameters=True)
 
 
-def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineMemory | None) -> Ranked:
+def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineMemory | None) -> Prediction:
     """Prices a workload in its fastest tuning; in the usual one, unless another gains enough and fits."""
     layout, untuned = workload.layout, price_untuned(workload, cluster)
-    usual = best = _rank(workload, num_bytes, cluster, untuned)
+    usual = best = replace(with_tuning(untuned, workload, cluster), memory_bytes=num_bytes)
     tunings: list[Layout] = []
     if layout.is_fully_sharded:
         if layout.pipeline == 1 and not layout.offload.is_any and layout.shards > 1:
@@ -283,7 +227,7 @@ def _tuned(workload: Workload, num_bytes: float, cluster: Cluster, need: EngineM
     elif layout.data > 1:
         tunings = [replace(layout, bucket_mb=bucket_mb) for bucket_mb in BUCKETS_MB]
     for each in tunings:
-        other = _rank(replace(workload, layout=each), num_bytes, cluster, untuned)
+        other = with_tuning(untuned, replace(workload, layout=each), cluster)
         if other.seconds < min(best.seconds, _WORTH_TUNING * usual.seconds):
             other = replace(other, memory_bytes=_bytes_of(other.workload, need))
             best = other if other.memory_bytes <= budget_of(cluster) else best
@@ -319,14 +263,14 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
 def explain_winner(found: Search) -> str:
     """Returns a sentence on what the first one's step is made of."""
     winner = found.ranked[0]
-    step = winner.prediction.step
+    step = winner.step
     parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner).items()), reverse=True)
     told = ", ".join(f"{words} {value / step.total:.0%}" for value, words in parts[:3] if value > 0.005 * step.total)
     first = {"time": "fastest", "cost": "cheapest", "memory": "smallest"}[found.order]
     return f"{winner} is the {first} of {found.num_fit} that fit: {told}"
 
 
-def _parts_of(*ranked: Ranked) -> dict[str, str]:
+def _parts_of(*ranked: Prediction) -> dict[str, str]:
     """Parts in words: with offload the host works."""
     words = dict(_PARTS)
     if any(each.layout.offload.optimizer for each in ranked):
@@ -334,10 +278,10 @@ def _parts_of(*ranked: Ranked) -> dict[str, str]:
     return words
 
 
-def explain_against(winner: Ranked, other: Ranked) -> str:
+def explain_against(winner: Prediction, other: Prediction) -> str:
     """Returns a sentence on what another one loses, and gains, against the winner."""
     slower = other.seconds / winner.seconds - 1
-    ours, theirs = winner.prediction.step, other.prediction.step
+    ours, theirs = winner.step, other.step
     names = _parts_of(winner, other)
     gaps = {words: getattr(theirs, name) - getattr(ours, name) for name, words in names.items()}
     worst, best = max(gaps, key=lambda each: gaps[each]), min(gaps, key=lambda each: gaps[each])
@@ -360,19 +304,20 @@ class Change:
     """Keys to change, and what a step takes then; None where only memory was looked at."""
 
     keys: dict[str, Value]
-    ranked: Ranked | None = None
+    ranked: Prediction | None = None
 
     def __str__(self) -> str:
-        told = " ".join(f"{key}={_written(value)}" for key, value in self.keys.items())
-        if self.ranked is None:
+        values = {
+            key: f"[{','.join(of)}]" if isinstance(of, list) else str(of).lower() for key, of in self.keys.items()
+        }
+        told, found = " ".join(f"{key}={value}" for key, value in values.items()), self.ranked
+        if found is None:
             return told
-        return (
-            f"{told}: {format_seconds(self.ranked.seconds)} a step, {format_bytes(self.ranked.memory_bytes)} of a rank"
-        )
+        return f"{told}: {format_seconds(found.seconds)} a step, {format_bytes(found.memory_bytes)} of a rank"
 
-
-def _written(value: Value) -> str:
-    return f"[{','.join(value)}]" if isinstance(value, list) else str(value).lower()
+    @property
+    def seconds(self) -> float:
+        return self.ranked.seconds if self.ranked else float("inf")
 
 
 def smallest_changes(asked: Workload, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
@@ -395,13 +340,9 @@ def smallest_changes(asked: Workload, found: Search, *, most: int = 3, named: Co
             best[number] = Change(keys=keys, ranked=ranked)
     changes = [best[number] for number in sorted(best)]
     worth_it = [
-        each for place, each in enumerate(changes) if all(_time(each) < _time(before) for before in changes[:place])
+        each for place, each in enumerate(changes) if all(each.seconds < before.seconds for before in changes[:place])
     ]
-    return sorted(worth_it[:most], key=_time)
-
-
-def _time(change: Change) -> float:
-    return change.ranked.seconds if change.ranked else float("inf")
+    return sorted(worth_it[:most], key=lambda each: each.seconds)
 
 
 def what_would_fit(found: Search) -> Iterator[Change]:

@@ -12,8 +12,8 @@ import torch
 from paceline.engines.apply import STRATEGY_NAMES, layout_from
 from paceline.engines.precision import PRECISIONS, Precision, check_precision
 from paceline.errors import Problem, UsageError
-from paceline.plan.field_types import field_problems, unknown_word
 from paceline.plan.layout import Layout
+from paceline.plan.rule_case import field_problems, unknown_word
 from paceline.plan.rules import rules
 
 Backend: TypeAlias = Literal["virtual", "gloo", "shared_memory"]

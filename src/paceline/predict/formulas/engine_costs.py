@@ -57,7 +57,7 @@ _AGAIN_OF_STEP: dict[Recompute, float] = {"none": 0.0, "selective": 0.1, "attent
 
 
 def price(workload: Workload, cluster: Cluster) -> Prediction:
-    """Predicts a step as the engines here run it. ``memory`` and ``fits`` are of the formula alone."""
+    """Predicts a step as the engines here run it."""
     return with_tuning(price_untuned(workload, cluster), workload, cluster)
 
 
@@ -108,6 +108,7 @@ def with_tuning(found: Prediction, workload: Workload, cluster: Cluster) -> Pred
         step=step,
         memory=memory,
         fits=memory.device_bytes <= cluster.device.memory_bytes,
+        peak_flops=cluster.device.peak(workload.run.compute),
         outside=(*found.outside, *(reason for reason, is_so in never_published.items() if is_so)),
     )
 

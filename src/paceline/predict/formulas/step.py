@@ -38,6 +38,7 @@ from typing import NamedTuple
 from paceline.cluster.devices import Cluster, Device
 from paceline.cluster.kernels import ceiling, memory_seconds
 from paceline.cluster.nccl import Collective, Group, collective_seconds, group_of
+from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.plan import MemoryEstimate
 from paceline.plan.workload import Workload, stage_layers
@@ -104,13 +105,26 @@ class StepParts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (calibrated_domain.yaml)."""
+    """What a step takes and needs. ``outside``: why it lies outside the calibrated domain (calibrated_domain.yaml).
+
+    ``memory`` and ``fits`` are of the formula. A search fills in the device's dense peak, and the bytes of a rank by
+    the estimate that the engines are checked against, where that knows the model.
+    """
 
     workload: Workload
     step: StepParts
     memory: MemoryEstimate
     fits: bool
     outside: tuple[str, ...] = ()
+    peak_flops: float = 0.0
+    memory_bytes: float = 0.0
+
+    def __str__(self) -> str:
+        return str(self.workload)
+
+    @property
+    def layout(self) -> Layout:
+        return self.workload.layout
 
     @property
     def fitted(self) -> bool:
@@ -130,6 +144,26 @@ class Prediction:
     @property
     def samples_per_s(self) -> float:
         return self.workload.micro_batch * self.workload.microbatches * self.workload.layout.data / self.seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens of all samples; of a model whose samples are no rows of tokens, samples."""
+        return self.samples_per_s * self.workload.run.seq_len
+
+    @property
+    def unit(self) -> str:
+        """What throughput counts: tokens, or samples of a model that has none."""
+        return "samples" if self.workload.model.is_sampled else "tokens"
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs, attention in full, as a share of the devices' dense peak."""
+        return self.samples_per_s * model_flops(self.workload) / self.layout.ranks / self.peak_flops
+
+    @property
+    def communication(self) -> float:
+        """The share of a step that waits for other ranks: tensor-parallel waits, and what nothing hides."""
+        return (self.step.tensor_wait + self.step.exposed + self.step.contention) / self.step.total
 
 
 def predict(workload: Workload, cluster: Cluster, sets: ConstantSets | None = None) -> Prediction:
