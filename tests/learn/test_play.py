@@ -21,10 +21,9 @@ from paceline.errors import UsageError
 from paceline.learn.play import MEMORY_PARTS, NUMBERS, STEP_PARTS, PlayInputs, answer_for, choices
 from paceline.learn.play_server import make_play_app, play_page
 from paceline.plan.plan import MemoryEstimate
-from paceline.predict.formulas.step import StepParts
+from paceline.predict.formulas.step import Prediction, StepParts
 from paceline.search.request import request_for
 from paceline.search.result import plan_for
-from paceline.predict.formulas.step import Prediction
 from paceline.view.server import listen, make_server
 
 if TYPE_CHECKING:

@@ -12,15 +12,14 @@ from made_plans import plan_of
 
 from paceline.config import Config, config_from_dict, run_checks
 from paceline.errors import ConfigError
-from paceline.plan.workload import mesh_text
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import RunMachine
+from paceline.plan.workload import mesh_text
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import with_memory
 from paceline.search import automatic
-from paceline.search.automatic import Choice, apply_choice
-from paceline.search.ladder import overhead_of
+from paceline.search.automatic import Choice, apply_choice, overhead_of
 from paceline.units import GIB
 
 SEVEN_BILLION: dict[str, Any] = {
@@ -68,7 +67,7 @@ def test_less_memory_splits_the_model_before_all_is_computed_again() -> None:
     chosen = choice.chosen.layout
     assert chosen.pipeline * chosen.tensor > 1
     assert chosen.checkpoint_activations != "full"
-    assert all(each.rejected for each in choice.tried[:-1])
+    assert all(each.rejected for each in choice.ladder[: choice.ladder.index(choice.chosen)])
     whole = [each for each in choice.ladder if not each.layout.is_split]
     assert not [
         each

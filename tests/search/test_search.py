@@ -11,10 +11,9 @@ import pytest
 from paceline.cluster.devices import Cluster, load_cluster
 from paceline.errors import UsageError
 from paceline.mesh import divisors
-from paceline.plan.workload import count_differences, layout_text
 from paceline.plan.layout import Layout, Offload, Strategy
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import Workload
+from paceline.plan.workload import Workload, count_differences, layout_text
 from paceline.predict.formulas.engine_costs import engine_footprint, price, price_untuned, zero_bubble_share
 from paceline.predict.formulas.step import COMPOSED_P90, Prediction, predict
 from paceline.schedule.measure import measure_schedule

@@ -48,8 +48,7 @@ from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts
-from paceline.search.automatic import Choice, take_first
-from paceline.search.ladder import whole_ladder
+from paceline.search.automatic import Choice, take_first, whole_ladder
 from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp

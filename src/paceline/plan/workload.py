@@ -1,4 +1,4 @@
-"""A training step as data: the shape of the model, its layout, and what a framework does; a layout in words and keys."""
+"""A training step as data: a model's shape, its layout, what a framework does with that; a layout in words and keys."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ from paceline.cluster.detect import Machine
 from paceline.cluster.devices import Cluster
 from paceline.config import Config, config_from_dict, layout_of
 from paceline.errors import ConfigError, Problem, UsageError
-from paceline.plan.workload import config_values
 from paceline.plan.plan import MemoryEstimate
+from paceline.plan.workload import config_values
 from paceline.predict.formulas.step import Prediction
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory, is_known, rank_estimates

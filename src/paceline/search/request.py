@@ -18,10 +18,9 @@ from paceline.config.checks import check_ranks
 from paceline.config.data_sections import known_shape
 from paceline.config.sections import GPTModelConfig
 from paceline.errors import ConfigError, UsageError
-from paceline.plan.workload import config_values
 from paceline.plan.layout import Compression, Layout, Offload
 from paceline.plan.model_shape import ModelShape
-from paceline.plan.workload import RECOMPUTES, Compute, Workload
+from paceline.plan.workload import RECOMPUTES, Compute, Workload, config_values
 from paceline.predict.memory.activations import ASSUMED_VOCABULARY, describe_model, known_gpt
 from paceline.predict.memory.facts import ModelFacts
 from paceline.predict.memory.memory import EngineMemory, StateFacts

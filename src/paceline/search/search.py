@@ -19,10 +19,9 @@ from typing import Literal, NamedTuple, TypeAlias
 
 from paceline.cluster.devices import Cluster
 from paceline.errors import UsageError
-from paceline.plan.workload import Value, config_values, count_differences
 from paceline.plan.layout import Layout, Offload
 from paceline.plan.plan import MARGIN
-from paceline.plan.workload import Workload
+from paceline.plan.workload import Value, Workload, config_values, count_differences
 from paceline.predict.formulas.engine_costs import (
     BUCKETS_MB,
     engine_footprint,
