@@ -39,9 +39,8 @@ from paceline.free_memory import MemoryGauge
 from paceline.models.gpt import gpt_config
 from paceline.models.registry import build_model
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks
-from paceline.predict.replay.program import Program, play
+from paceline.predict.replay.program import Program, Run, play
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.record import record_stages
 from paceline.run.processes import run_processes

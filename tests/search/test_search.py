@@ -280,7 +280,7 @@ def test_experts_are_shared_inside_a_node() -> None:
 
 def test_changes_that_make_it_fit_come_fastest_first_and_more_of_them_are_faster(found: Search) -> None:
     asked = laid_out("ddp", 1)
-    assert rank_one(asked, NODES).memory_bytes > found.budget
+    assert rank_one(asked, NODES).memory_bytes > budget_of(NODES)
     changes = smallest_changes(asked, found, most=10)
     times = [each.ranked.seconds for each in changes if each.ranked]
     assert len(times) == len(changes) >= 2
@@ -301,7 +301,7 @@ def test_where_nothing_fits_more_devices_or_shorter_sequences_are_named() -> Non
     assert nothing.left_out[HOST_TOO_SMALL] > 0
     assert nothing.ranked == ()
     assert nothing.nearest is not None
-    assert nothing.nearest[1] > nothing.budget
+    assert nothing.nearest[1] > budget_of(nothing.cluster)
     changes = list(what_would_fit(nothing))
     assert all(each.keys for each in changes)
     assert any("devices" in each.keys for each in changes)

@@ -114,7 +114,6 @@ class Offload:
 
     @classmethod
     def of(cls, parts: Collection[str]) -> Offload:
-        """Makes an offload of its parts' names."""
         return cls(**dict.fromkeys(parts, True))
 
     @property
@@ -280,7 +279,6 @@ class Layout:
 
     @property
     def sharing(self) -> Sharing:
-        """Which states data ranks cut among themselves."""
         return SHARING[self.strategy]
 
     @property

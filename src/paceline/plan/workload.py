@@ -79,7 +79,6 @@ class Workload:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches of a step on one data-parallel rank."""
         if not self.run.global_batch:
             return self.layout.accumulate
         return max(1, round(self.run.global_batch / (self.micro_batch * self.layout.data)))

@@ -112,7 +112,6 @@ def read_source(
 def _of_factory(
     factory: Callable[[], nn.Module], cluster: Cluster, overrides: Sequence[str], precision: str | None
 ) -> PlanRequest:
-    """The config names the function where it can be imported by that name; else there is none to train with."""
     name = getattr(factory, "__qualname__", type(factory).__name__)
     is_found = "<" not in name and hasattr(factory, "__module__") and factory.__module__ != "__main__"
     path = f"{factory.__module__}:{name}" if is_found else "paceline.plan:factory"

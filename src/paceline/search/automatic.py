@@ -106,7 +106,6 @@ class Choice:
     untimed: str = ""  # why none were
 
     def reason(self) -> str:
-        """Says in one paragraph what was chosen and why."""
         chosen, where = self.chosen, self.where
         ranks = "1 rank" if where.ranks == 1 else f"{where.ranks} ranks"
         told = (
@@ -258,7 +257,6 @@ def _priced(config: Config, model: ModelFacts, machine: Machine, where: RunMachi
 def _seconds(
     each: Judged, where: RunMachine, config: Config, model: ModelFacts, task: TrainingTask, cluster: Cluster
 ) -> float | None:
-    """Predicts a step of a candidate; None where that cannot be priced."""
     layout, size = each.layout, each.layout.microbatch
     if layout.checkpoint_activations not in RECOMPUTES:
         return None
@@ -358,7 +356,6 @@ def _checkpoints_for(model: ModelFacts, asked: Layout, keep: frozenset[str]) -> 
 
 
 def _smallest(layout: Layout, config: Config) -> Layout:
-    """Returns the layout with microbatches of one sample, where their size is to be found."""
     if config.train.microbatch != "auto":
         return layout
     return replace(layout, microbatch=1, accumulate=layout.microbatch * layout.accumulate)

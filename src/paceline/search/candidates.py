@@ -50,7 +50,6 @@ class TrainingTask:
     need: EngineMemory | None = None
 
     def workload(self, layout: Layout) -> Workload:
-        """Returns a step of it in a layout, as the engines here run it."""
         run = Running(
             seq_len=self.seq_len,
             compute=self.compute,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Literal
 
@@ -48,10 +49,6 @@ class MemoryNeed:
     def total(self) -> int:
         return sum(self.parts.values())
 
-    def largest(self) -> str:
-        ordered = sorted(self.parts.items(), key=lambda item: -item[1])
-        return ", ".join(f"{name} {format_bytes(value)}" for name, value in ordered[:_TOLD] if value)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryVerdict:
@@ -70,10 +67,11 @@ class MemoryVerdict:
         return "fits" if self.need.total <= min(NEAR * self.has_bytes, self.free_bytes) else "near"
 
     def __str__(self) -> str:
-        has = format_bytes(self.has_bytes)
+        has, ordered = format_bytes(self.has_bytes), sorted(self.need.parts.items(), key=lambda item: -item[1])
+        largest = ", ".join(f"{name} {format_bytes(value)}" for name, value in ordered[:_TOLD] if value)
         free = f", of which {format_bytes(self.free_bytes)} are free" if self.free_bytes < NEAR * self.has_bytes else ""
         return (
-            f"{self.need.who} {format_bytes(self.need.total)} of memory by estimate ({self.need.largest()}), and "
+            f"{self.need.who} {format_bytes(self.need.total)} of memory by estimate ({largest}), and "
             f"{self.where} has {has}{free}"
         )
 
@@ -120,15 +118,14 @@ def host_problems(config: Config, *, node_ranks: int, free_bytes: int) -> list[P
         return []
     needed, each = format_bytes(own * node_ranks), format_bytes(own)
     count = "1 rank keeps" if node_ranks == 1 else f"{node_ranks} ranks keep"
-    return [
-        Problem(
-            what=f"memory.offload = [{', '.join(offload)}]: {count} {needed} on this host ({each} each), "
-            f"and {format_bytes(free_bytes)} are free",
-            rule="ranks share the memory of their host, and what is offloaded stays there for the whole run",
-            fix="spread the ranks over more hosts, offload less, or remove memory.offload and set "
-            "parallel.strategy = auto, which takes what fits",
-        )
-    ]
+    problem = Problem(
+        what=f"memory.offload = [{', '.join(offload)}]: {count} {needed} on this host ({each} each), "
+        f"and {format_bytes(free_bytes)} are free",
+        rule="ranks share the memory of their host, and what is offloaded stays there for the whole run",
+        fix="spread the ranks over more hosts, offload less, or remove memory.offload and set "
+        "parallel.strategy = auto, which takes what fits",
+    )
+    return [problem]
 
 
 def ways_out(config: Config, verdict: MemoryVerdict, machine: Machine, entry: Path | None = None) -> list[str]:
@@ -173,12 +170,8 @@ def _changes(found: PlanResult) -> list[Change]:
     if winner is None or found.changes:
         return list(found.changes) if winner else []
     settings = config_values(winner.layout, names_precision=winner.workload.run.names_precision)
-    keys = {}
-    for key, to in settings.items():
-        section, _, name = key.partition(".")
-        if getattr(getattr(found.request.config, section), name) != to:
-            keys[key] = to
-    return [Change(keys=keys, ranked=winner)]
+    written = {key: attrgetter(key)(found.request.config) for key in settings}
+    return [Change(keys={key: to for key, to in settings.items() if written[key] != to}, ranked=winner)]
 
 
 def _is_enough(config: Config, ranked: Prediction, cluster: Cluster, verdict: MemoryVerdict) -> bool:

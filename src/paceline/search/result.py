@@ -30,6 +30,7 @@ from paceline.search.search import (
     Change,
     Order,
     Search,
+    budget_of,
     explain_against,
     explain_winner,
     host_bytes,
@@ -44,11 +45,10 @@ from paceline.units import format_bytes, format_count, format_seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class PlanResult(Shown):
-    """The best layouts that were found for a model on a cluster, and what there is to say about them.
+    """The best layouts for a model on a cluster, and what there is to say about them.
 
-    ``as_written``: what the config itself asks for, and ``changes`` what would make that fit.
-    ``not_judged``: why the config itself is not judged, where ``as_written`` is None.
-    ``scaling``: the best plan for each number of devices, by ``strong`` and ``weak``; empty where none were named.
+    ``as_written``: what the config itself asks for (None: ``not_judged`` says why), and ``changes`` what would make
+    that fit. ``scaling``: the best plan for each number of devices, by ``strong`` and ``weak``.
     """
 
     request: PlanRequest
@@ -100,23 +100,17 @@ class PlanResult(Shown):
 
     def explanations(self, top: int = 5) -> list[str]:
         """Returns a sentence on the first plan, and one on what each of the next loses against it."""
-        if not self.plans:
-            return []
-        first = self.plans[0]
-        return [explain_winner(self.found), *(explain_against(first, each) for each in self.plans[1:top])]
+        others = [explain_against(self.plans[0], each) for each in self.plans[1:top]]
+        return [explain_winner(self.found), *others] if self.plans else []
 
     @property
     def config(self) -> Config:
         """The config that trains the first plan. Raises UsageError where there is none."""
-        winner = self._to_train()
-        values = planned_values(self.request.config, winner.workload, self.request.cluster)
-        return config_from_dict(values, "plan")
+        workload = self._to_train().workload
+        return config_from_dict(planned_values(self.request.config, workload, self.request.cluster), "plan")
 
     def to_yaml(self) -> str:
-        """Returns the config that ``paceline train`` takes for the first plan, with what is predicted for it on top.
-
-        Raises UsageError if there is none.
-        """
+        """Returns the config of the first plan, with what is predicted for it on top. Raises UsageError for none."""
         winner, cluster = self._to_train(), self.request.cluster
         low, high = winner.band
         values = planned_values(self.request.config, winner.workload, cluster)
@@ -128,7 +122,6 @@ class PlanResult(Shown):
         ) + dump_values(values)
 
     def to_json(self, top: int = 5) -> dict[str, Any]:
-        """Returns all of it as plain data, of the plans the first few."""
         request, found, task = self.request, self.found, self.request.tasks[0]
         nearest, written = found.nearest, self.as_written
         return {
@@ -145,7 +138,7 @@ class PlanResult(Shown):
             "looked_at": found.looked_at,
             "fit": found.num_fit,
             "left_out": found.left_out,
-            "budget_bytes": found.budget,
+            "budget_bytes": budget_of(found.cluster),
             "plans": [_ranked(self, each) for each in found.ranked[:top]],
             "explanations": self.explanations(top),
             "nearest": None if nearest is None else {**_decided(nearest[0]), "memory_bytes": nearest[1]},
@@ -178,7 +171,6 @@ class PlanResult(Shown):
         }
 
     def cheapest_row(self) -> ScalingRow | None:
-        """Returns the number of devices of the table of strong scaling that a token costs least on."""
         rows = self.scaling.get("strong", ())
         hours = [(self.cost_of(row.best)["hours_per_billion"], row) for row in rows if row.best]
         return min(hours, key=lambda each: each[0], default=(0.0, None))[1]
@@ -223,8 +215,6 @@ def plan_for(
 
 
 def _search(request: PlanRequest, order: Order) -> Search:
-    """Searches in all precisions that are asked for, as one."""
-
     def keep(layout: Layout) -> bool:
         """Gradients that are compressed are those that replicas of a whole model average (plan/rules.py)."""
         is_plain = request.config.comm.compression.policy == "none"
@@ -284,13 +274,11 @@ def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
 
 def _ranked(result: PlanResult, ranked: Prediction) -> dict[str, Any]:
     step, (low, high) = ranked.step, ranked.band
-    names = ("parameters", "gradients", "optimizer", "activations", "temporary", "framework")
-    formula = {name: getattr(ranked.memory, name) for name in names}
+    formula = asdict(ranked.memory)
+    formula = {name: formula[name] for name in formula if name not in ("buffers", "host", "compression")}
     need = result.task_for(ranked).need
     found = None if need is None else need.estimate(ranked.layout)  # None for a model that it does not know
-    estimate = None
-    if found is not None:
-        estimate = {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
+    estimate = found and {name: value for name, value in asdict(found).items() if name not in ("host", "compression")}
     return {
         **_decided(ranked.workload),
         "step_s": ranked.seconds,
@@ -320,17 +308,11 @@ def _decided(workload: Workload) -> dict[str, Any]:
     return {
         "plan": str(workload),
         "strategy": layout.strategy,
-        "mesh": {
-            "pipeline": layout.pipeline,
-            "replicate": layout.data // layout.shards,
-            "shard": layout.shards,
-            "tensor": layout.tensor,
-        },
+        "mesh": {"pipeline": layout.pipeline, "replicate": layout.data // layout.shards}
+        | {"shard": layout.shards, "tensor": layout.tensor},
         "expert": layout.expert,
         "schedule": layout.schedule_name if layout.pipeline > 1 else None,
-        "chunks": layout.chunks,
-        "microbatch": layout.microbatch,
-        "accumulate": layout.accumulate,
+        **{name: getattr(layout, name) for name in ("chunks", "microbatch", "accumulate")},
         "recompute": workload.recompute,
         "offload": list(layout.offload.parts),
         "bucket_mb": None if layout.bucket_mb == Layout().bucket_mb else layout.bucket_mb,
@@ -343,18 +325,13 @@ def _decided(workload: Workload) -> dict[str, Any]:
 
 
 def _lines(result: PlanResult, top: int) -> Iterator[str]:
-    """Iterates over what a person wants to know of a result, with so many of its plans."""
     request = result.request
     task, cluster = request.tasks[0], request.cluster
-    samples = (
-        f"{task.global_batch} samples"
-        if task.model.is_sampled
-        else f"{task.global_batch} sequences of {task.seq_len} tokens"
-    )
+    samples = "samples" if task.model.is_sampled else f"sequences of {task.seq_len} tokens"
     compute = "any precision" if len(request.tasks) > 1 else task.compute
     yield (
-        f"{request.config.name}: {format_count(round(task.model.params))} parameters, {samples} a step, {compute}, "
-        f"{task.framework}"
+        f"{request.config.name}: {format_count(round(task.model.params))} parameters, {task.global_batch} {samples} "
+        f"a step, {compute}, {task.framework}"
     )
     yield f"{cluster.name}: {cluster.devices} x {cluster.device.name}, {_gib(cluster.device.memory_bytes)} each"
     yield from (f"assumed: {line}" for line in result.assumed)
@@ -365,7 +342,7 @@ def _lines(result: PlanResult, top: int) -> Iterator[str]:
         yield f"\nout of memory: none of {found.looked_at} ways fits{left_out}"
         if found.nearest is not None:
             workload, need = found.nearest
-            yield f"nearest: {workload} needs {_gib(need)}, and {_gib(found.budget)} may be taken"
+            yield f"nearest: {workload} needs {_gib(need)}, and {_gib(budget_of(found.cluster))} may be taken"
         yield from (f"would fit with {change}" for change in result.changes)
     else:
         yield f"\n{found.looked_at} ways looked at, {found.num_fit} fit{left_out}\n"
@@ -403,7 +380,7 @@ def _verdict(result: PlanResult, winner: Prediction) -> Iterator[str]:
     if result.as_written_fits:
         yield f"as written ({ranked}): fits, {ranked.seconds / winner.seconds:.2f} x the first plan's time"
         return
-    needs, has, where = ranked.memory_bytes, found.budget, ""
+    needs, has, where = ranked.memory_bytes, budget_of(found.cluster), ""
     if needs <= has:
         needs, has, where = node_bytes(ranked.workload, found.cluster), found.host_memory, " of the host"
     yield f"as written ({ranked}): out of memory{where}, needs {_gib(needs)} and {_gib(has)} may be taken"

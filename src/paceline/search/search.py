@@ -6,7 +6,7 @@ timed, without offload and with each kind of it that lets less be computed again
 Buckets and what stays gathered are other than usual where they gain half a per cent at least.
 
 A candidate fits where it needs no more than 90 % of the device: by the estimate that the engines are checked against
-(``predict/memory``), or by the formulas of ``footprint.py`` for a model that this package does not build. What the host
+(``predict/memory``), or by the formulas of ``footprint`` for a model that this package does not build. What the host
 must hold counts where its memory is known.
 """
 
@@ -76,18 +76,13 @@ class Search:
     def looked_at(self) -> int:
         return self.num_fit + sum(self.left_out.values())
 
-    @property
-    def budget(self) -> float:
-        return budget_of(self.cluster)
-
     def fits(self, ranked: Prediction) -> bool:
         """Whether the device holds it, and the host what the ranks of a node offload."""
         on_host = node_bytes(ranked.workload, self.cluster)
-        return ranked.memory_bytes <= self.budget and on_host <= self.host_memory
+        return ranked.memory_bytes <= budget_of(self.cluster) and on_host <= self.host_memory
 
 
 def budget_of(cluster: Cluster) -> float:
-    """Returns the bytes that a rank may take: a tenth is left to the allocator, and to the error of estimates."""
     return cluster.device.memory_bytes * (1 - MARGIN)
 
 
@@ -113,12 +108,12 @@ def search(
         if not keep(layout):
             left_out[NOT_ALLOWED] += 1
             continue
-        forms = fitting_forms(layout, task, cluster, host_memory, every=order == "memory")
-        if not forms.fitting:
-            left_out[HOST_TOO_SMALL if forms.lacks_host else TOO_LARGE] += 1
-            if nearest is None or forms.smallest[1] < nearest[1]:
-                nearest = forms.smallest
-        fitting += forms.fitting
+        forms, smallest, lacks_host = fitting_forms(layout, task, cluster, host_memory, every=order == "memory")
+        if not forms:
+            left_out[HOST_TOO_SMALL if lacks_host else TOO_LARGE] += 1
+            if nearest is None or smallest.num_bytes < nearest.num_bytes:
+                nearest = smallest
+        fitting += forms
     if not any_mesh:
         raise _no_mesh(task, cluster, left_out)
     num_fit = len(fitting)
@@ -142,7 +137,6 @@ def search(
 
 
 def rank_one(workload: Workload, cluster: Cluster, need: EngineMemory | None = None) -> Prediction:
-    """Prices one workload, whether it fits or not."""
     return replace(price(workload, cluster), memory_bytes=_bytes_of(workload, need))
 
 
@@ -152,12 +146,10 @@ def _bytes_of(workload: Workload, need: EngineMemory | None) -> float:
 
 
 def host_bytes(workload: Workload) -> float:
-    """Returns what a rank has in its host's memory."""
     return workload.layout.offload.host_bytes * part_params(workload) / workload.layout.shards
 
 
 def node_bytes(workload: Workload, cluster: Cluster) -> float:
-    """Returns what all ranks of a node have in its host's memory."""
     return host_bytes(workload) * cluster.node.devices
 
 
@@ -166,21 +158,13 @@ class Sized(NamedTuple):
     num_bytes: float
 
 
-class Forms(NamedTuple):
-    """The forms of a layout that fit; the one that needs least; whether hosts are too small for some."""
-
-    fitting: list[Sized]
-    smallest: Sized
-    lacks_host: bool
-
-
 def fitting_forms(
     layout: Layout, task: TrainingTask, cluster: Cluster, host_memory: float, *, every: bool = False
-) -> Forms:
-    """Finds the forms of a layout that fit. Offload is looked at as long as it lets less be computed again.
+) -> tuple[list[Sized], Sized, bool]:
+    """Returns the forms of a layout that fit, the one that needs least, and whether hosts are too small for some.
 
-    On one rank alone all kinds are: there parameters that come from the host come ahead, and may be faster.
-    ``every``: all forms, not only those that may be fastest.
+    Offload is looked at as long as it lets less be computed again; on one rank alone all kinds are: parameters that
+    come from the host come ahead there, and may be faster. ``every``: all forms, not only those that may be fastest.
     """
     found, lacks_host, budget = list[Sized](), False, budget_of(cluster)
     smallest = Sized(task.workload(layout), float("inf"))
@@ -197,10 +181,10 @@ def fitting_forms(
             if each.num_bytes <= budget:
                 found.append(each)
                 if checkpoint == "none" and not every and not (offload.is_any and layout.shards == 1):
-                    return Forms(found, smallest, lacks_host)
+                    return found, smallest, lacks_host
                 if not every:
                     break
-    return Forms(found, smallest, lacks_host)
+    return found, smallest, lacks_host
 
 
 def _offloads(layout: Layout, cluster: Cluster) -> Iterator[Offload]:
@@ -238,7 +222,6 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
     each, devices, batch = cluster.node.devices, cluster.devices, task.global_batch
 
     def has_mesh(count: int) -> bool:
-        """Whether a mesh fits so many devices: a part of a node, or whole nodes."""
         node = replace(cluster.node, devices=min(count, each))
         other = replace(cluster, nodes=max(1, count // each), node=node)
         return next(candidates_for(task, other, Counter()), None) is not None
@@ -260,7 +243,6 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
 
 
 def explain_winner(found: Search) -> str:
-    """Returns a sentence on what the first one's step is made of."""
     winner = found.ranked[0]
     step = winner.step
     parts = sorted(((getattr(step, name), words) for name, words in _parts_of(winner).items()), reverse=True)
@@ -270,7 +252,6 @@ def explain_winner(found: Search) -> str:
 
 
 def _parts_of(*ranked: Prediction) -> dict[str, str]:
-    """Parts in words: with offload the host works."""
     words = dict(_PARTS)
     if any(each.layout.offload.optimizer for each in ranked):
         words["optimizer"] = "the optimizer and sums of gradients on the host"
@@ -278,7 +259,6 @@ def _parts_of(*ranked: Prediction) -> dict[str, str]:
 
 
 def explain_against(winner: Prediction, other: Prediction) -> str:
-    """Returns a sentence on what another one loses, and gains, against the winner."""
     slower = other.seconds / winner.seconds - 1
     ours, theirs = winner.step, other.step
     names = _parts_of(winner, other)
@@ -322,9 +302,8 @@ class Change:
 def smallest_changes(asked: Workload, found: Search, *, most: int = 3, named: Collection[str] = ()) -> list[Change]:
     """Returns the fewest decisions that make a workload fit, the fastest first.
 
-    For each number of decisions that is the fastest way; more of them are named only where they are faster.
-    ``named``: keys that a change names whether it decides them or not: those that the config derives from others and
-    would derive anew, and those that it gives although they follow (``train.accumulate``, ``parallel.data``).
+    More decisions are named only where they are faster. ``named``: keys that a change names whether it decides them or
+    not: those that the config would derive anew, and those that it gives although they follow (``parallel.data``).
     """
     best: dict[int, Change] = {}
     written = config_values(asked.layout)
@@ -365,4 +344,4 @@ def what_would_fit(found: Search) -> Iterator[Change]:
 
 def _fits_at_all(found: Search, task: TrainingTask, cluster: Cluster) -> bool:
     layouts = (each for each in candidates_for(task, cluster, Counter()) if each.microbatch == 1)
-    return any(fitting_forms(each, task, cluster, found.host_memory).fitting for each in layouts)
+    return any(fitting_forms(each, task, cluster, found.host_memory)[0] for each in layouts)

@@ -62,7 +62,6 @@ class Offloaded:
 
 
 def _walk(step: Offloaded) -> float:
-    """Returns the seconds of all microbatches, up to the update."""
     walker = _Walker(step)
     microbatches = step.layout.accumulate
     walked = min(microbatches, _WALKED)
@@ -72,8 +71,6 @@ def _walk(step: Offloaded) -> float:
 
 
 class _Walker:
-    """One rank on its way through a step."""
-
     def __init__(self, step: Offloaded) -> None:
         self._step = step
         self._clock = RankClock()
@@ -82,7 +79,6 @@ class _Walker:
         self._leaving: deque[float] = deque()  # ends of copies to the host, in the order in which pieces land
 
     def microbatch(self, number: int, *, is_last: bool) -> float:
-        """Goes through a microbatch; returns when it is done."""
         clock = self._clock
         if self._layout.is_fully_sharded:
             self._forward_of_units()

@@ -51,7 +51,7 @@ from paceline.predict.formulas.constants import (
     fitted_constants,
     outside_of,
 )
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.schedule.clock import Timeline
 
 # Errors that nine of ten rows of the split dev stay below, inside the calibrated domain (without the table whose very
@@ -192,12 +192,10 @@ def model_flops(workload: Workload) -> float:
 
 
 def transformer_flops(model: ModelShape, length: int) -> float:
-    """Of one sequence of a transformer, forward and backward, attention in full."""
     return length * (6 * model.active_matmul_params + 12 * model.layers * model.score_width * length)
 
 
 def transformer_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
-    """Returns what a step of a transformer takes."""
     model, layout, microbatches = workload.model, workload.layout, workload.microbatches
     costs = BlockModel(workload, cluster, constants).costs()
     layers = stage_layers(model.layers, layout.pipeline)
@@ -211,7 +209,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
     # Across nodes a rank waits for each; inside a node it hides behind compute but while the pipeline fills and drains.
     waits = message if leaves_node else 0.0
     stages = [_stage(costs, count, place, layout.pipeline, waits) for place, count in enumerate(layers)]
-    busiest = max(range(len(stages)), key=lambda place: (stages[place].both, place))
+    busiest = max(range(len(stages)), key=lambda place: (stages[place], place))
     piped = pipeline_seconds(stages, microbatches, layout.chunks, message - waits)
     exposed, hidden = _DataParallelTime(workload, cluster, constants, costs, layers[busiest]).seconds()
     spent = (costs.forward + costs.backward).times(layers[busiest])
@@ -219,7 +217,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
         spent = spent + costs.embed.times(2)
     if busiest == layout.pipeline - 1:
         spent = spent + costs.head_forward + costs.head_backward
-    alone = microbatches * stages[busiest].both
+    alone = microbatches * stages[busiest]
     # Of the optimizer: the same experts are on fewer ranks, which cut their states.
     dense = layers[busiest] * model.attention_params + model.end_params / min(layout.pipeline, 2)
     experts = layers[busiest] * model.mlp_params / max(layout.expert, layout.shards)
@@ -238,7 +236,6 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
 
 
 def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> StepParts:
-    """Returns what a data-parallel step takes of a model known by what a sample costs."""
     model, run, ranks = workload.model, workload.run, workload.layout.data
     kind = _KINDS[model.kind]
     share = constants.matmul
@@ -270,33 +267,23 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     )
 
 
-class StageSeconds(NamedTuple):
-    """One microbatch on one rank of a pipeline: over all its chunks."""
-
-    forward: float
-    backward: float
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
-
-def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:
+def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> float:
+    """Returns seconds of a microbatch on one rank of a pipeline, forward and backward, over all its chunks."""
     forward, backward = costs.forward.times(layers), costs.backward.times(layers)
     if place == 0:
         forward, backward = forward + costs.embed, backward + costs.embed
     if place == stages - 1:
         forward, backward = forward + costs.head_forward, backward + costs.head_backward
-    return StageSeconds(forward.seconds + waits, backward.seconds + waits)
+    return (forward.seconds + waits) + (backward.seconds + waits)
 
 
-def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
+def pipeline_seconds(stages: Sequence[float], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
     """Returns how long 1F1B (interleaved where chunks > 1) takes, by the closed form.
 
     ``message`` is what a rank waits for a neighbour's tensor; it is paid on the way in and out, once for each chunk.
     """
-    slowest = max(stage.both for stage in stages)
-    fill = (sum(stage.both for stage in stages) - slowest) / chunks
+    slowest = max(stages)
+    fill = (sum(stages) - slowest) / chunks
     return microbatches * slowest + fill + 2 * (len(stages) - 1) * message
 
 
@@ -324,8 +311,6 @@ def in_training(kind: Collective, num_bytes: float, group: Group, cluster: Clust
 
 
 class _DataParallelTime:
-    """The communication of data-parallel ranks, and what of it is left over."""
-
     def __init__(
         self, workload: Workload, cluster: Cluster, constants: Constants, costs: BlockCosts, layers: int
     ) -> None:
@@ -337,13 +322,11 @@ class _DataParallelTime:
         self.end_params = model.end_params / layout.tensor
 
     def seconds(self) -> tuple[float, float]:
-        """Returns exposed and hidden seconds of a step."""
         if self.ranks == 1:
             return 0.0, 0.0
         return self._sharded() if self.workload.layout.is_fully_sharded else self._reduced()
 
     def _collective(self, kind: Collective, num_bytes: float, ranks: int) -> float:
-        """Seconds of so many data-parallel ranks, neighbours on that axis."""
         group = group_of(self.cluster, ranks, self.workload.layout.tensor)
         return in_training(kind, num_bytes, group, self.cluster, self.constants)
 

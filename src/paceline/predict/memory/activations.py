@@ -101,7 +101,6 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
 
 
 def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a GPT on samples of so many tokens."""
     block = _gpt_block(shape, tokens, widths)
     first, last = _gpt_embedding(shape, tokens, widths), _gpt_head(shape, tokens, widths)
     tied = shape.vocab_size * shape.width if shape.tied else 0
@@ -168,7 +167,6 @@ def _gpt_embedding(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts
 
 
 def _gpt_head(shape: ModelShape, tokens: int, widths: Widths) -> BlockFacts:
-    """The last norm, the output layer, and the loss."""
     vocab_size, head = shape.vocab_size, shape.vocab_size * shape.width
     logit_bytes = max(widths.stream, 4)  # the loss wants digits
     inputs, outputs = _norm_bytes(shape, widths, readers=1)
@@ -241,7 +239,6 @@ def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths)
 
 
 def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, image: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a residual network on square images."""
     is_basic, width = model.depth == 18, model.width
     is_small = model.stem == "small"
     kernel, size = (3, image) if is_small else (7, _half(image))
@@ -306,8 +303,6 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
 
 
 class Convolution(NamedTuple):
-    """A convolution, and the norm after it."""
-
     inputs: int
     channels: int
     kernel: int
@@ -319,12 +314,10 @@ class Convolution(NamedTuple):
 
     @property
     def outputs(self) -> int:
-        """Numbers that come out for one image."""
         return self.channels * self.size**2
 
     @property
     def flops(self) -> float:
-        """Multiplications and additions for one image."""
         return 2 * self.weights * self.size**2
 
 
@@ -360,7 +353,6 @@ def _half(size: int) -> int:
 
 
 def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Widths) -> ModelFacts:
-    """Returns the facts of a perceptron: it has three layers, and no repeated blocks."""
     sizes = (features, model.hidden_dim, model.hidden_dim // 2, classes)
     layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
     root = BlockFacts.together(layers)

@@ -99,7 +99,6 @@ class ModelFacts:
 
     @property
     def parameters(self) -> int:
-        """How many parameters there are, a shared one once."""
         return self.root.parameters + sum(block.parameters for block in self.blocks)
 
     @property
@@ -113,7 +112,6 @@ class ModelFacts:
 
     @property
     def largest_block(self) -> int:
-        """Parameters of the largest block; of the whole model where it has none."""
         return max((block.parameters for block in self.blocks), default=self.root.parameters)
 
 
@@ -306,7 +304,6 @@ def choose_bounds(
 
 
 def stage_totals(costs: Sequence[LayerCost], bounds: Sequence[int]) -> tuple[float, ...]:
-    """Returns the cost of each stage, forward and backward."""
     return tuple(sum(cost.total for cost in costs[begin:end]) for begin, end in pairwise(bounds))
 
 

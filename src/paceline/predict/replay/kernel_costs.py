@@ -29,7 +29,7 @@ from paceline.cluster.kernels import (
     work_seconds,
 )
 from paceline.predict.formulas.constants import Constants
-from paceline.predict.replay.events import LOSS, Event, Hold, Issue, Run, Wait
+from paceline.predict.replay.program import LOSS, Event, Hold, Issue, Run, Wait
 
 # In a graph the host launches nothing, and each kernel still has a start and an end in which the device is not full.
 # Fitted to "paceline train" in bench/results/gpu-h200-10m.json: 5.15 ms a step of 312 kernels.
@@ -47,8 +47,6 @@ _SCALAR_BYTES = 8  # what a reduction of a whole tensor writes at most: one numb
 
 
 class KernelCosts:
-    """Prices kernels, each kind of them once."""
-
     def __init__(self, device: Device, constants: Constants, *, is_compiled: bool, is_graphed: bool = False) -> None:
         self._device = device
         self._constants = constants

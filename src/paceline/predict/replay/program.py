@@ -1,20 +1,21 @@
 """What one rank does in one step, as data: kernels, communication and memory in the order in which the host issues it.
 
-A dry run writes it down (dryrun/), ``replay`` prices it for a cluster. It knows no torch and no cluster; the same
-program may be replayed on any.
+    Run     a kernel                  Issue   an operation of the communicator starts
+    Hold    memory is taken           Wait    what follows needs it
+    Drop    memory is given back      EventMark    an action of a pipeline's schedule begins
+    OnHost  the host works itself     Turn    an action is done once more, for another microbatch
 
-A step of many microbatches is recorded with few, and events are repeated: so kernels of a pipeline are priced, and
-fused, as often as they were recorded.
+A dry run writes it down (dryrun/), ``replay`` prices it for any cluster. A step of many microbatches is recorded with
+few, and events are repeated: so kernels of a pipeline are priced, and fused, as often as they were recorded.
 
 ``repeat``, without a pipeline. Three microbatches are recorded. The first makes what the others find, the last one
-synchronises, and all between them are alike: the second stands for each of these. Every copy has tensors, memory and
-operations of its own; what crosses from one microbatch into the next does so from copy to copy.
+synchronises, and the second stands for all between. Every copy has tensors, memory and operations of its own; what
+crosses from one microbatch into the next does so from copy to copy.
 
-``play``, in a pipeline: its actions are done again in the order of the whole schedule.
-
-An action of one microbatch (its forward at a stage, a send, ...) is like that of any other, but for the first, which
-makes what the others find, and the last, which reduces. So three are recorded, each action under an ``EventMark``, and
-the second stands for all between. In every copy
+``play``, in a pipeline: its actions are done again in the order of the whole schedule. An action of one microbatch (its
+forward at a stage, a send, ...) is like that of any other, but for the first, which makes what the others find, and the
+last, which reduces. So three are recorded, each action under an ``EventMark``, and the second stands for all between.
+In every copy
 
     what the same microbatch made      is the copy's own: operations, and memory that a later action gives back
     what the first one made            is there once, as are gradients
@@ -32,8 +33,99 @@ from itertools import count
 from typing import Literal, TypeAlias
 
 from paceline.cluster.kernels import Operation
-from paceline.predict.replay.events import END, Drop, Event, EventMark, Hold, Issue, OnHost, Run, Turn, Wait
 
+LOSS = "loss"  # the block of a compiled loss: its kernels are fused, softmax and all
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A kernel, and the block of the model that it belongs to; no block: the ends, the engine or the optimizer."""
+
+    operation: Operation
+    block: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A collective, or one side of a message, starts. What is on one lane is done in the order of its issue.
+
+    ``ranks``: of a message, its sender and its receiver. A collective that is made of messages has an ``algorithm``,
+    ``share`` is the part of its rounds that starts here, ``messages`` are this rank's: kind, number and bytes.
+    """
+
+    number: int
+    kind: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+    lane: str
+    tag: int = 0
+    phase: str = "forward"
+    algorithm: str = ""
+    share: float = 1.0
+    messages: tuple[tuple[str, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    number: int
+    phase: str = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class OnHost:
+    """The host goes through memory of its own, on so many bytes, while it launches nothing.
+
+    Before, it waits for the operations ``waits`` and, where it ``reads`` a value, for all that the device computes.
+    """
+
+    name: str
+    num_bytes: int
+    waits: tuple[int, ...] = ()
+    reads: bool = False
+    phase: str = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Memory is taken. ``tensors`` are those of kernels that lie in it."""
+
+    number: int
+    num_bytes: int
+    category: str
+    tensors: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EventMark:
+    """What follows, up to the next mark, is one action of a schedule; after all actions, of the ``END``."""
+
+    kind: str
+    stage: int
+    microbatch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """An action of the whole step, like that of another microbatch, which was recorded.
+
+    ``arrived`` are the sends, as (kind, stage, microbatch), that it learns have arrived.
+    """
+
+    kind: str
+    stage: int
+    microbatch: int
+    like: int
+    arrived: tuple[tuple[str, int, int], ...] = ()
+
+
+Event: TypeAlias = Run | Issue | Wait | Hold | Drop | EventMark | OnHost
+END = "end"
+TO_HOST, TO_DEVICE = "to_host", "to_device"  # kinds of copies over a device's bus: issued, and waited for
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "buffers", "temporary")
 
 
@@ -66,7 +158,6 @@ class Program:
 
     @property
     def all_events(self) -> Iterator[Event]:
-        """Iterates over the events of the whole step."""
         return play(self.events, self.order) if self.order else iter(self.events)
 
     @property
@@ -155,8 +246,6 @@ def _worst(piece: Sequence[Hold | Drop], sizes: Mapping[int, int]) -> list[Event
 
 
 class _Player:
-    """Gives the numbers of every copy."""
-
     def __init__(self, events: Sequence[Event], order: Sequence[Turn]) -> None:
         self._order = order
         self._pieces = _pieces(events)
@@ -264,7 +353,6 @@ _BEHIND: _Key = (END, 0, 0)
 
 
 def _pieces(events: Sequence[Event]) -> dict[_Key, list[Event]]:
-    """Returns the events of each action."""
     found: dict[_Key, list[Event]] = {}
     piece = found.setdefault(_BEFORE, [])
     for event in events:
@@ -306,8 +394,6 @@ def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[
 
 
 class _Middle:
-    """What is repeated, and how numbers go on from copy to copy."""
-
     def __init__(self, events: Sequence[Event], start: int, stop: int) -> None:
         self._events = events[start:stop]
         issued = [event.number for event in self._events if isinstance(event, Issue)]
@@ -325,7 +411,6 @@ class _Middle:
         self._tensor_step = max(tensors, default=0) + 1
 
     def copy(self, number: int, *, is_last: bool) -> list[Event]:
-        """Returns one of the copies; the first is what was recorded."""
         found: list[Event] = []
         for event in self._events:
             if isinstance(event, Hold):
@@ -341,7 +426,6 @@ class _Middle:
         return found
 
     def follow(self, events: Sequence[Event], last: int) -> list[Event]:
-        """Returns what comes behind: it refers to the last copy."""
         found: list[Event] = []
         for event in events:
             if isinstance(event, Drop):

@@ -31,9 +31,20 @@ from paceline.predict.formulas.constants import Constants, constants_for, fitted
 from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_per_s
 from paceline.predict.formulas.step import slowest_device
 from paceline.predict.memory.memory import GRAPH_BYTES, framework_bytes
-from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Drop, Event, Hold, Issue, OnHost, Run, Wait
 from paceline.predict.replay.kernel_costs import KernelCosts, fuse_blocks, without_what_is_made_again
-from paceline.predict.replay.program import Program, play
+from paceline.predict.replay.program import (
+    TO_DEVICE,
+    TO_HOST,
+    Drop,
+    Event,
+    Hold,
+    Issue,
+    OnHost,
+    Program,
+    Run,
+    Wait,
+    play,
+)
 from paceline.predict.replay.replayed import ReplayedRank, ReplayedStep
 from paceline.schedule.clock import RankClock, Span
 
@@ -176,8 +187,6 @@ class _Meeting:
 
 
 class _Actor:
-    """One rank: its streams, and how far it has come."""
-
     def __init__(
         self,
         program: Program,
@@ -279,7 +288,6 @@ class _Actor:
             self.spans.append(Span(f"compute {phase}", name, start, end))
 
     def issue(self, event: Issue) -> float:
-        """Returns when this rank is ready for an operation."""
         clock = self.clock
         clock.host += self.call_s
         if self.is_cpu:
@@ -287,7 +295,6 @@ class _Actor:
         return max(clock.now, clock.free(event.lane))
 
     def settle(self, meeting: _Meeting, lane: str) -> None:
-        """Notes when an operation of a lane is done."""
         event = meeting.event
         assert meeting.end is not None
         self.clock.occupy(lane, meeting.end)
@@ -300,7 +307,6 @@ class _Actor:
             self.spans.append(Span(f"lane {lane}", f"{event.kind} {size}", meeting.start, meeting.end))
 
     def wait(self, event: Wait, meeting: _Meeting) -> None:
-        """Holds compute until an operation is done."""
         clock, now = self.clock, self.clock.now
         assert meeting.end is not None
         stood = meeting.end - now
@@ -338,7 +344,6 @@ class _Actor:
         clock.compute = clock.host
 
     def _lost(self, start: float, work: float) -> float:
-        """Returns what communication beside a kernel costs it."""
         if not self.busy_lanes or not self.contention:
             return 0.0
         self.busy_lanes = [each for each in self.busy_lanes if each.end is not None and each.end > start]
@@ -356,8 +361,6 @@ class _Actor:
 
 
 class _Actors:
-    """All actors, and the operations between them."""
-
     def __init__(self, actors: list[_Actor], wires: WireCost, cluster: Cluster, constants: Constants) -> None:
         self._actors = actors
         self._wires = wires

@@ -67,8 +67,6 @@ class ReplayedRank:
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class ReplayedStep(Shown):
-    """A step on a cluster, replayed."""
-
     programs: tuple[Program, ...]  # one for each stage of a pipeline
     cluster: Cluster
     times: tuple[ReplayedRank, ...]
@@ -89,7 +87,6 @@ class ReplayedStep(Shown):
 
     @property
     def seconds(self) -> float:
-        """The step: until the last rank is done."""
         return max(each.seconds for each in self.times)
 
     @property
@@ -112,7 +109,6 @@ class ReplayedStep(Shown):
 
     @property
     def elements_per_s(self) -> float:
-        """Tokens (or samples) per second, of all ranks."""
         return self.program.elements / self.seconds
 
     @property
@@ -123,7 +119,6 @@ class ReplayedStep(Shown):
 
     @property
     def total_memory(self) -> int:
-        """Bytes of the rank that needs the most, at its worst moment."""
         return sum(self.memory.values())
 
     @property
@@ -143,7 +138,6 @@ class ReplayedStep(Shown):
         }
 
     def usd_per_step(self, usd_per_device_hour: float) -> float:
-        """Returns what a step costs at a price for each device."""
         return self.program.ranks * self.seconds / 3600 * usd_per_device_hour
 
     @property
@@ -168,7 +162,6 @@ class ReplayedStep(Shown):
 
     @property
     def outside(self) -> tuple[str, ...]:
-        """Says where the replay goes beyond what was calibrated."""
         found = [self.rough] if self.rough else []
         if not self.is_fitted:
             generation = self.cluster.device.generation
@@ -182,7 +175,6 @@ class ReplayedStep(Shown):
         return tuple(found)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, without the spans."""
         program, rank, (low, high) = self.program, self.longest, self.band
         return {
             "name": program.name,
@@ -239,7 +231,6 @@ def trace_text(replay: ReplayedStep) -> str:
 
 
 def write_trace(replay: ReplayedStep, path: Path) -> None:
-    """Writes the trace. Raises UsageError where it cannot be written."""
     try:
         path.write_text(trace_text(replay), encoding="utf-8")
     except OSError as error:

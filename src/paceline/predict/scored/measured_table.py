@@ -34,8 +34,6 @@ class RowError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A row's inputs: text by column, without results."""
-
     line: int
     text: Mapping[str, str]
 
@@ -105,7 +103,6 @@ class Table:
 
 
 def read_shipped() -> Table:
-    """Reads the collection that comes with the package."""
     return replace(read_table(SHIPPED), source="the published runs that come with paceline")
 
 

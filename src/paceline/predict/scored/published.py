@@ -32,7 +32,7 @@ from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Compute, Framework, Running, Workload
 from paceline.predict.formulas.constants import ConstantSets
 from paceline.predict.formulas.step import Prediction, model_flops, predict
-from paceline.predict.memory.footprint import footprint
+from paceline.predict.memory.memory import footprint
 from paceline.predict.scored.measured_table import NOT_STATED, Row, RowError
 from paceline.units import GIB
 
@@ -397,7 +397,6 @@ def _holding_experts(workload: Workload, case: PublishedRun) -> Workload:
 
 
 def in_metric(case: PublishedRun, prediction: Prediction) -> float:
-    """Returns a prediction in the metric of its row."""
     workload = prediction.workload
     run, devices = workload.run, workload.layout.ranks
     match case.metric:

@@ -33,8 +33,6 @@ Kernels: TypeAlias = tuple[Operation, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A result without its memory."""
-
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -61,15 +59,12 @@ class OperatorCall(NamedTuple):
 
 
 class KnownCalls:
-    """Calls operators on meta tensors, and remembers what they did."""
-
     def __init__(self) -> None:
         self._known: dict[Hashable, KnownCall | None] = {}  # None: it must be called each time
         self._places: dict[int, int] = {}  # of the tensors of a call, by their identity
         self._operators = Operators(lambda tensor: self._places[id(tensor)])
 
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
-        """Calls an operator, or does what it would do."""
         tensors: list[torch.Tensor] = []
         key = _key(func, args, kwargs, tensors) if _kind(func) else None
         if key is None:

@@ -72,7 +72,6 @@ def expect_by_dry_run(
 
 
 def plain_start(command: Sequence[str]) -> list[str]:
-    """Returns the arguments of a Python that runs a module with its arguments."""
     return ["-m", *command]
 
 
@@ -121,7 +120,6 @@ class Background:
             self.stop()
 
     def stop(self) -> None:
-        """Ends it, whether it is done or not. Safe to call twice."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

@@ -157,8 +157,6 @@ class _MetaAttention(torch.autograd.Function):
 
 
 class _MetaPool(torch.autograd.Function):
-    """Max pooling that keeps a byte for each number, without values."""
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, settings: list[Any]) -> torch.Tensor:
         pooled, where = torch.ops.aten.max_pool2d_with_indices(x, *map(_pair, settings))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paceline.predict.replay.events import Drop, Hold
+from paceline.predict.replay.program import Drop, Hold
 
 HOST = "host"
 _LEFT_OUT = "left out"
@@ -151,7 +151,6 @@ class HeldMemory:
 
 
 def _purpose(storage: _HeldStorage, phases: Sequence[str], again: set[int], backward: Sequence[int]) -> str:
-    """Says what nobody has claimed: see the top of this file."""
     if storage.begin < 0 or storage.begin >= len(phases):
         return "temporary"
     if storage.begin in again:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from paceline.cluster.kernels import Operation
-from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait
+from paceline.predict.replay.program import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait
 
 _COPIES = ("copy_", "_foreach_copy_")
 

@@ -67,7 +67,6 @@ class Operators:
         self._number = number
 
     def kernels(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> list[Operation]:
-        """Returns what a device runs for a call; nothing for a view."""
         if is_free(func):
             return []
         name = func._overloadpacket.__name__

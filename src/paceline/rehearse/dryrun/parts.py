@@ -140,7 +140,6 @@ def _image_dtype(config: Config, layout: Layout) -> torch.dtype:
 
 
 def _through(config: Config, layout: Layout, comm: DryCommunicator) -> Communicator:
-    """Returns what the engine talks through: by the algorithm that the config asks for."""
     asked = config.comm.algorithm
     if asked == "native" or comm.size == 1:
         return comm

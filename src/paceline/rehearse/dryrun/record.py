@@ -33,8 +33,18 @@ from paceline.mesh import divisors
 from paceline.models.registry import model_blocks
 from paceline.plan.layout import Layout
 from paceline.plan.plan import MARGIN
-from paceline.predict.replay.events import END, LOSS, Event, EventMark, Run, Turn
-from paceline.predict.replay.program import Program, counted, is_playable, repeat
+from paceline.predict.replay.program import (
+    END,
+    LOSS,
+    Event,
+    EventMark,
+    Program,
+    Run,
+    Turn,
+    counted,
+    is_playable,
+    repeat,
+)
 from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.calls import KnownCalls
 from paceline.rehearse.dryrun.functions import MetaFunctions
@@ -54,7 +64,6 @@ from paceline.train.step import StepCallbacks, train_step
 
 
 def claim_states(memory: HeldMemory, parts: StepPieces) -> None:
-    """Says what the engine and the optimizer hold."""
     engine = parts.engine
     for group in engine.flat_groups:
         if group.comes_and_goes:
@@ -95,8 +104,6 @@ def _claim_resident(group: FlatGroup, memory: HeldMemory) -> None:
 
 
 def watch_gradients(memory: HeldMemory, model: nn.Module) -> None:
-    """Says of gradients what they are as they arrive."""
-
     def claim(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             memory.claim([parameter.grad], "gradients")
@@ -107,8 +114,6 @@ def watch_gradients(memory: HeldMemory, model: nn.Module) -> None:
 
 
 def watch_update(memory: HeldMemory, parts: StepPieces) -> None:
-    """Says before each update what gradients are."""
-
     def claim(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         del optimizer, args, kwargs
         held = (*parts.engine.parameters(), *parts.engine.module.parameters())
@@ -163,7 +168,6 @@ class _Recording:
         return tuple(self.program(number, is_whole=is_whole) for number in range(first, ranks, width))
 
     def program(self, rank: int, *, is_whole: bool = False) -> Program:
-        """Runs a rank; those of earlier stages come first."""
         config, layout, world = self._config, self._layout, self._world
         recorder = Recorder(self._calls)
         autocast = precision_named(layout.precision).autocast_dtype
@@ -191,7 +195,6 @@ class _Recording:
 
     @contextlib.contextmanager
     def _telling(self, model: nn.Module) -> Iterator[None]:
-        """Tells of what the user's own model, data or loss raise as such."""
         try:
             yield
         except PacelineError:
@@ -241,7 +244,6 @@ class _Recording:
 def _recorded(
     recorder: Recorder, functions: MetaFunctions, parts: StepPieces, rank: int, *, is_whole: bool
 ) -> tuple[Recorded, tuple[Turn, ...]]:
-    """Runs the step that is recorded: with few microbatches, where all others repeat these."""
     count = len(parts.batch.microbatches)
     few = count if is_whole else _enough_microbatches(parts.engine.pipeline, count)
     done = _run(recorder, functions, parts, few)
@@ -302,7 +304,6 @@ def _compose(parts: StepPieces, done: Recorded, few: int, count: int) -> tuple[t
 
 
 def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
-    """Returns the layout that is recorded. Raises UsageError for what a dry run cannot do."""
     problems = []
     if config.parallel.strategy == "auto":
         problems.append(

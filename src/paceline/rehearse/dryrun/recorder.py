@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
 from paceline.models.known_values import KnownValues
-from paceline.predict.replay.events import Event, Issue, OnHost, Run, Wait
+from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
 from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
@@ -84,7 +84,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # What happens.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator on tensors without values, and notes the kernel that a device would run."""
         del types
         kwargs = kwargs or {}
         kind = _kind(func)
@@ -128,7 +127,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             block.forward = self.watched(f"block {index}", block.forward, functions)
 
     def watched(self, label: str, function: Callable[..., Any], functions: MetaFunctions) -> Callable[..., Any]:
-        """Returns a function whose kernels are those of a block."""
         return functools.partial(self._call_block, label, function, functions)
 
     @contextlib.contextmanager
@@ -224,7 +222,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.memory.place = len(self._events)
 
     def places(self) -> dict[int, int]:
-        """Returns the storages in which the tensors of kernels lie."""
         return {tensor: storage for (storage, _), tensor in self._places.items()}
 
     def _number(self, tensor: torch.Tensor) -> int:
@@ -280,7 +277,6 @@ def _kind(func: Any) -> str:
 
 
 def _asker() -> tuple[str, str]:
-    """Returns the file that asks, and what to call the place."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename

@@ -22,8 +22,8 @@ from paceline.cluster.devices import Device
 from paceline.cluster.kernels import Operation
 from paceline.models.measured import operator_flops
 from paceline.predict.formulas.constants import constants_for, fitted_constants
-from paceline.predict.replay.events import Run
 from paceline.predict.replay.kernel_costs import KernelCosts
+from paceline.predict.replay.program import Run
 from paceline.rehearse.dryrun.operators import Operators, is_free, tensors_of
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -53,8 +53,6 @@ class Rates:
 
 
 class KernelPrices:
-    """What calls take on a device of the catalog, kernel by kernel."""
-
     def __init__(self, device: Device) -> None:
         constants, _ = constants_for(fitted_constants(), device.generation, "eager")
         self.name = device.name

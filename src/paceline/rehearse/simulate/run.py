@@ -61,7 +61,6 @@ class Conditions:
 
     @property
     def gpu(self) -> str:
-        """The GPU that ranks are taken to have; empty where they have none."""
         return "" if self.cluster is None or self.cluster.device.is_cpu else self.cluster.device.name
 
     def wire_cost(self, ranks: int, node_ranks: int | None) -> WireCost:
@@ -221,7 +220,6 @@ def _run_rank(
     view: Sink | None,
     watch: Callable[[int, Trainer], None] | None,
 ) -> tuple[KeptRecords, list[StepBounds]]:
-    """Trains one rank's share; returns what it recorded, and when its steps began and ended."""
     clock, node_ranks = comm.clock, config.parallel.node_ranks
     assert clock is not None
     hooks = [Every(config.train.eval_every, EvaluateHook())]
