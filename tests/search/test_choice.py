@@ -20,11 +20,10 @@ from paceline.units import GIB
 
 P = 1_000_000_000
 MODEL = ModelFacts(
-    name="a billion",
     blocks=(BlockFacts(parameters=P // 20, saved_bytes=2e8, input_bytes=1e7, product_bytes=8e7),) * 19,
     root=BlockFacts(parameters=P // 20, saved_bytes=1e8),
 )
-NO_BLOCKS = ModelFacts(name="one piece", blocks=(), root=BlockFacts(parameters=P, saved_bytes=4e9))
+NO_BLOCKS = ModelFacts(blocks=(), root=BlockFacts(parameters=P, saved_bytes=4e9))
 
 
 def config_of(memory: dict[str, Any] | None = None, **train: Any) -> Config:

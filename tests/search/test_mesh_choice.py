@@ -101,7 +101,7 @@ def test_split_candidates_stand_in_the_order_of_overhead() -> None:
 
 def test_the_overhead_of_a_pipeline_is_its_bubble() -> None:
     block = BlockFacts(parameters=0, operations=1e6, input_bytes=0.0)
-    model = ModelFacts(name="blocks", blocks=(block,) * 6, root=block, entry=(block,), exit=(block,))
+    model = ModelFacts(blocks=(block,) * 6, root=block, entry=(block,), exit=(block,))
     for pipeline, count in ((2, 4), (4, 4), (4, 32)):
         layout = Layout(pipeline=pipeline, data=1, accumulate=count)
         bubble = (pipeline - 1) / (count + pipeline - 1)
@@ -140,7 +140,7 @@ def test_other_models_have_stages_and_no_tensor_plan() -> None:
 
 def test_models_of_other_code_stay_whole() -> None:
     config = config_of({"model": {"kind": "factory", "factory": "a:b"}, "data": {"kind": "digits"}})
-    model = ModelFacts(name="own", blocks=(), root=BlockFacts(parameters=1000), source="measured")
+    model = ModelFacts(blocks=(), root=BlockFacts(parameters=1000))
     choice = automatic.choose(config, model, room(10))
     assert {mesh_text(each.layout) for each in choice.ladder} == {"data 16"}
     assert choice.left_out == ("pipeline and tensor parallelism: only the model's own code knows its layers",)

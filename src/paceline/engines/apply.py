@@ -257,11 +257,9 @@ def choose_for_module(
         states = StateFacts(itemsize=itemsize, device=comm.device.type)
         sizes = [num_parameters(block) for block in blocks]
         facts = ModelFacts(
-            name=type(model).__name__,
             blocks=tuple(BlockFacts(parameters=size) for size in sizes),
             root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-            source="measured",
         )
         keep = frozenset({"checkpoint_activations"})
         try:

@@ -22,7 +22,7 @@ Known error: within 1 % of what autograd saves, on a CPU (tests/predict/test_est
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -45,8 +45,7 @@ _INDEX_BYTES = 8
 _OPERATIONS_PER_NUMBER = 64.0  # of 4 bytes that is written, as in ``engines/stages/costs.py``
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Widths:
+class Widths(NamedTuple):
     """Bytes of an element: of the stream between blocks, and of what matrix products read."""
 
     stream: int
@@ -75,9 +74,8 @@ def describe_model(config: Config, device: str) -> ModelFacts | None:
         is_one_graph=is_compiled
         and (model.compile == "whole" or (model.compile != "blocks" and config.parallel.ranks == 1)),
     )
-    if isinstance(model, GPTModelConfig):
-        known = known_gpt(config)
-        return None if known is None else describe_gpt(*known, widths)
+    if (known := known_gpt(config)) is not None:
+        return describe_gpt(*known, widths)
     if isinstance(model, ResNetModelConfig) and isinstance(config.data, SyntheticImagesDataConfig):
         channels = model.in_channels or config.data.channels
         return describe_resnet(model, channels, model.num_classes or config.data.classes, config.data.size, widths)
@@ -114,7 +112,6 @@ def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
         temporary_bytes=block.temporary_bytes,
     )
     return ModelFacts(
-        name=f"gpt of {shape.layers} layers",
         blocks=(block,) * shape.layers,
         root=root,
         buffer_bytes=shape.layers * block.buffer_bytes,
@@ -271,8 +268,7 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
                 layers.append(Convolution(inner, out, 1, size))
             shortcut = [Convolution(channels, out, 1, size)] if (before, channels) != (size, out) else []
             block = _residual_block(layers, shortcut, channels * before**2, widths)
-            block = block if has_statistics else replace(block, buffer_bytes=0)
-            blocks.append(block)
+            blocks.append(block if has_statistics else replace(block, buffer_bytes=0))
             convolutions += [*layers, *shortcut]
             channels = out
     last = BlockFacts(
@@ -285,7 +281,6 @@ def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, im
     )
     root = BlockFacts.together((first, last))
     return ModelFacts(
-        name=f"resnet-{model.depth}",
         blocks=tuple(blocks),
         root=root,
         buffer_bytes=first.buffer_bytes + sum(block.buffer_bytes for block in blocks),
@@ -357,7 +352,6 @@ def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Wid
     layers = tuple(_linear(number, sizes[number : number + 2], model.dropout, widths) for number in range(3))
     root = BlockFacts.together(layers)
     return ModelFacts(
-        name="mlp",
         blocks=(),
         root=root,
         temporary_bytes=2 * widths.compute * model.hidden_dim,

@@ -24,12 +24,11 @@ Of a model that is split, all of this holds for the part of a rank (``facts.py``
 each layer come to, and N the data ranks that hold the same part. Activations count once for each microbatch in flight,
 and the estimate is that of the rank that needs the most.
 
-Activations come from the model's facts. Checkpointing keeps the inputs of a block (and its matrix products, for
-``matmuls``) and computes the rest again, one block at a time.
+Checkpointing keeps the inputs of a block (and its matrix products, for ``matmuls``) and computes the rest again, one
+block at a time.
 
 Known error. Parameters, gradients and optimizer state are exact but for padding (under 1 % for units above 100,000
-parameters). Activations: see ``activations.py``. What an allocator loses between tensors is not counted: the margin of
-``search/automatic.py`` is for that.
+parameters). Activations: see ``activations.py``. What allocators lose between tensors is left to the margin.
 """
 
 from __future__ import annotations
@@ -82,10 +81,7 @@ def optimizer_slots(optim: OptimConfig) -> int:
 
 
 def is_known(model: ModelFacts, layout: Layout) -> bool:
-    """Whether the facts say how a model is split so.
-
-    A schedule of the user's own, and layers of models of other code, are known only when the run starts.
-    """
+    """Whether the facts say how a model is split so: not by a schedule of one's own, or for layers of other code."""
     return not layout.is_split or (bool(model.layers) and isinstance(layout.schedule, str))
 
 
@@ -137,16 +133,12 @@ class _Estimate:
         self.slice = self._slice_of(self.full)
         self.param_bytes = 2 if layout.precision in WITH_MASTERS else self.itemsize
         self.computed = self.model.parameters * self.param_bytes
+        self.computed_apart = self.param_bytes != self.itemsize  # in another dtype than that of the masters
 
     @property
     def has_copy(self) -> bool:
         """Whether parameters and what is updated are two things; where a rank that is alone has one, nothing moves."""
         return self.layout.shards > 1 or self.computed_apart or self.offload.updates_on_host
-
-    @property
-    def computed_apart(self) -> bool:
-        """Whether the module computes with parameters in another dtype than that of the masters."""
-        return self.param_bytes != self.itemsize
 
     def total(self) -> MemoryEstimate:
         layout, model, offload = self.layout, self.model, self.offload
@@ -249,8 +241,7 @@ class _Estimate:
 def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:
     """Estimates what a rank of each pipeline stage holds, for a config whose device and ranks are settled.
 
-    Empty where that is not known beforehand: a microbatch or strategy that is found later, a model of the user's own
-    code, a schedule of the user's own, or a model that cannot be cut so.
+    Empty where that is not known: a microbatch or strategy that is found later, a model or schedule of the user's own.
     """
     parallel, ranks = config.parallel, config.parallel.decided_ranks
     if "auto" in (config.train.microbatch, parallel.strategy):

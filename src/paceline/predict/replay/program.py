@@ -12,7 +12,7 @@ few, and events are repeated: so kernels of a pipeline are priced, and fused, as
 synchronises, and the second stands for all between. Every copy has tensors, memory and operations of its own; what
 crosses from one microbatch into the next does so from copy to copy.
 
-``play``, in a pipeline: its actions are done again in the order of the whole schedule. An action of one microbatch (its
+``Player``, in a pipeline: actions are done again in the order of the whole schedule. An action of one microbatch (its
 forward at a stage, a send, ...) is like that of any other, but for the first, which makes what the others find, and the
 last, which reduces. So three are recorded, each action under an ``EventMark``, and the second stands for all between.
 In every copy
@@ -158,7 +158,7 @@ class Program:
 
     @property
     def all_events(self) -> Iterator[Event]:
-        return play(self.events, self.order) if self.order else iter(self.events)
+        return Player(self.events, self.order).run() if self.order else iter(self.events)
 
     @property
     def kernels(self) -> Iterator[Operation]:
@@ -169,7 +169,7 @@ class Program:
         now: Counter[str] = Counter(self.resident)
         total = most = sum(now.values())
         peak, held = dict(now), dict[int, Hold]()
-        for event in play(memory_alone(self.events), self.order) if self.order else self.events:
+        for event in Player(memory_alone(self.events), self.order).run() if self.order else self.events:
             if isinstance(event, Hold):
                 held[event.number] = event
                 now[event.category] += event.num_bytes
@@ -184,11 +184,6 @@ class Program:
 
 
 _Key: TypeAlias = tuple[str, int, int]  # kind, stage and microbatch of an action
-
-
-def play(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[Event]:
-    """Iterates over the events of the whole step, of which ``events`` were recorded."""
-    return _Player(events, order).run()
 
 
 def counted(events: Sequence[Event], order: Sequence[Turn]) -> Iterator[tuple[Event, int]]:
@@ -245,10 +240,11 @@ def _worst(piece: Sequence[Hold | Drop], sizes: Mapping[int, int]) -> list[Event
     return [event for event in piece if event.number not in left_out]
 
 
-class _Player:
+class Player:
+    """The events of the whole step, of which some were recorded."""
+
     def __init__(self, events: Sequence[Event], order: Sequence[Turn]) -> None:
-        self._order = order
-        self._pieces = _pieces(events)
+        self._order, self._pieces = order, _pieces(events)
         self._last = {turn.like: turn.microbatch for turn in order}  # whose turn it is last
         self._first = {turn.like: turn.microbatch for turn in reversed(order)}
         self._is_send: set[int] = set()
@@ -310,7 +306,7 @@ class _Player:
             if turn.microbatch == self._first[turn.like]:
                 yield event if holder is None else self._of_last(event, holder)  # None: there before the step
         elif self._droppers.get(event.number) == holder or turn.microbatch == self._last[turn.like]:
-            yield _renumbered(event, self._number("held", event.number, turn.microbatch))
+            yield replace(event, number=self._number("held", event.number, turn.microbatch))
 
     def _end(self, piece: Sequence[Event]) -> Iterator[Event]:
         """What follows the actions: kernels that read what one microbatch's forward made run for each of them."""
@@ -335,17 +331,13 @@ class _Player:
 
     def _of_last(self, event: Hold | Drop, holder: int) -> Event:
         """Returns the event for the memory of the last microbatch that is like its holder."""
-        return _renumbered(event, self._number("held", event.number, self._last.get(holder, holder)))
+        return replace(event, number=self._number("held", event.number, self._last.get(holder, holder)))
 
     def _number(self, kind: str, number: int, microbatch: int) -> int:
         key = (kind, number, microbatch)
         if key not in self._numbers:
             self._numbers[key] = next(self._fresh)
         return self._numbers[key]
-
-
-def _renumbered(event: Hold | Drop, number: int) -> Event:
-    return Hold(number, event.num_bytes, event.category) if isinstance(event, Hold) else Drop(number)
 
 
 _BEFORE: _Key = ("", 0, 0)
@@ -386,11 +378,8 @@ def repeat(events: Sequence[Event], start: int, stop: int, times: int) -> tuple[
     if times <= 1 or stop <= start:
         return tuple(events)
     middle = _Middle(events, start, stop)
-    found = list(events[:start])
-    for copy in range(times):
-        found += middle.copy(copy, is_last=copy == times - 1)
-    found += middle.follow(events[stop:], times - 1)
-    return tuple(found)
+    copies = (event for copy in range(times) for event in middle.copy(copy, is_last=copy == times - 1))
+    return (*events[:start], *copies, *middle.follow(events[stop:], times - 1))
 
 
 class _Middle:
@@ -401,41 +390,33 @@ class _Middle:
         self._num_issues = max(issued, default=-1) + 1 - self._first_issue
         self._held = {event.number for event in self._events if isinstance(event, Hold)}
         self._dropped = {event.number for event in self._events if isinstance(event, Drop)}
-        before = {tensor for event in events[:start] if isinstance(event, Run) for tensor in _tensors(event)}
-        inside = {tensor for event in self._events if isinstance(event, Run) for tensor in _tensors(event)}
-        self._fresh = inside - before
+        self._fresh = set(_tensors(self._events)) - set(_tensors(events[:start]))
         # Room for the numbers of all copies, past any number that there is.
-        numbers = [event.number for event in events if isinstance(event, Hold | Drop)]
-        tensors = [tensor for event in events if isinstance(event, Run) for tensor in _tensors(event)]
-        self._memory_step = max(numbers, default=0) + 1
-        self._tensor_step = max(tensors, default=0) + 1
+        self._memory_step = max((event.number for event in events if isinstance(event, Hold | Drop)), default=0) + 1
+        self._tensor_step = max(_tensors(events), default=0) + 1
 
-    def copy(self, number: int, *, is_last: bool) -> list[Event]:
-        found: list[Event] = []
+    def copy(self, number: int, *, is_last: bool) -> Iterator[Event]:
         for event in self._events:
             if isinstance(event, Hold):
                 if event.number in self._dropped or is_last:  # what lives on does so once
                     further = self._tensor_step * number
                     tensors = tuple(each + further if each in self._fresh else each for each in event.tensors)
-                    found.append(replace(event, number=self._memory(event.number, number), tensors=tensors))
+                    yield replace(event, number=self._memory(event.number, number), tensors=tensors)
             elif isinstance(event, Drop):
                 if event.number in self._held or number == 0:
-                    found.append(Drop(self._memory(event.number, number)))
+                    yield Drop(self._memory(event.number, number))
             elif not isinstance(event, EventMark):
-                found.append(self._moved(event, number, first=0))
-        return found
+                yield self._moved(event, number, first=0)
 
-    def follow(self, events: Sequence[Event], last: int) -> list[Event]:
-        found: list[Event] = []
+    def follow(self, events: Sequence[Event], last: int) -> Iterator[Event]:
         for event in events:
             if isinstance(event, Drop):
                 is_own = event.number in self._held and event.number not in self._dropped
-                found.append(Drop(self._memory(event.number, last)) if is_own else event)
+                yield Drop(self._memory(event.number, last)) if is_own else event
             elif isinstance(event, Hold | EventMark):
-                found.append(event)
+                yield event
             else:
-                found.append(self._moved(event, last, first=self._first_issue))
-        return found
+                yield self._moved(event, last, first=self._first_issue)
 
     def _moved(self, event: Run | Issue | Wait | OnHost, copy: int, *, first: int) -> Event:
         """Gives an event the numbers of a copy; operations before ``first`` keep theirs.
@@ -458,5 +439,6 @@ class _Middle:
         return number + self._memory_step * copy if number in self._held else number
 
 
-def _tensors(event: Run) -> list[int]:
-    return [tensor for tensor, _ in (*event.operation.reads, *event.operation.writes)]
+def _tensors(events: Sequence[Event]) -> Iterator[int]:
+    runs = (event.operation for event in events if isinstance(event, Run))
+    return (tensor for kernel in runs for tensor, _ in (*kernel.reads, *kernel.writes))

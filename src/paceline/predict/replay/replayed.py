@@ -49,10 +49,6 @@ class ReplayedRank:
     def add_phase(self, phase: str, seconds: float) -> None:
         self.phases[phase] = self.phases.get(phase, 0.0) + seconds
 
-    def add_communication(self, kind: str, seconds: float, num_bytes: int) -> None:
-        self.communication[kind] = self.communication.get(kind, 0.0) + seconds
-        self.moved[kind] = self.moved.get(kind, 0) + num_bytes
-
     @property
     def hidden(self) -> float:
         """Communication that compute did not wait for; messages of a pipeline are in ``bubble`` where it did."""
@@ -188,16 +184,8 @@ class ReplayedStep(Shown):
             f"{program.element}_per_s": self.elements_per_s,
             "samples_per_s": program.samples / self.seconds,
             "mfu": self.mfu,
-            "parts_s": {
-                "compute": rank.compute,
-                "contention": rank.contention,
-                "exposed_communication": rank.exposed,
-                "bubble": rank.bubble,
-                "launch_wait": rank.launch_wait,
-                "loop": rank.loop,
-                "on_host": rank.on_host,
-                "idle": rank.idle,
-            },
+            "parts_s": {"compute": rank.compute, "contention": rank.contention, "exposed_communication": rank.exposed}
+            | {name: getattr(rank, name) for name in ("bubble", "launch_wait", "loop", "on_host", "idle")},
             "hidden_communication_s": rank.hidden,
             "phases_s": dict(rank.phases),
             "communication_s": dict(rank.communication),
@@ -221,12 +209,8 @@ def trace_text(replay: ReplayedStep) -> str:
     if not any(each.spans for each in replay.times):
         raise UsageError("this replay kept no spans\n  a trace shows them\n  replay(..., keeps_spans=True)")
     events = [event for process, times in enumerate(replay.times) for event in _events(process, times)]
-    about = {
-        "name": replay.program.name,
-        "cluster": replay.cluster.name,
-        "step_s": replay.seconds,
-        "binds": replay.binds,
-    }
+    about: dict[str, Any] = {"name": replay.program.name, "cluster": replay.cluster.name}
+    about |= {"step_s": replay.seconds, "binds": replay.binds}
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}) + "\n"
 
 
