@@ -13,7 +13,14 @@ from paceline.cluster.devices import load_cluster
 from paceline.plan.layout import Layout
 from paceline.plan.model_shape import ModelShape
 from paceline.plan.workload import Running, Workload
-from paceline.predict.formulas.step import expected_most, pipeline_seconds, predict, slowest_device, slowest_share
+from paceline.predict.formulas.step import (
+    StageSeconds,
+    expected_most,
+    pipeline_seconds,
+    predict,
+    slowest_device,
+    slowest_share,
+)
 from paceline.schedule.measure import ScheduleCosts, StageCost, measure_schedule
 from paceline.schedule.schedules import make_schedule
 
@@ -63,28 +70,28 @@ def test_kernels_of_a_large_world_run_on_its_slowest_device() -> None:
 # Pipelines.
 
 
-def walked(stages: list[tuple[float, float]], microbatches: int, message: float = 0.0) -> float:
+def walked(stages: list[StageSeconds], microbatches: int, message: float = 0.0) -> float:
     """What 1F1B takes, action by action."""
-    costs = tuple(StageCost(forward=each[0], backward_input=each[1], backward_weight=0.0) for each in stages)
+    costs = tuple(StageCost(forward=each.forward, backward_input=each.backward, backward_weight=0.0) for each in stages)
     schedule = make_schedule("1f1b", len(stages), microbatches)
     return measure_schedule(schedule, ScheduleCosts(stages=costs, communication=message)).makespan
 
 
 @given(st.integers(1, 6), st.integers(1, 12), st.floats(0.1, 5.0), st.floats(0.1, 5.0))
 def test_equal_stages_take_what_the_closed_form_says(ranks: int, batches: int, forward: float, backward: float) -> None:
-    stages = [(forward, backward)] * ranks
+    stages = [StageSeconds(forward, backward)] * ranks
     took = walked(stages, batches)
     assert took == pytest.approx((batches + ranks - 1) * (forward + backward))
-    assert pipeline_seconds(list(map(sum, stages)), batches) == pytest.approx(took)
+    assert pipeline_seconds(stages, batches) == pytest.approx(took)
 
 
 def test_a_slow_last_stage_sets_the_pace() -> None:
-    stages = [(1.0, 2.0)] * 3 + [(1.5, 3.0)]
-    assert walked(stages, 8) == pytest.approx(pipeline_seconds(list(map(sum, stages)), 8)) == pytest.approx(8 * 4.5 + 9)
+    stages = [StageSeconds(1.0, 2.0)] * 3 + [StageSeconds(1.5, 3.0)]
+    assert walked(stages, 8) == pytest.approx(pipeline_seconds(stages, 8)) == pytest.approx(8 * 4.5 + 9)
 
 
 def test_chunks_divide_the_fill_and_messages_lengthen_it() -> None:
-    stages = [(1.0, 2.0)] * 4
-    assert pipeline_seconds(list(map(sum, stages)), 8, chunks=3) == pytest.approx(8 * 3 + 9 / 3)
-    assert pipeline_seconds(list(map(sum, stages)), 8, message=0.1) == pytest.approx(8 * 3 + 9 + 6 * 0.1)
-    assert walked(stages, 8, message=0.1) >= pipeline_seconds(list(map(sum, stages)), 8, message=0.1) - 1e-9
+    stages = [StageSeconds(1.0, 2.0)] * 4
+    assert pipeline_seconds(stages, 8, chunks=3) == pytest.approx(8 * 3 + 9 / 3)
+    assert pipeline_seconds(stages, 8, message=0.1) == pytest.approx(8 * 3 + 9 + 6 * 0.1)
+    assert walked(stages, 8, message=0.1) >= pipeline_seconds(stages, 8, message=0.1) - 1e-9

@@ -287,9 +287,9 @@ def _experts_fit(case: RuleCase) -> Iterator[Problem]:
     held = layout.for_ranks(case.ranks, case.node_ranks)
     for name, size in (("data", held.data), ("shard_ranks", held.shards)):
         if size % expert and (name == "data" or size > 1):
-            what, fix = f"expert = {expert} does not divide {name} = {size}", nearest_divisor(size, expert)
+            what = f"expert = {expert} does not divide {name} = {size}"
             rule = "ranks that hold different experts are neighbours among those that share the batch and the shards"
-            yield Problem(what=what, rule=rule, fix=f"try expert = {fix}")
+            yield Problem(what=what, rule=rule, fix=f"try expert = {nearest_divisor(size, expert)}")
 
 
 RULES: Mapping[Rule, tuple[str, ...]] = {  # and the fields that each reads

@@ -209,7 +209,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
     # Across nodes a rank waits for each; inside a node it hides behind compute but while the pipeline fills and drains.
     waits = message if leaves_node else 0.0
     stages = [_stage(costs, count, place, layout.pipeline, waits) for place, count in enumerate(layers)]
-    busiest = max(range(len(stages)), key=lambda place: (stages[place], place))
+    busiest = max(range(len(stages)), key=lambda place: (stages[place].both, place))
     piped = pipeline_seconds(stages, microbatches, layout.chunks, message - waits)
     exposed, hidden = _DataParallelTime(workload, cluster, constants, costs, layers[busiest]).seconds()
     spent = (costs.forward + costs.backward).times(layers[busiest])
@@ -217,7 +217,7 @@ def transformer_step(workload: Workload, cluster: Cluster, constants: Constants)
         spent = spent + costs.embed.times(2)
     if busiest == layout.pipeline - 1:
         spent = spent + costs.head_forward + costs.head_backward
-    alone = microbatches * stages[busiest]
+    alone = microbatches * stages[busiest].both
     # Of the optimizer: the same experts are on fewer ranks, which cut their states.
     dense = layers[busiest] * model.attention_params + model.end_params / min(layout.pipeline, 2)
     experts = layers[busiest] * model.mlp_params / max(layout.expert, layout.shards)
@@ -267,23 +267,33 @@ def sample_step(workload: Workload, cluster: Cluster, constants: Constants) -> S
     )
 
 
-def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> float:
-    """Returns seconds of a microbatch on one rank of a pipeline, forward and backward, over all its chunks."""
+class StageSeconds(NamedTuple):
+    """One microbatch on one rank of a pipeline: over all its chunks."""
+
+    forward: float
+    backward: float
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+
+def _stage(costs: BlockCosts, layers: int, place: int, stages: int, waits: float) -> StageSeconds:
     forward, backward = costs.forward.times(layers), costs.backward.times(layers)
     if place == 0:
         forward, backward = forward + costs.embed, backward + costs.embed
     if place == stages - 1:
         forward, backward = forward + costs.head_forward, backward + costs.head_backward
-    return (forward.seconds + waits) + (backward.seconds + waits)
+    return StageSeconds(forward.seconds + waits, backward.seconds + waits)
 
 
-def pipeline_seconds(stages: Sequence[float], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
+def pipeline_seconds(stages: Sequence[StageSeconds], microbatches: int, chunks: int = 1, message: float = 0.0) -> float:
     """Returns how long 1F1B (interleaved where chunks > 1) takes, by the closed form.
 
     ``message`` is what a rank waits for a neighbour's tensor; it is paid on the way in and out, once for each chunk.
     """
-    slowest = max(stages)
-    fill = (sum(stages) - slowest) / chunks
+    slowest = max(stage.both for stage in stages)
+    fill = (sum(stage.both for stage in stages) - slowest) / chunks
     return microbatches * slowest + fill + 2 * (len(stages) - 1) * message
 
 

@@ -117,8 +117,8 @@ def without_what_is_made_again(events: Sequence[Event]) -> tuple[Event, ...]:
     about as much for a GPT-124M, and a run that was said to fit must fit.
     """
     fused = fuse_blocks(events)
-    kept, of_loss = _kept(fused), _written(events)
-    gone = {"activations": _kept(events) - kept - of_loss, "temporary": of_loss - _written(fused)}
+    kept, of_loss = _kept(fused).keys(), _written(events)
+    gone = {"activations": _kept(events).keys() - kept - of_loss, "temporary": of_loss - _written(fused)}
 
     def is_held(event: Event) -> bool:
         if not isinstance(event, Hold) or event.category not in gone:
@@ -133,14 +133,14 @@ def _written(events: Sequence[Event]) -> set[int]:
     return {tensor for run in runs for tensor, _ in run.operation.writes}
 
 
-def _kept(events: Sequence[Event]) -> set[int]:
-    """Tensors that the forward of blocks writes and something of the backward reads."""
-    made, kept = set[int](), set[int]()
+def _kept(events: Sequence[Event]) -> dict[int, int]:
+    """Tensors, and their bytes, that the forward of blocks writes and something of the backward reads."""
+    made, kept = dict[int, int](), dict[int, int]()
     for event in events:
         if isinstance(event, Run) and event.operation.phase != "forward":
-            kept |= made & dict(event.operation.reads).keys()
+            kept |= {tensor: made[tensor] for tensor, _ in event.operation.reads if tensor in made}
         elif isinstance(event, Run) and event.block:
-            made |= dict(event.operation.writes).keys()
+            made |= dict(event.operation.writes)
     return kept
 
 

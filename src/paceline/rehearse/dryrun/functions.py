@@ -76,10 +76,8 @@ class MetaFunctions(TorchFunctionMode):
         pools_in_bytes: bool = False,
     ) -> None:
         super().__init__()
-        self._pools_in_bytes = pools_in_bytes
-        self._seer = seer
+        self._seer, self._autocast, self._pools_in_bytes = seer, autocast, pools_in_bytes
         self._fuses_norms = fuses_norms and hasattr(torch.ops.aten, "_fused_rms_norm")
-        self._autocast = autocast
         self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def back_on(self) -> contextlib.AbstractContextManager[object]:
@@ -104,7 +102,8 @@ class MetaFunctions(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self._attend(func, *args, **kwargs)
         if func is F.rms_norm and self._fuses_norms:
-            return _norm(*args, **kwargs)
+            given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
+            return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
         if func in _POOLS and self._pools_in_bytes and not kwargs.get("return_indices"):
             names = ("kernel_size", "stride", "padding", "dilation", "ceil_mode")
             given = dict(zip(("input", *names), args, strict=False)) | kwargs
@@ -176,11 +175,6 @@ class _MetaPool(torch.autograd.Function):
 
 def _pair(value: Any) -> Any:
     return [value, value] if type(value) is int else value
-
-
-def _norm(*args: Any, **kwargs: Any) -> torch.Tensor:
-    given = dict(zip(("input", "normalized_shape", "weight", "eps"), args, strict=False)) | kwargs
-    return F.layer_norm(given["input"], given["normalized_shape"], given.get("weight"))
 
 
 def _widen(value: Any) -> Any:

@@ -24,9 +24,9 @@ from paceline.cluster.kernels import Operation
 from paceline.errors import UntraceableError
 from paceline.models.known_values import KnownValues
 from paceline.predict.replay.program import Event, Issue, OnHost, Run, Wait
-from paceline.rehearse.dryrun.calls import KnownCalls, OperatorCall, updates
 from paceline.rehearse.dryrun.functions import MetaFunctions
 from paceline.rehearse.dryrun.held import HOST, HeldMemory
+from paceline.rehearse.dryrun.operators import KnownCalls, OperatorCall, whole_call
 from paceline.train.resolve import first_line
 
 _ROOMS = tuple(f"{Path(__file__).parents[2] / room}" for room in ("engines", "train", "comm"))
@@ -60,21 +60,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records what is run inside; ``start`` forgets what came before."""
 
     def __init__(self, calls: KnownCalls) -> None:
-        """Takes what is known of operators: ranks that run the same model may share it."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.memory = HeldMemory()
-        self.values = KnownValues()
-        self._calls = calls
+        self.memory, self.values, self._calls = HeldMemory(), KnownValues(), calls
         self._places: dict[tuple[int, int], int] = {}
-        self._events: list[_Kernel | Issue | Wait | OnHost] = []
-        self._acts: list[int] = []
-        self._phases: list[str] = []
-        self._laps: list[int] = []
-        self._again: set[int] = set()
-        self._block = ""
-        self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
-        self._owners: list[str] = []
-        self._rests = False
+        self._block, self._rests = "", False
+        self._forget()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -95,7 +85,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             value = self._read(func, args, kwargs)
             if value is not None:
                 return value
-        call = updates(args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
+        call = whole_call(None, args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
         self.values.note(func, args, kwargs, call.result)
         if call.known is not None or any(tensor.is_meta for tensor in call.tensors):
             if not self._rests:
@@ -139,9 +129,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._rests = False
 
     def start(self) -> None:
-        self._events, self._acts, self._phases, self._laps, self._again = [], [], [], [], set()
-        self._starts, self._owners = [], []
+        self._forget()
         self.memory.start()
+
+    def _forget(self) -> None:
+        self._events: list[_Kernel | Issue | Wait | OnHost] = []
+        self._acts: list[int] = []
+        self._phases: list[str] = []
+        self._laps: list[int] = []
+        self._again: set[int] = set()
+        self._starts: list[int] = []  # numbers of graph nodes at which the owner changes
+        self._owners: list[str] = []
 
     def finish(self) -> Recorded:
         """Ends a step; of one that nobody wants to know of there is nothing to tell."""
@@ -157,14 +155,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for place, (event, phase) in enumerate(zip(self._events, self._phases, strict=True)):
             done: Event
             if isinstance(event, _Kernel):
-                kernel = replace(event.kind, reads=event.reads, writes=event.writes, phase=phase)
-                done = Run(kernel, event.block)
+                done = Run(replace(event.kind, reads=event.reads, writes=event.writes, phase=phase), event.block)
             else:
                 done = replace(event, phase=phase)
             rows.append(((self._acts[place], place, True), done))
         rows.sort(key=lambda row: row[0])
-        places = [row[0][1] for row in rows]
-        acts = [row[0][0] for row in rows]
+        acts, places = [row[0][0] for row in rows], [row[0][1] for row in rows]
         return Recorded(
             events=tuple(event for _, event in rows),
             resident=resident,
@@ -201,15 +197,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note(self, kernels: Sequence[Operation], tensors: Sequence[torch.Tensor]) -> None:
         """Notes the kernels of a call, which know tensors by their places; all memory is taken before the first."""
-        numbered = [
-            _Kernel(
-                kernel,
-                tuple([(self._number(tensors[place]), size) for place, size in kernel.reads]),
-                tuple([(self._number(tensors[place]), size) for place, size in kernel.writes]),
-                self._owner(),
-            )
-            for kernel in kernels
-        ]
+        numbered = []
+        for kernel in kernels:
+            reads = tuple([(self._number(tensors[place]), size) for place, size in kernel.reads])
+            writes = tuple([(self._number(tensors[place]), size) for place, size in kernel.writes])
+            numbered.append(_Kernel(kernel, reads, writes, self._owner()))
         is_again = torch._C._current_graph_task_id() != -1 and torch.is_grad_enabled()
         for each in numbered:
             if is_again:
@@ -241,13 +233,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Answers who asks for a value: what is known of it, and an engine gets 0; else a model is refused."""
-        name = func._overloadpacket.__name__
-        if name == "_local_scalar_dense":
-            is_read = args[0].is_meta
-        else:
-            device = kwargs.get("device") if name == "_to_copy" else None
-            is_read = device is not None and args[0].is_meta and torch.device(device).type != "meta"
-        if not is_read:
+        name, device = func._overloadpacket.__name__, kwargs.get("device")
+        is_moved = device is not None and torch.device(device).type != "meta"
+        if not args[0].is_meta or (name == "_to_copy" and not is_moved):
             return None
         known = self.values.value(args[0])
         if known is not None:
