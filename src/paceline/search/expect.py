@@ -5,9 +5,7 @@ GPUs are those of the catalog. A CPU rank is so many cores of the catalog's smal
     cores of a rank = min(its threads, cores / ranks)        products run so many times as fast as on one core
 
 One rank that has all cores was measured as such, where the entry says so: threads pay for large products alone.
-
-Gradients that are compressed are priced kernel by kernel alone (``dryrun/``). Memory is told in any case, by the
-estimate that the engines are checked against: it counts what records count.
+Memory is told in any case: the estimate counts what records count.
 """
 
 from __future__ import annotations

@@ -4,11 +4,8 @@
     CPU ranks       what all of them hold; torch counts once      the host's memory, or the limit of its container
     virtual ranks   states of all, and the activations of one     that of the one GPU, or of the host
 
-Torch is loaded once on a host, in the process that ranks are forked from, and the pages of its code are shared in any
-case. Virtual ranks take turns: at least one has its activations. So what is above the limit cannot run, and what is
-near it may.
-
-What ranks offload must have room on their host as well: bytes of a rank there x ranks of the host <= what is free.
+What is above the limit cannot run, and what is near it may. What ranks offload must have room on their host as well:
+bytes of a rank there x ranks of the host <= what is free.
 """
 
 from __future__ import annotations

@@ -2,12 +2,11 @@
 
 Memory comes before time: a footprint is a few additions, a prediction about a millisecond. Computing again never makes
 a step faster, and neither does the host's memory, so that of a candidate only the least recomputation that fits is
-timed, without offload and with each kind of it that lets less be computed again; on one rank alone, with all kinds.
-Buckets and what stays gathered are other than usual where they gain half a per cent at least.
+timed, without offload and with each kind of it that lets less be computed again. Buckets and what stays gathered are
+other than usual where they gain half a per cent at least.
 
-A candidate fits where it needs no more than 90 % of the device: by the estimate that the engines are checked against
-(``predict/memory``), or by the formulas of ``footprint`` for a model that this package does not build. What the host
-must hold counts where its memory is known.
+A candidate fits where it needs no more than 90 % of the device: by the estimate that the engines are checked against,
+or by ``footprint`` for a model that this package does not build. The host's memory counts where it is known.
 """
 
 from __future__ import annotations

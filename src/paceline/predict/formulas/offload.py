@@ -2,9 +2,8 @@
 
 For a rank's slice of p parameters, of w bytes each on the device and 4 on the host:
 
-    before a gather     the host casts the slice (4 + w bytes, where w < 4), and w bytes cross the bus: what is computed
-                        waits for them. Fully sharded, in every gather once there are gradients; in the first microbatch
-                        in forward alone. Whole parameters come once a step.
+    before a gather     the host casts the slice (4 + w bytes, where w < 4), and w bytes cross the bus, which compute
+                        waits for: fully sharded, in every gather once there are gradients; else once a step
     parameters too      nothing stays between gathers: w bytes in each of them; one rank alone is a unit ahead
     behind a reduction  4 bytes to the host, beside what is computed; from the second microbatch on the host waits for
                         them and adds them up (12 bytes), and launches nothing meanwhile. zero1 reduces once a step.
@@ -12,8 +11,8 @@ For a rank's slice of p parameters, of w bytes each on the device and 4 on the h
     hybrid              4 bytes of the sums go to the device and back, once a step
     the update          the norm reads 4 bytes, Adam reads 16 and writes 12, on the host, which nothing hides
 
-A step is walked through with and without offload, and what it takes longer is what offload costs. Of many microbatches
-four are walked: the third is like all others.
+What a step takes longer with offload than without is what it costs. Of many microbatches four are walked: the third is
+like all others.
 """
 
 from __future__ import annotations

@@ -3,21 +3,19 @@
     step = pipeline of blocks + communication that nothing hides + optimizer + the slowest device
 
 Of a transformer, blocks are priced once (predict/formulas/block.py). Under FSDP one microbatch runs on the event core:
-unshards ahead of use, reduces behind; all microbatches are alike. Under DDP and ZeRO the gradients of the last
-microbatch are reduced block by block behind its backward, on the event core too; what is left over is waited for.
-Megatron without sharding reduces them all at once when the backward is done.
+unshards ahead of use, reduces behind. Under DDP and ZeRO the gradients of the last microbatch are reduced block by
+block behind its backward, on the event core too. Megatron without sharding reduces them all at once afterwards.
 
 A pipeline of stages that take c_i (forward and backward of one microbatch) takes, for m microbatches and v chunks,
 (m - 1) max c + sum c / v + (max c)(1 - 1/v).
 
-All ranks wait for the slowest of N: devices of one kind differ, and so do batches.
+All ranks wait for the slowest of N, where constants hold what the slowest of one node's eight takes:
 
     loss = sigma x (E[largest of N normal deviates] - E[largest of 8]) x compute
 
-as constants come from runs on one node, and hold what the slowest of its eight takes. GPUs of one model and one cluster
-differ by 8 % from the slowest to the fastest that is no outlier (mean over clusters and programs; Sinha and others,
-"Not All GPUs Are Created Equal", arXiv 2208.11035): clocks depend on the chip, its voltage and its cooling. Whiskers of
-a box plot are 5.4 standard deviations apart, so sigma is 0.015.
+GPUs of one model and one cluster differ by 8 % from the slowest to the fastest that is no outlier (Sinha and others,
+"Not All GPUs Are Created Equal", arXiv 2208.11035). Whiskers of a box plot are 5.4 standard deviations apart, so sigma
+is 0.015.
 
 A model that is known by what a sample costs (convolutional, recurrent, translation) is data-parallel:
 

@@ -2,10 +2,7 @@
 
 For T tensor ranks, a layer whose parameters are p, of which s are split, has p - s + s / T of them on each. What is
 saved for backward is in three parts: inside attention and MLP (1 / T), the stream between (whole; 1 / T under sequence
-parallelism), and what split layers read (whole).
-
-How many microbatches a rank of a pipeline has in flight: the table in ``schedule/schedules.py``, and never more than
-there are. Beside what autograd saves, a stage keeps the output of each, from which backward begins.
+parallelism), and what split layers read (whole). Beside that, a stage keeps the output of each microbatch in flight.
 
 A pipeline is as fast as its slowest stage. With c_i the cost of layer i (forward and backward), and best[s][j] the
 smallest possible cost of the slowest of s stages that run layers 0 to j - 1,

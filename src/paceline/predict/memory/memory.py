@@ -150,7 +150,14 @@ class _Estimate:
         activations = round(self.part.in_flight * kept + again)
         # What is received is posted early: the next input and the next gradient.
         temporary = round(layout.microbatch * (model.temporary_bytes + 2 * self.part.edge_bytes))
-        temporary += self._moving() + self._compressed()
+        temporary += self._moving()
+        owed, compression = 0, layout.compression
+        if compression.is_any:  # norms and biases, which travel whole, are counted in
+            numbers = 2 * model.parameters if compression.error_feedback else 0
+            numbers += 2 * compression.factor_rank * model.columns if compression.policy == "powersgd" else 0
+            owed = self._slice_of(numbers * self.itemsize)
+            # The vectors that are compressed, where they are not kept as owed, and one bucket's average.
+            temporary += min(layout.bucket_bytes, self.slice) + (0 if compression.error_feedback else self.slice)
         whole = 0 if layout.is_fully_sharded else self.computed
         # The parameters that are updated, where they are not those of the module; slices, where ranks share them.
         is_cut = layout.is_fully_sharded or (self.computed_apart and layout.sharing.optimizer)
@@ -177,7 +184,7 @@ class _Estimate:
             temporary=temporary,
             framework=framework_bytes(self.states.device),
             host=host,
-            compression=self._owed(),
+            compression=owed,
         )
 
     def _optimizer_bytes(self) -> int:
@@ -187,23 +194,7 @@ class _Estimate:
             return self.states.optimizer_slots * self.full - spared
         return self.states.optimizer_slots * self.slice - spared // self.layout.shards
 
-    def _owed(self) -> int:
-        """Returns what compression keeps between steps. Norms and biases, which travel whole, are counted in."""
-        compression = self.layout.compression
-        if not compression.is_any:
-            return 0
-        numbers = 2 * self.model.parameters if compression.error_feedback else 0
-        numbers += 2 * compression.factor_rank * self.model.columns if compression.policy == "powersgd" else 0
-        return self._slice_of(numbers * self.itemsize)
-
     # What communication holds for a while: units that are gathered, gradients on their way.
-
-    def _compressed(self) -> int:
-        """Returns the vectors that are compressed, where they are not kept as owed, and one bucket's average."""
-        if not self.layout.compression.is_any:
-            return 0
-        feeds_back = self.layout.compression.error_feedback
-        return min(self.layout.bucket_bytes, self.slice) + (0 if feeds_back else self.slice)
 
     def _moving(self) -> int:
         layout, model, full = self.layout, self.model, self.model.parameters
@@ -326,7 +317,16 @@ def footprint(workload: Workload) -> MemoryEstimate:
     weights, gradients, optimizer = _bytes_per_parameter(workload)
     logits = workload.tokens * model.vocab_size * _logit_bytes(workload) if layout.pipeline == 1 else 0.0
     units = (8 * model.layer_params + 2 * model.end_params) / layout.tensor if layout.is_fully_sharded else 0.0
-    activations, temporary = _activations(workload, layers), max(0.0, logits - _recomputed_bytes(workload)) + units
+    # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
+    flight = min(workload.microbatches, layout.pipeline)
+    more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
+    activations = layers * flight * more
+    if workload.recompute == "full":
+        across = layout.tensor if layout.sequence_parallel else 1
+        activations = activations * workload.tokens * model.width * 2 / across + _recomputed_bytes(workload)
+    else:
+        activations *= _block_bytes(workload)
+    temporary = max(0.0, logits - _recomputed_bytes(workload)) + units
     return MemoryEstimate(
         parameters=(cut if layout.sharing.parameters else params) * weights,
         gradients=(cut if layout.sharing.gradients else params) * gradients,
@@ -355,17 +355,6 @@ def _bytes_per_parameter(workload: Workload) -> tuple[float, float, float]:
         case _:
             is_flat = run.is_flat and not run.autocast
             return (2, 2, 4) if run.pure else (2, 2, 20) if is_flat else (4, 4, 8)
-
-
-def _activations(workload: Workload, layers: int) -> float:
-    model, layout = workload.model, workload.layout
-    # 1F1B holds as many microbatches in the first stage as there are stages; interleaving a little more.
-    flight = min(workload.microbatches, layout.pipeline)
-    more = 1 + (layout.pipeline - 1) / (layout.pipeline * layout.chunks) if layout.chunks > 1 else 1.0
-    across = layout.tensor if layout.sequence_parallel else 1
-    if workload.recompute == "full":
-        return layers * flight * more * workload.tokens * model.width * 2 / across + _recomputed_bytes(workload)
-    return layers * flight * more * _block_bytes(workload)
 
 
 def _recomputed_bytes(workload: Workload) -> float:

@@ -10,10 +10,8 @@ A rank has a host that launches one thing after another, a compute stream, and o
     offload       copies over the bus are waited for like collectives, and slow no kernel; while the host works itself,
                   at the rate of its memory, it launches nothing
 
-So overlap, prefetch, bubbles and launch times follow from the order in which an engine issues things. Ranks that are
-alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow: all that it does itself
-takes longer, on host and device. Programs of stages are replayed together, their messages matched in order. The same
-programs give the same times, to the bit.
+Ranks that are alike are replayed once: one rank a stage, and the slowest rank beside them where some are slow. Programs
+of stages are replayed together, their messages matched in order. The same programs give the same times, to the bit.
 """
 
 from __future__ import annotations

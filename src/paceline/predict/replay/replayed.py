@@ -1,12 +1,9 @@
-"""What a replay found: the time of a step and where it goes, memory, rates, and what binds.
+"""What a replay found: the time of a step and where it goes, memory, rates, what binds; a trace for ui.perfetto.dev.
 
 step    = compute + contention + exposed communication + bubble + launch wait + work of the host + loop
           of the rank that ends last
 hidden  = what communication takes in all, less what is exposed
 MFU     = model FLOPs of a rank / (step x the device's peak)
-
-As a trace for chrome://tracing and ui.perfetto.dev it has one process a rank, one track a stream, and microseconds; the
-same replay gives the same bytes.
 """
 
 from __future__ import annotations

@@ -3,16 +3,15 @@
 A row that cannot be predicted says why, naming its line and column; the others are not affected.
 
 Texts are read by these rules, the same for every table: a framework is *compiled* where the row says so, *eager* under
-DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older
-than fused attention; Megatron's loss is fused with eight-bit layers and on Blackwell, which are younger than fused
-losses; a recompute that is "not stated" is none, but for the question whether a run fits; a microbatch or a number of
-chunks that is not stated and the ranks that share a layer's experts are chosen by prediction. A word that none of this
-knows is refused, and not taken for the nearest; of a sentence, what is known in it counts. Models that tables name
-without printing their sizes have their shapes in known_models.yaml.
+DDP, FSDP or ZeRO, else *megatron*; attention is fused but for fp16 under megatron and for Volta, whose code is older;
+Megatron's loss is fused with eight-bit layers and on Blackwell; a recompute that is "not stated" is none, but for the
+question whether a run fits; a microbatch or a number of chunks that is not stated and the ranks that share a layer's
+experts are chosen by prediction. A word that none of this knows is refused; of a sentence, what is known in it counts.
+Models that tables name without printing their sizes have their shapes in known_models.yaml.
 
-FLOP conventions: predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed
-forward where everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model
-FLOPs; both count attention in full, as their sources do.
+Predictions are made in seconds, and the rest is derived. ``tflops_per_gpu`` counts the recomputed forward where
+everything is recomputed (Megatron's formula of 2021) and model FLOPs else; ``mfu_pct`` counts model FLOPs; both count
+attention in full, as their sources do.
 """
 
 from __future__ import annotations

@@ -2,10 +2,8 @@
 
     python -m paceline.rehearse.dryrun.expected '{"config": YAML, "threads": N, "cores": [0, 1], "entry": FILE}'
 
-It prints what prediction.json holds. It runs in a process of its own, below the priority of the ranks, while these
-start: a run is neither delayed nor ended by it. Where ranks are forked from a process that has torch loaded, so is this
-one: to load torch would take longer than all else, beside the first seconds of a run. What it cannot say (a model that
-cannot be traced, say) is left to the formulas.
+It prints what prediction.json holds, in a process of its own below the priority of the ranks, while these start. Where
+ranks are forked from a process that has torch loaded, so is this one. What it cannot say is left to the formulas.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Functions of torch that behave otherwise on meta tensors than on a device, put right for a dry run.
 
-``scaled_dot_product_attention`` has no fused kernel there: it would be taken apart into products and a softmax over all
-pairs of tokens. Here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
-output and one number a row. ``rms_norm`` is fused on GPUs alone, and keeps its input there: it is put down as the layer
-norm, which does. ``max_pool2d`` keeps its input and 8 bytes a number for where the largest was; compiled for a GPU, one
-byte (``engines/pooling.py``). Autocast knows no meta device: here the same functions cast their tensors, as on CUDA.
+``scaled_dot_product_attention`` has no fused kernel there. Here it is one kernel forward and one backward, which keep
+what the fused ones keep: their inputs, the output and one number a row. ``rms_norm`` is fused on GPUs alone: it is put
+down as the layer norm, which keeps its input too. ``max_pool2d`` keeps 8 bytes a number for where the largest was;
+compiled for a GPU, one (``engines/pooling.py``). Autocast knows no meta device: the same functions cast here.
 """
 
 from __future__ import annotations

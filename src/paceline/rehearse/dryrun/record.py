@@ -166,9 +166,10 @@ class _Recording:
             held = (*parts.engine.parameters(), *parts.engine.module.parameters())
             parts.optimizer.register_step_pre_hook(lambda *_: _claim_gradients(recorder.memory, *held))
             recorder.memory.leave_out()  # stages of others, and what was tried to find where to cut the model
-            with recorder.at_rest():  # these steps teach; ddp makes buckets in both
-                for _ in range(2 if layout.strategy == "ddp" else 1):
-                    _run(recorder, functions, parts, 1)
+            recorder.rests = True  # these steps teach; ddp makes buckets in both
+            for _ in range(2 if layout.strategy == "ddp" else 1):
+                _run(recorder, functions, parts, 1)
+            recorder.rests = False
             done, order = _recorded(recorder, functions, parts, rank, is_whole=is_whole)
         return self._described(rank, parts, done, order)
 

@@ -7,10 +7,9 @@ node of the graph, whose number lies between those at the beginning and the end 
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -63,7 +62,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory, self.values, self._calls = HeldMemory(), KnownValues(), calls
         self._places: dict[tuple[int, int], int] = {}
-        self._block, self._rests = "", False
+        self._block, self.rests = "", False  # rests: notes no kernels, but follows memory
         self._forget()
 
     @classmethod
@@ -88,7 +87,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         call = whole_call(None, args, kwargs) if kind == "fused" else self._call(func, args, kwargs)
         self.values.note(func, args, kwargs, call.result)
         if call.known is not None or any(tensor.is_meta for tensor in call.tensors):
-            if not self._rests:
+            if not self.rests:
                 self._note(self._calls.kernels(func, args, kwargs, call), call.tensors)
             self.memory.note(call.returned)
             if kwargs.get("pin_memory"):
@@ -119,15 +118,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def watched(self, label: str, function: Callable[..., Any], functions: MetaFunctions) -> Callable[..., Any]:
         return functools.partial(self._call_block, label, function, functions)
 
-    @contextlib.contextmanager
-    def at_rest(self) -> Iterator[None]:
-        """Notes no kernels inside, for steps that nobody wants to know of; memory is followed all the same."""
-        self._rests = True
-        try:
-            yield
-        finally:
-            self._rests = False
-
     def start(self) -> None:
         self._forget()
         self.memory.start()
@@ -144,7 +134,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def finish(self) -> Recorded:
         """Ends a step; of one that nobody wants to know of there is nothing to tell."""
         self.memory.look()
-        if self._rests:
+        if self.rests:
             return Recorded(events=(), resident={}, laps=())
         self.lap("optimizer")
         lying: dict[int, list[int]] = {}

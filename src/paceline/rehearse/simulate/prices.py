@@ -1,7 +1,6 @@
 """What a rank's compute takes on another device: every operation of torch is run here, and priced for there.
 
-    on a device of the catalog  the kernels that a dry run would count, by its measured tables where it has any, else
-                                by the formulas with fitted constants (predict/replay/kernel_costs.py)
+    on a device of the catalog  the kernels that a dry run would count, priced as there (predict/replay/kernel_costs.py)
     on no device in particular  max(floating point operations / rate, bytes read and written / bandwidth)
     on a host                   + what it takes to call it
     on a GPU                    at least what it takes to launch it: launches run ahead of the device
