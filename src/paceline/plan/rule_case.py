@@ -88,8 +88,6 @@ def text_of(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# What each field may be, for layouts that are made in code.
-
 WORDS: dict[str, tuple[str, ...]] = {
     "strategy": STRATEGIES,
     "algorithm": get_args(Algorithm),

@@ -54,9 +54,6 @@ def check_layout(layout: Layout, ranks: int, node_ranks: int | None = None, mode
     return layout.for_ranks(ranks, node_ranks)
 
 
-# The mesh.
-
-
 def _degrees_divide(case: RuleCase) -> Iterator[Problem]:
     layout, ranks, parts = case.layout, case.ranks, case.parts
     if ranks is None:
@@ -142,9 +139,6 @@ def _several_hosts(case: RuleCase) -> Iterator[Problem]:
         fix=f"set {case.key('node_ranks')} = {half} to treat the ranks as several hosts, or "
         f"{case.key('algorithm')} = auto",
     )
-
-
-# Sharding, and what is offloaded or compressed.
 
 
 def _sharding_is_read(case: RuleCase) -> Iterator[Problem]:

@@ -283,9 +283,6 @@ def _price(layout: Layout, microbatch: int, task: TrainingTask, cluster: Cluster
     return price(task.workload(layout), cluster).seconds
 
 
-# The candidates.
-
-
 def _ladder_for(config: Config, model: ModelFacts, machine: RunMachine, left_out: list[str]) -> list[Judged]:
     """Returns all candidates in order; ``left_out`` learns what cannot be done here, with the reason.
 

@@ -262,9 +262,6 @@ def _judged(result: PlanResult) -> PlanResult:
     return replace(result, changes=tuple(smallest_changes(workload, found, named=named)))
 
 
-# As plain data.
-
-
 def _row_json(result: PlanResult, row: ScalingRow) -> dict[str, Any]:
     start: dict[str, Any] = {"devices": row.devices, "global_batch": row.global_batch}
     if row.best is None:
@@ -319,9 +316,6 @@ def _decided(workload: Workload) -> dict[str, Any]:
         "reshard_after_forward": layout.reshard_after_forward,
         "precision": layout.precision if workload.run.names_precision else None,
     }
-
-
-# As text: a table of the first ways, sentences that tell them apart, a verdict on the config, scaling.
 
 
 def _lines(result: PlanResult, top: int) -> Iterator[str]:

@@ -238,9 +238,6 @@ def _no_mesh(task: TrainingTask, cluster: Cluster, left_out: Counter[str]) -> Us
     )
 
 
-# Reasons.
-
-
 def explain_winner(found: Search) -> str:
     winner = found.ranked[0]
     step = winner.step
@@ -272,9 +269,6 @@ def explain_against(winner: Prediction, other: Prediction) -> str:
     if abs(change) > 0.01 * winner.memory_bytes:
         told += f"; needs {format_bytes(abs(change))} {'more' if change > 0 else 'less'}"
     return f"{other} {told}"
-
-
-# What makes it fit.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

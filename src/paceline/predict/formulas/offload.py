@@ -95,8 +95,6 @@ class _Walker:
             clock.work_on_host(0.0, self._leaving)
         return clock.now
 
-    # Whole parameters.
-
     def _forward(self, number: int) -> None:
         pieces = self._step.pieces
         ends = [self._fetch(piece, has_changed=True) for piece in pieces] if number == 0 else [0.0] * len(pieces)
@@ -146,8 +144,6 @@ class _Walker:
         assert behind is not None
         self._land(*behind, number, is_last=is_last)
         self._land(root, clock.issue("link", root.reduce), number, is_last=is_last)
-
-    # Copies.
 
     def _fetch(self, piece: OffloadedUnit, *, has_changed: bool) -> float:
         """Brings a slice to the device, where it is not there, and gathers; returns when the piece is there."""

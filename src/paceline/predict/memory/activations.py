@@ -95,9 +95,6 @@ def known_gpt(config: Config) -> tuple[ModelShape, int] | None:
     return replace(shape, vocab_size=shape.vocab_size or data.vocab_size or ASSUMED_VOCABULARY), tokens
 
 
-# GPT
-
-
 def describe_gpt(shape: ModelShape, tokens: int, widths: Widths) -> ModelFacts:
     block = _gpt_block(shape, tokens, widths)
     first, last = _gpt_embedding(shape, tokens, widths), _gpt_head(shape, tokens, widths)
@@ -232,9 +229,6 @@ def _dropout_bytes(dropout: float, features: int, itemsize: int, widths: Widths)
     return features * (1 if widths.device == "cuda" else itemsize) if dropout else 0.0
 
 
-# Residual networks
-
-
 def describe_resnet(model: ResNetModelConfig, in_channels: int, classes: int, image: int, widths: Widths) -> ModelFacts:
     is_basic, width = model.depth == 18, model.width
     is_small = model.stem == "small"
@@ -342,9 +336,6 @@ def _convolved(layers: list[Convolution], widths: Widths) -> BlockFacts:
 
 def _half(size: int) -> int:
     return -(-size // 2)
-
-
-# Perceptrons
 
 
 def describe_mlp(model: MLPModelConfig, features: int, classes: int, widths: Widths) -> ModelFacts:

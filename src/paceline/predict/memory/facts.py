@@ -110,9 +110,6 @@ class ModelFacts:
         return max((block.parameters for block in self.blocks), default=self.root.parameters)
 
 
-# What a rank has of a model that is split: a stage's layers, and of each a tensor group's share.
-
-
 class RankPart(NamedTuple):
     """One rank's part of a model, and of how many microbatches at once it keeps the activations."""
 

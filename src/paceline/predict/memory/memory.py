@@ -194,8 +194,6 @@ class _Estimate:
             return self.states.optimizer_slots * self.full - spared
         return self.states.optimizer_slots * self.slice - spared // self.layout.shards
 
-    # What communication holds for a while: units that are gathered, gradients on their way.
-
     def _moving(self) -> int:
         layout, model, full = self.layout, self.model, self.model.parameters
         if not layout.is_fully_sharded:
@@ -224,9 +222,6 @@ class _Estimate:
 
     def _slice_of(self, num_bytes: int) -> int:
         return -(-num_bytes // self.layout.shards)
-
-
-# The estimate as others ask for it: of a config, of a plan, and of layouts in a search.
 
 
 def rank_estimates(config: Config, hosts: int = 1) -> tuple[MemoryEstimate, ...]:

@@ -32,6 +32,7 @@ _SHAPE = ("model_family", "params_b", "layers", "hidden", "seq_len", "gpu", "pre
 _ALTERNATIVES = (*_SHAPE, "global_batch", "n_gpus")
 _SCALED = (*_SHAPE, "micro_batch", "tp", "pp", "cp", "zero_stage_or_fsdp", "activation_recompute", "compile")
 LEAST_ALTERNATIVES = 4
+_SCORES = ("time", "memory", "ranking", "scaling")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,17 +112,14 @@ def scaling_of(groups: Sequence[Sequence[tuple[int, float, float]]]) -> ScalingS
     for group in groups:
         first = min(devices for devices, _, _ in group)
         bases = [(measured, predicted) for devices, measured, predicted in group if devices == first]
-        measured_base = statistics.fmean(base[0] for base in bases)
-        predicted_base = statistics.fmean(base[1] for base in bases)
+        measured_base, predicted_base = (statistics.fmean(side) for side in zip(*bases, strict=True))
         more = [each for each in group if each[0] > first]
         used += bool(more)
         for _, measured, predicted in more:
             points.append(100 * abs(predicted / predicted_base - measured / measured_base))
             pairs.append((measured, predicted / predicted_base * measured_base))
     found = errors_of(pairs)
-    if found is None:
-        return None
-    return ScalingScore(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)
+    return found and ScalingScore(groups=used, rows=len(pairs), points=statistics.fmean(points), given_first=found)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,9 +137,7 @@ class Scored:
 
     @property
     def pair(self) -> tuple[float, float] | None:
-        if self.measured is None or self.predicted is None:
-            return None
-        return self.measured, self.predicted
+        return None if self.measured is None or self.predicted is None else (self.measured, self.predicted)
 
     @property
     def times(self) -> tuple[float, float]:
@@ -165,7 +161,7 @@ class _Scores:
     scaling: ScalingScore | None
 
     def scores_json(self) -> dict[str, Any]:
-        return {name: _plain(getattr(self, name)) for name in ("time", "memory", "ranking", "scaling")}
+        return {name: getattr(self, name) and asdict(getattr(self, name)) for name in _SCORES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,13 +244,12 @@ def _scores(rows: Sequence[Scored], references: Sequence[Scored]) -> dict[str, A
 
 def _references(table: Table, rows: Sequence[Scored], sets: ConstantSets | None) -> list[Scored]:
     """Rows of other splits on fewer devices that a row's scaling is told from: "given the 1-GPU row"."""
-    have = {each.row.id for each in rows}
-    wanted = {_key(each, _SCALED) for each in rows}
-    found = []
-    for row, text in zip(table.rows, table.measured, strict=True):
-        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted:
-            found.append(_with_result(_predict(row, "all", sets), text))
-    return found
+    have, wanted = {each.row.id for each in rows}, {_key(each, _SCALED) for each in rows}
+    return [
+        _with_result(_predict(row, "all", sets), text)
+        for row, text in zip(table.rows, table.measured, strict=True)
+        if row.id not in have and row.metric != MEMORY and _key(Scored(row=row), _SCALED) in wanted
+    ]
 
 
 def _shown(rows: Sequence[Row]) -> list[Shown]:
@@ -381,8 +376,8 @@ def to_json(validation: Validation) -> dict[str, Any]:
         "overall": {
             "mean_over_families": validation.mean_over_families,
             **validation.scores_json(),
-            "inside_calibrated_domain": _plain(validation.inside),
-            "outside_calibrated_domain": _plain(validation.outside),
+            "inside_calibrated_domain": validation.inside and asdict(validation.inside),
+            "outside_calibrated_domain": validation.outside and asdict(validation.outside),
             "ran_out_of_memory": validation.ran_out,
             "false_fits": validation.false_fits,
             "false_misfits": validation.false_misfits,
@@ -390,7 +385,3 @@ def to_json(validation: Validation) -> dict[str, Any]:
         "families": {each.family: each.scores_json() | {"baseline": each.baseline} for each in validation.families},
         "skipped": [{"id": each.row.id, "reason": each.skipped} for each in validation.skipped],
     }
-
-
-def _plain(value: ErrorScores | Ranking | ScalingScore | None) -> dict[str, Any] | None:
-    return None if value is None else asdict(value)

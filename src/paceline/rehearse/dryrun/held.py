@@ -181,8 +181,6 @@ def _next_backward(phases: Sequence[str]) -> list[int]:
     return found
 
 
-# What the host does itself.
-
 _COPIES = ("copy_", "_foreach_copy_")
 
 

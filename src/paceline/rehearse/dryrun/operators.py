@@ -212,8 +212,6 @@ def _family(name: str) -> Family:
     return "pointwise"
 
 
-# Calls that are remembered.
-
 _TENSORS = frozenset((torch.Tensor, torch.nn.Parameter))
 _PLAIN = frozenset((int, float, bool, str, complex, type(None)))
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}

@@ -70,8 +70,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Says that nobody compiles what is recorded: torch need not load its compiler, and ask it at each operator."""
         return False
 
-    # What happens.
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
         kwargs = kwargs or {}
@@ -107,8 +105,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Ends a phase: what was noted since the last one belongs to it."""
         self._phases += [phase] * (len(self._events) - len(self._phases))
         self._laps.append(len(self._events))
-
-    # What surrounds it.
 
     def watch(self, blocks: Sequence[nn.Module], functions: MetaFunctions) -> None:
         for index, block in enumerate(blocks):
@@ -210,8 +206,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Returns a number for what a tensor lies in: parts of one buffer are different things."""
         key = (self.memory.number(tensor), int(tensor.storage_offset()))
         return self._places.setdefault(key, len(self._places))
-
-    # What has no answer.
 
     def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> OperatorCall:
         try:
