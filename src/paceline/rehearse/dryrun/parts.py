@@ -43,8 +43,8 @@ from paceline.models.hugging_face import text_settings
 from paceline.models.known_values import KnownValues
 from paceline.models.registry import build_model
 from paceline.plan.layout import Layout, Offload
-from paceline.rehearse.dryrun.functions import NoValues
 from paceline.rehearse.dryrun.held import HeldMemory
+from paceline.rehearse.dryrun.recorder import NoValues
 from paceline.shards import Region
 from paceline.train.assemble import build_compressor, build_policy, normalises_inside
 from paceline.train.loss import Loss, build_loss, fuses_loss

@@ -28,8 +28,14 @@ from paceline.predict.memory.memory import EngineMemory, is_known
 from paceline.records.records import EndRecord, HostRecord, Record, StepRecord
 from paceline.records.sinks import Sink
 from paceline.rehearse.simulate.prices import KernelPrices, PricedCompute, Rates
-from paceline.rehearse.simulate.recording import ClockMeter, KeptRecords, StepBounds, run_record
-from paceline.rehearse.simulate.summary import SimulationSummary, summarize_clocks
+from paceline.rehearse.simulate.recording import (
+    ClockMeter,
+    KeptRecords,
+    SimulationSummary,
+    StepBounds,
+    run_record,
+    summarize_clocks,
+)
 from paceline.train.assemble import build_trainer
 from paceline.train.randomness import compute_threads
 from paceline.train.trainer import EvaluateHook, Every, Trainer
