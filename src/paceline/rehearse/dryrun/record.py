@@ -25,8 +25,8 @@ from paceline.cluster.devices import Cluster
 from paceline.comm.base import check_peer
 from paceline.comm.dry.communicator import DryWorld
 from paceline.config import Config, layout_of
-from paceline.engines.engine import StageRunner
 from paceline.engines.flat.flat import FlatGroup
+from paceline.engines.pipeline import Pipeline
 from paceline.engines.precision import precision_named
 from paceline.errors import PacelineError, UsageError
 from paceline.mesh import divisors
@@ -296,7 +296,7 @@ def _layout_of(config: Config, ranks: int, node_ranks: int | None) -> Layout:
     return layout_of(config, ranks, node_ranks)
 
 
-def _enough_microbatches(pipeline: StageRunner | None, wanted: int) -> int:
+def _enough_microbatches(pipeline: Pipeline | None, wanted: int) -> int:
     """Returns how many microbatches are run where so many are wanted: all, if few do not tell of the others."""
     if pipeline is None:
         return min(wanted, _FEW)
@@ -326,7 +326,7 @@ def _order_of(program: RankProgram, few: int) -> tuple[Turn, ...]:
     return tuple(found)
 
 
-def _is_plain(pipeline: StageRunner, microbatches: int) -> bool:
+def _is_plain(pipeline: Pipeline, microbatches: int) -> bool:
     """Whether the first microbatch is the first in every pass of a schedule, and the last one the last to go back."""
     try:
         program = pipeline.program(microbatches)
