@@ -105,7 +105,7 @@ def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     """Returns all rows of a config that leaves the strategy open, as it is decided; none where that is given."""
     from paceline.config import ExplainRow, LoadedConfig, leaf_values
     from paceline.config import explain as explain_config
-    from paceline.plan.describe import mesh_text
+    from paceline.plan.workload import mesh_text
     from paceline.run.decide import decide_strategy, resolve_config
     from paceline.search.automatic import KEY
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 
-from paceline.plan.field_types import MEANINGS, WORDS
 from paceline.plan.layout import Layout
+from paceline.plan.rule_case import MEANINGS, WORDS
 
 _KINDS: dict[object, type] = {"bool": bool, "int": int, "float": float}  # any other is written as in a config
 _SPELLED = {"accumulate": ("--accumulate", "--microbatches"), "checkpoint_activations": ("--checkpoint-policy",)}

@@ -104,9 +104,8 @@ def _run(config: Config, conditions: Conditions, *, trace: Path | None, force: b
     from paceline.config import dump_yaml
     from paceline.records.console import ProgressView
     from paceline.records.report import summarize
-    from paceline.rehearse.simulate.recording import write_records
+    from paceline.rehearse.simulate.recording import write_records, write_trace
     from paceline.rehearse.simulate.run import simulate as run_simulation
-    from paceline.rehearse.simulate.summary import write_trace
     from paceline.run.folder import check_folder, claim_folder, find_write_error
 
     folder = Path(config.monitor.folder) / f"{config.name}-simulated"
@@ -150,7 +149,7 @@ def describe(found: Simulation) -> dict[str, Any]:
 def _show(found: Simulation, summary: RunSummary, *, as_json: bool) -> None:
     from paceline.records.report import to_json
     from paceline.records.tables import render
-    from paceline.rehearse.simulate.summary import LEGEND, draw_step
+    from paceline.rehearse.simulate.recording import LEGEND, draw_step
     from paceline.terminal import new_console
 
     if as_json:

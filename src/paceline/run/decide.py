@@ -43,6 +43,11 @@ from paceline.search.expectation import FILE, Expectation
 from paceline.search.make_plan import make_plan
 from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.terminal import new_console
+from paceline.run.console import say
+from paceline.run.prediction import entry_problem, machine_entry
+from paceline.run.rank_process import node_ranks
+from paceline.run.warm import CPU_RANKS
+from paceline.search.expect import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.train.resolve import resolve_strategy, resolve_together
 
 if TYPE_CHECKING:

@@ -15,6 +15,7 @@ import pytest
 import torch
 from judging import outcome_of
 from paceline.engines.tensor.apply import SplitRule, TensorPlan
+from paceline.engines.tensor.plans import SplitRule, TensorPlan
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
