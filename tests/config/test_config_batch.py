@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from paceline.config import BatchPlan, batch_plan
-from paceline.config.batch import check_batch, resolve_batch
+from paceline.config.layout import check_batch, resolve_batch
 from paceline.config.schema import TrainConfig
 from paceline.errors import ConfigError
 

@@ -91,7 +91,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 def import_config(config: ConfigPath) -> None:
     """Translate a config of another framework or script into one of ours."""
     from paceline.config.load import config_from_dict, read_values
-    from paceline.config.translate import translate_config
+    from paceline.config.suggest import translate_config
     from paceline.config.yaml_text import dump_values
 
     found = translate_config(read_values(config))

@@ -1,6 +1,6 @@
 """What an operation between ranks costs on a cluster's wires.
 
-    GPUs                    NCCL's own cost model (cluster/nccl.py)
+    GPUs                    NCCL's own cost model (cluster/wires.py)
     hosts, no cluster       the least of ring, tree and halving (cluster/costs.py): alpha + beta B a message
     a measured host         the all-reduces that were timed there; a gather or a scatter takes half
     algorithms of our own   the formula of that algorithm (cluster/costs.py), whatever the cluster
@@ -11,16 +11,16 @@ them once. A barrier is an all-reduce of one number.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, partial
-from typing import TypeAlias, cast
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache, partial
+from typing import Literal, TypeAlias, cast
 
 from paceline.cluster import costs
 from paceline.cluster.costs import Placement, Wire, Wires, seconds_between
 from paceline.cluster.devices import Cluster
-from paceline.cluster.nccl import Collective, Group, collective_seconds
 from paceline.errors import UsageError
 
 WireCost: TypeAlias = Callable[[str, int, tuple[int, ...]], float]  # of a kind, bytes and the ranks of a group
@@ -152,3 +152,146 @@ def _formula_seconds(
     """Returns the seconds of a collective by an algorithm; None: by the fastest."""
     seconds, fastest = _ALL_REDUCE if kind == "all_reduce" else _BROADCAST if kind == "broadcast" else _SCATTER
     return seconds(algorithm or fastest(num_bytes, where, links), num_bytes, where, links)
+
+
+Collective: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"]
+Protocol: TypeAlias = Literal["ll", "ll128", "simple"]
+PROTOCOLS: tuple[Protocol, ...] = ("ll", "ll128", "simple")
+
+_BASE_US = {"tree": {"ll": 6.8, "ll128": 14.0, "simple": 8.4}, "ring": {"ll": 6.6, "ll128": 14.0, "simple": 8.4}}
+_INTRA_US = {
+    ("nvlink", "tree"): {"ll": 0.6, "ll128": 1.25, "simple": 4.0},
+    ("nvlink", "ring"): {"ll": 0.6, "ll128": 1.9, "simple": 3.4},
+    ("pcie", "tree"): {"ll": 1.0, "ll128": 1.9, "simple": 4.0},
+    ("pcie", "ring"): {"ll": 1.0, "ll128": 2.5, "simple": 5.7},
+}
+_NETWORK_US = {"tree": {"ll": 5.0, "ll128": 8.5, "simple": 14.0}, "ring": {"ll": 2.7, "ll128": 4.0, "simple": 14.0}}
+_NVLS_US = 25.0
+# GB/s of the LL protocol at most, on one node, on two, on more.
+_LL_MOST = {
+    "volta": (39.0, 39.0, 20.4),
+    "turing": (39.0, 39.0, 20.4),
+    "ampere": (87.7, 22.5, 19.0),
+    "ada": (87.7, 22.5, 19.0),
+    "hopper": (141.0, 45.0, 35.0),
+    "blackwell": (282.0, 90.0, 70.0),
+}
+_LL128_CHANNEL = {"volta": 20.0, "turing": 20.0, "ampere": 20.0, "ada": 20.0, "hopper": 36.7, "blackwell": 40.0}
+_CHANNELS = {"volta": 12, "turing": 12, "ampere": 24, "ada": 24, "hopper": 24, "blackwell": 32}
+_NVLS_EFFICIENCY = {"hopper": 0.85, "blackwell": 0.74}
+# Beyond the nodes that one leaf of switches joins, flows of Ethernet meet on the links above: what a collective takes
+# more with each doubling. Chosen by hand on published runs of 64 and 128 nodes (docs/prediction.md).
+_CROWDING = {"roce": 0.05, "ethernet": 0.05}
+_LEAF_NODES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Ranks that talk: how many, and on how many nodes they are, as many on each."""
+
+    ranks: int
+    nodes: int = 1
+
+    @property
+    def node_ranks(self) -> float:
+        return self.ranks / self.nodes
+
+
+def group_of(cluster: Cluster, ranks: int, stride: int = 1) -> Group:
+    """Returns the group of ranks 0, stride, 2 stride ...: with a large stride they are on several nodes."""
+    each = max(1, cluster.node.devices // stride)
+    return Group(ranks, max(1, math.ceil(ranks / each)))
+
+
+@lru_cache(maxsize=65536)
+def collective_seconds(kind: Collective, num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Returns how long a collective takes in NCCL when nothing else runs. ``num_bytes`` are of the whole buffer."""
+    if group.ranks <= 1 or num_bytes <= 0:
+        return 0.0
+    if kind == "send":
+        return _send_seconds(num_bytes, group, cluster)
+    if kind == "all_to_all":
+        return _all_to_all_seconds(num_bytes, group, cluster)
+    choices = [_ring_seconds(kind, num_bytes, group, cluster, protocol) for protocol in PROTOCOLS]
+    if kind == "all_reduce":
+        choices += [_tree_seconds(num_bytes, group, cluster, protocol) for protocol in PROTOCOLS]
+        if group.nodes == 1 and cluster.node.inside.nvls and group.ranks > 2:
+            choices.append(_nvls_seconds(num_bytes, group, cluster))
+    return min(choices)
+
+
+def bus_bandwidth(group: Group, cluster: Cluster) -> float:
+    """Returns bytes per second that a ring moves: the link's inside a node, else the group's share of the network."""
+    inside = cluster.node.inside.ring_bandwidth(max(2, math.ceil(group.node_ranks)))
+    if group.nodes == 1 or cluster.between is None:
+        return inside
+    share = min(1.0, group.node_ranks / cluster.node.devices)
+    crowd = 1 + _CROWDING.get(cluster.between.kind, 0.0) * math.log2(max(1.0, group.nodes / _LEAF_NODES))
+    return min(inside, cluster.between.reached * share / crowd)
+
+
+def _ll_most(group: Group, cluster: Cluster) -> float:
+    rates = _LL_MOST.get(cluster.device.generation, _LL_MOST["ampere"])
+    return rates[min(group.nodes - 1, 2)] * 1e9
+
+
+def _channel_most(cluster: Cluster) -> float:
+    generation = cluster.device.generation
+    return _CHANNELS.get(generation, 24) * _LL128_CHANNEL.get(generation, 20.0) * 1e9
+
+
+def _link_kind(cluster: Cluster) -> str:
+    return "nvlink" if cluster.node.inside.kind == "nvlink" else "pcie"
+
+
+def _ring_seconds(kind: Collective, num_bytes: float, group: Group, cluster: Cluster, protocol: Protocol) -> float:
+    bus = bus_bandwidth(group, cluster)
+    if protocol == "ll":
+        bus = min(_ll_most(group, cluster), bus / 2)
+    elif protocol == "ll128":
+        bus = min(0.92 * bus, _channel_most(cluster))
+    ways = 2 if kind == "all_reduce" else 1
+    steps, inter = ways * (group.ranks - 1), ways * (group.nodes - 1)
+    intra = _INTRA_US[_link_kind(cluster), "ring"][protocol]
+    latency = _BASE_US["ring"][protocol] + (steps - inter) * intra + inter * _NETWORK_US["ring"][protocol]
+    return latency * 1e-6 + num_bytes * steps / (group.ranks * bus)
+
+
+def _tree_seconds(num_bytes: float, group: Group, cluster: Cluster, protocol: Protocol) -> float:
+    bus = bus_bandwidth(group, cluster)
+    rate = min(0.92 * bus, _channel_most(cluster))
+    if protocol == "ll":
+        rate = min(rate, bus / 3.8, _ll_most(group, cluster))
+    elif protocol == "ll128":
+        rate *= 7 / 9 if group.nodes == 1 else 120 / 128
+    intra = _INTRA_US[_link_kind(cluster), "tree"][protocol]
+    hops = (group.node_ranks - 1) * intra + math.log2(group.nodes) * _NETWORK_US["tree"][protocol]
+    return (_BASE_US["tree"][protocol] + 2 * hops) * 1e-6 + 2 * num_bytes / rate
+
+
+def _nvls_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    link = cluster.node.inside
+    bus = link.nvls_bandwidth(group.ranks)
+    if not link.nvls_ring:
+        channels = 16
+        share = _NVLS_EFFICIENCY.get(cluster.device.generation, 0.85) * (channels - 1) / channels
+        bus = link.ring_bandwidth(group.ranks) * share * 2 * (group.ranks - 1) / group.ranks
+    return _NVLS_US * 1e-6 + num_bytes * 2 * (group.ranks - 1) / (group.ranks * bus)
+
+
+def _send_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Returns the time of one message between two ranks, while the others of their nodes send theirs."""
+    if group.nodes == 1 or cluster.between is None:
+        return _BASE_US["ring"]["simple"] * 1e-6 + num_bytes / cluster.node.inside.reached
+    rate = cluster.between.reached / cluster.node.devices
+    return (_BASE_US["ring"]["simple"] + _NETWORK_US["ring"]["simple"]) * 1e-6 + num_bytes / rate
+
+
+def _all_to_all_seconds(num_bytes: float, group: Group, cluster: Cluster) -> float:
+    """Returns the time where each rank sends an equal part of its buffer, ``num_bytes``, to each other rank."""
+    within = num_bytes * (group.node_ranks - 1) / group.ranks / cluster.node.inside.reached
+    if group.nodes == 1 or cluster.between is None:
+        return (_BASE_US["ring"]["simple"] + 3.4) * 1e-6 + within
+    rate = cluster.between.reached / cluster.node.devices
+    across = num_bytes * (1 - group.node_ranks / group.ranks) / rate
+    return (_BASE_US["ring"]["simple"] + 14.0) * 1e-6 + max(within, across)

@@ -6,16 +6,16 @@ batch = batch_plan(config.train, ranks=4)
 
 from __future__ import annotations
 
-from paceline.config.batch import batch_plan as batch_plan
-from paceline.config.batch import peak_learning_rate as peak_learning_rate
 from paceline.config.checks import check_hosts as check_hosts
 from paceline.config.checks import check_ranks as check_ranks
 from paceline.config.checks import run_checks as run_checks
 from paceline.config.data_sections import SyntheticImagesDataConfig as SyntheticImagesDataConfig
 from paceline.config.explain import ExplainRow as ExplainRow
 from paceline.config.explain import explain as explain
+from paceline.config.layout import batch_plan as batch_plan
 from paceline.config.layout import config_batch as config_batch
 from paceline.config.layout import layout_of as layout_of
+from paceline.config.layout import peak_learning_rate as peak_learning_rate
 from paceline.config.layout import why_not_sharded as why_not_sharded
 from paceline.config.layout import with_precision as with_precision
 from paceline.config.load import LoadedConfig as LoadedConfig

@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from paceline.config.batch import DEFAULT_GLOBAL_BATCH, peak_learning_rate
 from paceline.config.data_sections import IMAGE_SIZE, ImagesDataConfig, TextDataConfig, TokensDataConfig, known_shape
-from paceline.config.fields import known_fields
 from paceline.config.hf_folder import image_size, tokenizer_file
-from paceline.config.layout import config_batch, layout_of, why_not_sharded
+from paceline.config.layout import DEFAULT_GLOBAL_BATCH, config_batch, layout_of, peak_learning_rate, why_not_sharded
 from paceline.config.load import LoadedConfig, leaf_values
 from paceline.config.problems import MISSING, value_at
 from paceline.config.schema import Config
 from paceline.config.sections import GPT_DIMENSIONS, GPTModelConfig, HFModelConfig, gpt_shape
 from paceline.config.settings import config_settings
+from paceline.config.suggest import known_fields
 from paceline.plan.plan import BatchPlan
 
 

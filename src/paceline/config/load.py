@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from paceline.bounded_yaml import MOST_BYTES
 from paceline.config.checks import run_checks
-from paceline.config.fields import find_field, section_paths
 from paceline.config.problems import MISSING, format_value, schema_problems, value_at
 from paceline.config.schema import Config
-from paceline.config.suggest import near_files
+from paceline.config.suggest import find_field, near_files, section_paths
 from paceline.config.train_checks import known_length, shorter_warmup
 from paceline.config.yaml_text import Document, dump_values, parse_document, parse_value
 from paceline.errors import ConfigError, Problem

@@ -7,10 +7,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from paceline.config.fields import KnownField, fields_at, find_field, section_kinds
 from paceline.config.schema import Config
-from paceline.config.suggest import nearest, other_names, suggest_keys
-from paceline.config.translate import meant_by, other_kind
+from paceline.config.suggest import (
+    KnownField,
+    fields_at,
+    find_field,
+    meant_by,
+    nearest,
+    other_kind,
+    other_names,
+    section_kinds,
+    suggest_keys,
+)
 from paceline.config.yaml_text import parse_value
 from paceline.errors import ConfigError, Problem
 

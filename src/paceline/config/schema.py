@@ -4,7 +4,7 @@ Every section is frozen and refuses unknown keys. Validation is strict: a whole 
 and text is never read as a number. ``descriptions.yaml`` says what each key means, for the docs, the JSON Schema
 and error messages. Sections with forms or rules of their own have files of their own.
 
-``None`` means "decided elsewhere": from the data, from the model's size, or by the batch algebra (``batch.py``).
+``None`` means "decided elsewhere": from the data, from the model's size, or by the batch algebra (``layout.py``).
 ``paceline config explain`` shows what it became.
 """
 

@@ -25,7 +25,7 @@ from typing import Any, Literal
 import numpy as np
 
 from paceline.data.documents import Piece, Text, cut_pieces, find_sources, read_piece
-from paceline.data.manifest import MANIFEST, DataManifest, TokenShard
+from paceline.data.token_files import MANIFEST, DataManifest, TokenShard
 from paceline.data.tokenizers import (
     TOKENIZER_FILES,
     ByteTokenizer,

@@ -14,17 +14,15 @@ from paceline.config import Config
 from paceline.config import data_sections as sections
 from paceline.config.sections import GPTModelConfig, gpt_shape
 from paceline.data import datasets, synthetic
-from paceline.data.checked import CheckedSamples, check_classes
+from paceline.data.checked import NO_NEEDS, CheckedSamples, ModelNeeds, check_classes, needs_of
 from paceline.data.datasets import DataShape, MapDataset, SampleSubset, TensorPairs
 from paceline.data.images import Augment, ImageFolder
 from paceline.data.mixture import Joined, Mixture, common_shape, common_tokenizer
-from paceline.data.model_needs import NO_NEEDS, ModelNeeds, needs_of
 from paceline.data.rows import ArrowRows, JsonLines, RowDataset, class_names
 from paceline.data.streams import StreamSamples, StreamSource, call_factory
-from paceline.data.text import load_text
 from paceline.data.token_files import open_tokens
 from paceline.data.tokenizers import ByteTokenizer, Tokenizer, open_tokenizer
-from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, split_tokens
+from paceline.data.windows import RandomWindows, TokenArray, TokenBlocks, Tokens, check_part, load_text, split_tokens
 from paceline.errors import DataError
 
 SyntheticConfig: TypeAlias = (

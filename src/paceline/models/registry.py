@@ -31,7 +31,7 @@ def build_model(config: ModelConfig, shape: DataShape, *, is_unfilled: bool = Fa
     """Builds the model that ``config`` asks for, on the default device and dtype; what is None follows from ``shape``.
 
     The random numbers are torch's, so seed before. Does not compile the model, whatever ``config.compile`` says: that
-    happens where engines are applied. ``is_unfilled`` is for pretrained models: see ``models/unfilled.py``.
+    happens where engines are applied. ``is_unfilled`` is for pretrained models: see ``models/hugging_face.py``.
 
     Raises ConfigError with all problems when config and data do not fit together or leave a field open, UsageError for
     a factory that cannot be imported, raises, or returns something else.

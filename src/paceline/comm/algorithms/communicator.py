@@ -34,11 +34,13 @@ from paceline.cluster.costs import (
     MeasuredTable,
     Placement,
     Wires,
+    chain,
+    double_tree,
     fastest_all_reduce,
     fastest_broadcast,
     fastest_scatter,
+    rooted_tree,
 )
-from paceline.cluster.patterns import chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology
