@@ -1,11 +1,8 @@
-"""Looks at samples where they are first read: numbers that are finite, tokens and classes that the model has.
+"""What samples may hold (finite numbers, tokens and classes that the model has), and what a model needs of its data.
 
-    floats     one sum over a batch; only where that is not finite, each number is looked at
-    integers   the smallest and the largest of a batch
-
-So a check costs one pass over values that have just been read. ``find_bad`` says which samples of a batch are wrong.
-Who has read them knows the file and the line, and whether to go on without them: ``RowDataset``. Samples of the user's
-own code have a number: ``CheckedSamples``.
+A check costs one pass over values that have just been read: a sum of floats, the smallest and the largest of integers.
+``RowDataset`` knows the file and line of its samples, and may go on without them; samples of the user's own code have
+a number (``CheckedSamples``). The folder of a Hugging Face model says how its data are made (``config/hf_folder.py``).
 """
 
 from __future__ import annotations
@@ -25,7 +22,6 @@ from paceline.config.hf_folder import PREPROCESSOR, ImageSettings, image_size, r
 from paceline.config.sections import HFModelConfig
 from paceline.data.datasets import Batch, DataShape, MapDataset
 from paceline.data.images import IGNORED, MEAN, STD
-from paceline.data.order import Indices
 from paceline.data.tokenizers import Tokenizer, has_tokenizer, open_tokenizer
 from paceline.errors import BadSampleError, DataError
 
@@ -34,15 +30,12 @@ _RULE = "  numbers are finite; tokens and classes are whole numbers from 0, and 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRules:
-    """What a batch may hold: tokens below ``vocab_size`` as inputs, targets below ``classes``. None: not known.
+    """What a batch may hold. None: not known. ``has_classes``: targets are classes or tokens, as for cross entropy."""
 
-    ``has_classes``: targets are classes or tokens, as for cross entropy. ``has_features``: inputs are floats.
-    """
-
-    vocab_size: int | None = None
+    vocab_size: int | None = None  # of inputs
     classes: int | None = None
     has_classes: bool = True
-    has_features: bool = False
+    has_features: bool = False  # inputs are floats
 
 
 class CheckedSamples:
@@ -56,9 +49,6 @@ class CheckedSamples:
 
     def __getitem__(self, index: int) -> Any:
         return self.dataset[index]
-
-    def check(self, batch: Batch, indices: Indices) -> None:
-        check_own(batch, self.rules, self.name, indices.tolist())
 
 
 def check_own(batch: Batch, rules: SampleRules, name: str, numbers: list[int]) -> None:
@@ -81,10 +71,7 @@ def check_classes(count: int, where: str) -> None:
 
 
 def find_bad(batch: Batch, rules: SampleRules, names: tuple[str, str] = ("inputs", "targets")) -> dict[int, str]:
-    """Returns the rows of a batch that no run may train on, by number, with the reason.
-
-    Of a batch that is no pair of tensors, only numbers that are NaN: what else they may be is not known.
-    """
+    """Returns the rows of a batch that no run may train on, with the reason; of what is no pair, those with NaN."""
     is_pair = isinstance(batch, tuple | list) and len(batch) == 2 and all(isinstance(x, torch.Tensor) for x in batch)
     found: dict[int, str] = {}
     if not is_pair:
@@ -96,8 +83,14 @@ def find_bad(batch: Batch, rules: SampleRules, names: tuple[str, str] = ("inputs
     reasons = [_not_finite(inputs, names[0]), _not_finite(targets, names[1])]
     if rules.vocab_size is not None:
         reasons.append(_outside(inputs, rules.vocab_size, names[0], "tokens"))
-    if rules.has_classes:
-        reasons.append(_no_class(targets, rules, names[1]))
+    if rules.has_classes and targets.is_floating_point():
+        fractions = targets != targets.round()
+        wrong = fractions if bool(fractions.any()) else torch.ones_like(targets, dtype=torch.bool)
+        rule = f" of type {targets.dtype}, and a class is of an integer type"
+        reasons.append(_named(targets, wrong, repr(names[1]), rule))
+    elif rules.has_classes:
+        noun = "classes" if rules.vocab_size is None else "tokens"
+        reasons.append(_outside(targets, rules.classes, names[1], noun, but=IGNORED))
     for each in reversed(reasons):  # of a row with several, the first is reported
         found |= each
     return dict(sorted(found.items()))
@@ -107,15 +100,6 @@ def _not_finite(values: torch.Tensor, name: str) -> dict[int, str]:
     if not values.is_floating_point() or not values.ndim or bool(values.sum().isfinite()):
         return {}
     return _named(values, ~values.isfinite(), repr(name), "")
-
-
-def _no_class(targets: torch.Tensor, rules: SampleRules, name: str) -> dict[int, str]:
-    if not targets.is_floating_point():
-        noun = "classes" if rules.vocab_size is None else "tokens"
-        return _outside(targets, rules.classes, name, noun, but=IGNORED)
-    fractions = targets != targets.round()
-    wrong = fractions if bool(fractions.any()) else torch.ones_like(targets, dtype=torch.bool)
-    return _named(targets, wrong, repr(name), f" of type {targets.dtype}, and a class is of an integer type")
 
 
 def _outside(values: torch.Tensor, limit: int | None, name: str, noun: str, but: int | None = None) -> dict[int, str]:
@@ -145,7 +129,6 @@ class ModelNeeds:
     """What the rest of a config says of the samples that its model reads. None: nothing.
 
     ``folder`` is that of a Hugging Face model; ``is_pretrained`` with its weights, ``keeps_head`` with its classes too.
-    ``has_own_loss``: the user's loss says what targets are.
     """
 
     folder: Path | None = None
@@ -157,7 +140,6 @@ class ModelNeeds:
     has_own_loss: bool = False
 
     def rules(self, shape: DataShape) -> SampleRules:
-        """Returns what samples of a shape may hold."""
         has_tokens = shape.kind == "tokens" or (shape.kind == "custom" and self.vocab_size is not None)
         vocab_size = (shape.vocab_size or self.vocab_size) if has_tokens else None
         return SampleRules(
@@ -168,7 +150,6 @@ class ModelNeeds:
         )
 
     def tokenizer(self) -> Tokenizer | None:
-        """Opens the tokenizer of the model's folder, if there is one."""
         return open_tokenizer(self.folder) if self.folder is not None and has_tokenizer(self.folder) else None
 
     def images(self, asked: int | None) -> ImageSettings:
@@ -184,10 +165,7 @@ class ModelNeeds:
         return replace(settings, size=asked or size or IMAGE_SIZE)
 
     def labels(self, names: Sequence[str], what: str) -> tuple[tuple[str, ...], list[int]]:
-        """Returns the names of the model's classes, and the number that it has for each of the data's.
-
-        A model that keeps its head has learned what its numbers stand for; another one takes the data's order.
-        """
+        """Returns the names of the model's classes, and its number for each of the data's; a new head has theirs."""
         known = read_class_names(self.folder) if self.folder is not None and self.keeps_head else None
         if known is None:
             return tuple(names), list(range(len(names)))
@@ -205,7 +183,6 @@ NO_NEEDS = ModelNeeds()
 
 
 def needs_of(config: Config) -> ModelNeeds:
-    """Returns what a config's model and loss need of the data."""
     model = config.model
     known = ModelNeeds(
         vocab_size=getattr(model, "vocab_size", None),

@@ -87,10 +87,16 @@ def read_piece(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
     """Yields the text of a piece in order. Hands ``skip`` what says which document cannot be read, and why."""
     path = Path(piece.path)
     if path.suffix == ".parquet":
-        return _read_parquet(piece, field, skip)
-    if path.suffix in _JSON_LINES:
-        return _read_json(piece, field, skip)
-    return _read_text(piece)
+        yield from _read_parquet(piece, field, skip)
+    elif path.suffix in _JSON_LINES:
+        for place, line in _lines(piece):
+            try:
+                if line.strip():
+                    yield Text(_text_of(line, field), True)
+            except (ValueError, RecursionError) as error:
+                skip(partial(_unusable, piece.path, place, reason_of(error)))
+    else:
+        yield from _read_text(piece)
 
 
 def _read_text(piece: Piece) -> Iterator[Text]:
@@ -105,16 +111,6 @@ def _read_text(piece: Piece) -> Iterator[Text]:
             place += len(block)
     if piece.last >= Path(piece.path).stat().st_size:
         yield Text("", True)
-
-
-def _read_json(piece: Piece, field: str, skip: Skip) -> Iterator[Text]:
-    for place, line in _lines(piece):
-        if not line.strip():
-            continue
-        try:
-            yield Text(_text_of(line, field), True)
-        except (ValueError, RecursionError) as error:
-            skip(partial(_unusable, piece.path, place, reason_of(error)))
 
 
 def _text_of(line: bytes, field: str) -> str:

@@ -1,15 +1,17 @@
-"""The global order of samples: a pure function of (seed, epoch, index), and one integer of state.
+"""The global order of samples, a pure function of (seed, epoch, index) with one integer of state; what was consumed.
 
 The order never depends on ranks, accumulation or loader workers. An epoch's order is a keyed bijection that is computed
-for the positions asked for, so that nothing is stored: a billion samples cost no more memory than ten.
-
-The bijection is a Feistel network on a rectangle. With ``rows = ceil(sqrt(length))`` and just enough columns, a
-position is a cell ``(row, column)``; a round adds a hash of one coordinate to the other, modulo its size, which can be
-undone and is thus one-to-one whatever the hash. The rectangle has fewer than ``rows`` cells too many; a position that
-lands on one walks on until it is back inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+for the positions asked for, so that nothing is stored: a Feistel network on a rectangle. With ``rows =
+ceil(sqrt(length))`` and just enough columns, a position is a cell ``(row, column)``; a round adds a hash of one
+coordinate to the other, modulo its size, which is one-to-one whatever the hash. A position that lands on one of the
+cells too many walks on until it is back inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
     cost    about 70 numpy operations a call: 0.1 ms for 64 positions, 0.1 us a position in calls of thousands
     state   the number of samples consumed since the start of the run
+
+``ConsumedIds`` is a running hash over the samples that the loader handed out; segments say what it should have been:
+
+    hash(x_1 .. x_n) = sum of mix(x_i) * M^(n - i)   modulo 2^64, in two lanes
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ class GlobalBatch:
 class DataOrder:
     """The order in which a run consumes ``length`` samples, ``global_batch`` at a time, epoch after epoch.
 
-    A batch never crosses the end of an epoch: the last one is shorter, or left out with ``drop_last``. A position is
-    the number of samples consumed so far. It may lie anywhere, as after a resume with another ``global_batch``.
+    The last batch of an epoch is shorter, or left out with ``drop_last``. A position is the number of samples consumed
+    so far. It may lie anywhere, as after a resume with another ``global_batch``.
     """
 
     length: int
@@ -129,10 +131,7 @@ class DataOrder:
 
 
 def share(indices: Indices, part: int, parts: int) -> Indices:
-    """Returns the ``part``-th of ``parts`` contiguous pieces, whose sizes differ by at most one and may be zero.
-
-    Microbatch m of rank r is part ``m * ranks + r`` of ``accumulate * ranks``: the parts in order are the global batch.
-    """
+    """Returns the ``part``-th of ``parts`` contiguous pieces, whose sizes differ by at most one and may be zero."""
     size = len(indices)
     return indices[part * size // parts : (part + 1) * size // parts]
 
@@ -224,16 +223,10 @@ class Segment:
 
 
 class ConsumedIds:
-    """The running hash, kept as the run goes."""
-
     def __init__(self, order: DataOrder) -> None:
         self._order = order
-        self._hash = (0, 0)
-        self._count = 0
-        self._segments: list[Segment] = []
-        self._skipped: list[tuple[int, int]] = []
         self._pending: list[Indices] = []
-        self._first = self._last = 0  # of what was noted since, and is in no segment yet
+        self.load_state_dict({"hash": "0" * 32, "count": 0, "segments": ()})
 
     def note(self, position: int, next_position: int, indices: Indices) -> None:
         """Takes the samples of a step over all ranks, in order."""
@@ -246,12 +239,11 @@ class ConsumedIds:
             self._fold()
 
     def skip(self, first: int, last: int) -> None:
-        """Takes it that these positions are left out on purpose: a run that went back does not read them again."""
-        if first == last:
-            return
+        """Notes positions that are left out on purpose: a run that went back does not read them again."""
         if self._skipped and self._skipped[-1][1] == first:
             first = self._skipped.pop()[0]
-        self._skipped.append((first, last))
+        if first != last:
+            self._skipped.append((first, last))
 
     def state_dict(self) -> dict[str, Any]:
         self._fold()
@@ -267,7 +259,7 @@ class ConsumedIds:
         self._segments = segments_of(state)
         self._skipped = skipped_of(state)
         self._pending = []
-        self._first = self._last = 0
+        self._first = self._last = 0  # of what was noted since, and is in no segment yet
 
     def _close_segment(self) -> None:
         """Adds what was noted in one piece to the segments: to the last one, where it follows that."""
@@ -327,7 +319,7 @@ def _extend(known: int, values: NDArray[np.uint64], added: int, factor: int) -> 
 
 @functools.lru_cache(maxsize=4)
 def _powers(factor: int, length: int) -> NDArray[np.uint64]:
-    """Returns the powers of a factor modulo 2^64, from the highest down to 1; the last ones are kept."""
+    """Returns the powers of a factor modulo 2^64, from the highest down to 1."""
     powers = np.full(length, factor, dtype=np.uint64)
     powers[0] = 1
     return np.cumprod(powers, dtype=np.uint64)[::-1]

@@ -3,13 +3,10 @@
     stream   | kept for evaluation | sample 0 | 1 | 2 | ...          of the run, epoch after epoch
     step                             rank 0's share, rank 1's share   as of any other data
 
-Every rank reads the same stream, takes its share of each batch, and passes over what is the others'. So the samples of
-a step do not depend on the number of ranks, and the position of a run is one number, the samples consumed: to resume is
-to pass over that many. Where passing over is cheaper than making a sample, the iterator says so with ``skip(count)``,
-which returns how many it passed over: fewer at its end.
-
-Each rank finds the end of a stream by itself, when it gets there: they exchange nothing, so that none waits for
-another.
+Every rank reads the same stream, takes its share of each batch, and passes over what is the others'. So the position of
+a run is one number, the samples consumed: to resume is to pass over that many. Where that is cheaper than making a
+sample, the iterator has ``skip(count)``, which returns how many it passed over: fewer at its end. Each rank finds the
+end of a stream by itself: they exchange nothing, so that none waits for another.
 """
 
 from __future__ import annotations
@@ -82,11 +79,8 @@ class _Cursor:
     """A place in the passes over a stream. Numbers that rise are read on; a smaller one begins from the start."""
 
     def __init__(self, source: StreamSource, *, is_kept: bool) -> None:
-        self._source = source
+        self._source, self._is_kept = source, is_kept
         self._kept = 0 if is_kept else source.kept  # that each pass begins with, and that are not counted
-        self._is_kept = is_kept
-        self._samples: Iterator[Any] | None = None
-        self._first = self._place = 0
         self._begin(0)
 
     def read(self, number: int) -> Any:
@@ -106,7 +100,7 @@ class _Cursor:
 
     def _begin(self, number: int) -> None:
         """Begins a pass, whose first sample after those that are kept has this number."""
-        self._samples = None
+        self._samples: Iterator[Any] | None = None
         self._first = number - self._kept
         self._place = 0  # samples of this pass that are behind
 

@@ -3,8 +3,7 @@
     images    pattern of the sample's class + one of 64 noise images
     tokens    a window of one long text of 4 million tokens
 
-So a run with a million images starts in seconds, and to read a batch is to gather it. Up to 256 MiB, counted as float32
-images or int64 tokens, a set is made whole instead, and no two samples share any noise: ``datasets.py``.
+Up to 256 MiB, counted as float32 images or int64 tokens, a set is made whole instead (``datasets.py``).
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ class LayeredImages(InMemoryDataset):
     def __init__(
         self, patterns: torch.Tensor, noises: torch.Tensor, targets: torch.Tensor, places: torch.Tensor
     ) -> None:
-        """``targets`` says the class of each sample, ``places`` its noise."""
-        self.patterns = patterns
-        self.noises = noises
-        self.targets = targets
-        self.places = places
+        self.patterns, self.noises = patterns, noises
+        self.targets, self.places = targets, places  # the class of each sample, and its noise
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -72,10 +68,7 @@ class TokenWindows(TokenBlocks):
 def make_images(
     *, samples: int, classes: int, channels: int, size: int, seed: int, dtype: Literal["float32", "uint8"] = "float32"
 ) -> TensorPairs | LayeredImages:
-    """Makes images of unit noise over a faint wave, whose direction, length and phases belong to the class.
-
-    As bytes they have mean ``PIXEL_MEAN`` and deviation ``PIXEL_DEVIATION``, and what lies far out is cut off.
-    """
+    """Makes images of unit noise over a faint wave of the class; as bytes, what lies far out is cut off."""
     sizes = {"samples": samples, "classes": classes, "channels": channels, "size": size}
     if samples * channels * size**2 * 4 > LARGEST_WHOLE_BYTES:
         return _layered(**sizes, seed=seed, is_bytes=dtype == "uint8")

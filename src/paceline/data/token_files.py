@@ -5,8 +5,9 @@
     FILE.npy      one row of them, as numpy saves it
     train-*.bin   several, by name
 
-Several files are one row of tokens. Every batch is compared with the vocabulary before a model sees it: the kernels of
-a GPU would end the process at a token beyond it.
+Several files are one row of tokens. Every batch is compared with the vocabulary: the kernels of a GPU would end the
+process at a token beyond it. ``manifest.json`` lists the shards with their tokens and SHA-256, and the vocabulary. It
+is written last: a shard that is younger was changed since, and its hash is compared before a run reads it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ class MappedTokens:
     """The tokens of several files, one after another. Its maps are opened when they are read, in each process anew."""
 
     def __init__(self, files: tuple[TokenFile, ...], vocab_size: int) -> None:
-        self.files = files
-        self.vocab_size = vocab_size
+        self.files, self.vocab_size = files, vocab_size
         self._ends = np.cumsum([file.tokens for file in files], dtype=np.int64)
         self._maps: dict[int, NDArray[Any]] = {}
         self._may_be_negative = any(np.dtype(file.dtype).kind == "i" for file in files)
@@ -63,20 +63,16 @@ class MappedTokens:
             first = start - (int(self._ends[number - 1]) if number else 0)
             part = self._map(number)[first : first + length]
             found[row, : len(part)] = part
-            if len(part) < length:
-                self._read_on(found[row], number, len(part))
+            done = len(part)
+            while done < length:  # a window that reaches into the next files
+                number += 1
+                part = self._map(number)[: length - done]
+                found[row, done : done + len(part)] = part
+                done += len(part)
         is_beyond = found.size and int(found.max()) >= self.vocab_size
         if is_beyond or (self._may_be_negative and found.size and int(found.min()) < 0):
             self._refuse(found, starts)
         return found
-
-    def _read_on(self, row: NDArray[np.int64], number: int, done: int) -> None:
-        """Reads the rest of a window that reaches into the next files."""
-        while done < len(row):
-            number += 1
-            part = self._map(number)[: len(row) - done]
-            row[done : done + len(part)] = part
-            done += len(part)
 
     def _map(self, number: int) -> NDArray[Any]:
         known = self._maps.get(number)
@@ -226,8 +222,6 @@ Verify: TypeAlias = Literal["full", "fast", "none"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenShard:
-    """One file of tokens."""
-
     file: str
     tokens: int
     documents: int
@@ -255,7 +249,6 @@ class DataManifest:
         return sum(shard.documents for shard in self.shards)
 
     def write(self, folder: Path) -> None:
-        """Writes it whole or not at all."""
         part = folder / f"{MANIFEST}.part"
         part.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n", encoding="utf-8")
         part.replace(folder / MANIFEST)
@@ -300,7 +293,7 @@ def parse_manifest(content: bytes) -> DataManifest:
 def check_shards(folder: Path, manifest: DataManifest, verify: Verify) -> None:
     """Raises ``DataError`` with all shards that are missing, cut off or changed since they were prepared.
 
-    ``fast`` compares sizes, and the hashes of files that are younger than the manifest; ``full`` compares all hashes.
+    ``fast`` compares sizes, and the hashes of files that are younger than the manifest; ``full`` all hashes.
     """
     if verify == "none":
         return

@@ -1,11 +1,7 @@
 """What tokens stand for: bytes, characters, or the pieces of a ``tokenizer.json`` of Hugging Face.
 
-A folder keeps a tokenizer beside the tokens, or beside the model that was trained on them:
-
-    vocabulary.json   {"kind": "bytes"} or {"kind": "char", "characters": "..."}, with "end_token" where there is one
-    tokenizer.json    read by the package ``tokenizers``, which only this kind needs
-
-``end_token`` stands between documents.
+vocabulary.json   {"kind": "bytes"} or {"kind": "char", "characters": "..."}, with "end_token" where there is one
+tokenizer.json    read by the package ``tokenizers``, which only this kind needs
 """
 
 from __future__ import annotations
@@ -97,29 +93,28 @@ class CharTokenizer(Tokenizer):
         return "".join(self.characters[token] for token in tokens if token != self.end_token)
 
     def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        return [self._encode(text) for text in texts]
+        found: list[NDArray[np.uint32]] = []
+        for text in texts:
+            tokens = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
+            if tokens.max(initial=0) == len(self.characters) and len(tokens):
+                place = int(np.argmax(tokens == len(self.characters)))
+                raise DataError(
+                    f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the "
+                    "vocabulary\n  the vocabulary of char is that of the text that was trained on\n"
+                    "  leave the character out, or train with bytes, which have a token for everything"
+                )
+            found.append(tokens)
+        return found
 
     def save(self, folder: Path) -> None:
         _write(folder, {"kind": "char", "characters": self.characters, "end_token": self.end_token})
-
-    def _encode(self, text: str) -> NDArray[np.uint32]:
-        tokens: NDArray[np.uint32] = self._tokens.take(code_points(text), mode="clip")  # the last one has no token
-        if tokens.max(initial=0) == len(self.characters) and len(tokens):
-            place = int(np.argmax(tokens == len(self.characters)))
-            raise DataError(
-                f"character {text[place]!r} at place {place} is none of the {len(self.characters)} of the vocabulary\n"
-                "  the vocabulary of char is that of the text that was trained on\n"
-                "  leave the character out, or train with bytes, which have a token for everything"
-            )
-        return tokens
 
 
 class FolderTokenizer(Tokenizer):
     """The ``tokenizer.json`` of a folder, as Hugging Face writes it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.name = folder.absolute().name
+        self.folder, self.name = folder, folder.absolute().name
         self._inner = _load(folder / TOKENIZER)
         tokens: dict[str, int] = self._inner.get_vocab(with_added_tokens=True)
         self.vocab_size = max(tokens.values(), default=-1) + 1

@@ -1,14 +1,13 @@
-"""Samples of a language model: windows of ``context`` tokens, and as targets the same one token later.
+"""Samples of a language model: windows of ``context`` tokens of a text, and as targets the same one token later.
 
     blocks   sample i begins at token i * T, in every epoch: each token is an input and a target at most once
     random   the N - T places where a window may begin are cut into as many equal spans as there are blocks; sample i
              begins at a place in span i that is drawn anew each epoch, as a pure function of (seed, epoch, i)
 
-So an epoch of random windows is one pass over the text, and no two epochs have the same windows: a model that sees a
-text many times learns the same windows by heart much sooner than new ones.
+So an epoch of random windows is one pass over the text, and no two epochs have the same windows, which a model would
+learn by heart. With an ``end_token``, what follows the ends of documents is no target (``models/gpt.py``: the mask).
 
-With an ``end_token``, documents are kept apart: what follows their ends is no target. See ``document_starts`` in
-``models/gpt.py`` for what the model does.
+Tokens of a text are kept in the smallest integer type that holds the vocabulary, and become int64 in the batch.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ _WINDOWS = 0x77696E646F7773  # keeps these draws apart from those of the order
 class Tokens(Protocol):
     """A long row of tokens, in memory or in files."""
 
-    def __len__(self) -> int:
-        """Returns the number of tokens."""
+    def __len__(self) -> int: ...
 
     def read(self, starts: Indices, length: int) -> NDArray[np.int64]:
         """Returns ``length`` tokens from each start on, of shape (starts, length)."""
@@ -58,8 +56,7 @@ class TokenSlice:
     """Tokens ``first`` to ``last`` of others."""
 
     def __init__(self, tokens: Tokens, first: int, last: int) -> None:
-        self._tokens = tokens
-        self._first, self._last = first, last
+        self._tokens, self._first, self._last = tokens, first, last
 
     def __len__(self) -> int:
         return self._last - self._first
@@ -96,9 +93,7 @@ class TokenBlocks(EpochDataset):
     reads_ahead = True
 
     def __init__(self, tokens: Tokens, context: int, end_token: int | None = None) -> None:
-        self.tokens = tokens
-        self.context = context
-        self.end_token = end_token
+        self.tokens, self.context, self.end_token = tokens, context, end_token
 
     def __len__(self) -> int:
         return max(len(self.tokens) - 1, 0) // self.context
@@ -142,38 +137,27 @@ class EncodedText:
 
 
 def load_text(path: str | None, unit: Literal["char", "bytes"] | Tokenizer) -> EncodedText:
-    """Reads a UTF-8 file, or the documentation inside Python where ``path`` is ``None``, and encodes it.
-
-    The characters of the whole text, sorted, are the vocabulary; bytes always have 256 tokens.
-    """
+    """Encodes a UTF-8 file, or the documentation inside Python. Characters, sorted, are the vocabulary of ``char``."""
     source = "the documentation inside Python" if path is None else f"data.path = {path!r}"
     content = _python_documentation().encode() if path is None else _read_file(path)
     if unit == "bytes":
         tokens = np.frombuffer(content, dtype=np.uint8)
         return EncodedText(tokens=tokens, tokenizer=ByteTokenizer(), source=source)
     text = content.decode() if path is None else decode_text(content, Path(path).expanduser())
-    if unit != "char":
-        kind = smallest_dtype(unit.vocab_size)
-        encoded = [each.astype(kind) for each in unit.encode_many(_whole_lines(text))]
-        return EncodedText(tokens=np.concatenate(encoded), tokenizer=unit, source=source)
-    # Fixed-width code points let numpy sort and number the characters of a long text in one go.
-    points = code_points(text)
-    vocabulary, numbers = np.unique(points, return_inverse=True)
-    return EncodedText(
-        tokens=numbers.reshape(-1).astype(smallest_dtype(len(vocabulary))),
-        tokenizer=CharTokenizer("".join(map(chr, vocabulary.tolist()))),
-        source=source,
-    )
-
-
-def _whole_lines(text: str) -> list[str]:
-    """Cuts a text into parts of whole lines, which a tokenizer encodes side by side."""
-    parts, start = [], 0
+    if unit == "char":
+        # Fixed-width code points let numpy sort and number the characters of a long text in one go.
+        vocabulary, numbers = np.unique(code_points(text), return_inverse=True)
+        tokenizer = CharTokenizer("".join(map(chr, vocabulary.tolist())))
+        encoded = numbers.reshape(-1).astype(smallest_dtype(len(vocabulary)))
+        return EncodedText(tokens=encoded, tokenizer=tokenizer, source=source)
+    parts, start = [], 0  # of whole lines, which a tokenizer encodes side by side
     while start < len(text):
         end = text.find("\n", start + _AT_ONCE) + 1 or len(text)
         parts.append(text[start:end])
         start = end
-    return parts
+    kind = smallest_dtype(unit.vocab_size)
+    joined = np.concatenate([each.astype(kind) for each in unit.encode_many(parts)])
+    return EncodedText(tokens=joined, tokenizer=unit, source=source)
 
 
 def _python_documentation() -> str:

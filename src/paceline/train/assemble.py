@@ -193,7 +193,7 @@ def _fix_sizes(config: Config, plan: Plan, engine: Engine, loss: Loss, num_eval:
 
 def _notes(layout: Layout, engine: Engine, choice: WorkerChoice | None) -> list[Hook]:
     """Returns the hooks that record what was chosen for this run, and what its first steps compile and tune."""
-    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice.detail())]
+    notes: list[Hook] = [] if choice is None else [NoteHook("loader", choice._asdict())]
     if engine.float8 is not None:
         notes.append(NoteHook("precision", {"layers": str(engine.float8)}))
     if layout.is_compiled:
