@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import TypeAlias, cast
 
 from paceline.config import data_sections as sections
 from paceline.config import train_checks
@@ -33,42 +33,26 @@ _OF_A_PIPELINE = ("schedule", "chunks", "stages", "stage_layers", "schedule_file
 _MOST_GROWTH = 4  # of a batch that is suggested
 
 
-class _BrokenSectionError(Exception):
-    """A rule reads a section that is broken."""
-
-
-class _SoundSections(SimpleNamespace):
-    def __getattr__(self, name: str) -> Any:
-        raise _BrokenSectionError(name)
-
-
 def run_checks(config: Config, sections: Collection[str] | None = None) -> list[Problem]:
     """Lists the problems of a config; with ``sections``, only by the rules that read no other section."""
     if sections is None:
         found = [problem for check in CHECKS for problem in check(config)]
     else:
-        found, sound = [], cast(Config, _SoundSections(**{name: getattr(config, name) for name in sections}))
+        found, sound = [], cast(Config, SimpleNamespace(**{name: getattr(config, name) for name in sections}))
         for check in CHECKS:
-            with contextlib.suppress(_BrokenSectionError):
+            with contextlib.suppress(AttributeError):  # it reads a section that is broken
                 found += list(check(sound))
     ranks = None if config.parallel.ranks == "auto" else config.parallel.ranks
     return found + layout_problems(config, ranks, node_ranks=0, sections=sections)
 
 
 def check_ranks(config: Config, ranks: int, node_ranks: int | None = None) -> list[Problem]:
-    """Lists what this number of ranks, ``node_ranks`` of them on a host (None: all), breaks.
-
-    For when ``parallel.ranks = auto`` has been resolved, and the hosts are known.
-    """
-    of_ranks = layout_problems(config, ranks, node_ranks, only_of="ranks")
-    return [*of_ranks, *_batch_problems(config, ranks)]
+    """Lists what this number of ranks, ``node_ranks`` of them on a host (None: all), breaks."""
+    return [*layout_problems(config, ranks, node_ranks, only_of="ranks"), *_batch_problems(config, ranks)]
 
 
 def check_hosts(config: Config, each: int, hosts: range) -> list[Problem]:
-    """Lists what any of these numbers of hosts, with ``each`` ranks on every one, breaks.
-
-    Hosts may come and go during a run, and its batch stays: it is divided among the ranks of every number of them.
-    """
+    """Lists what any of these numbers of hosts, with ``each`` ranks on every one, breaks: the batch stays."""
     found = {problem.what: problem for count in hosts for problem in check_ranks(config, each * count, each)}
     whole, batch = math.lcm(*(each * count for count in hosts)), config.train.global_batch
     if len(hosts) == 1 or batch is None or batch % whole == 0:
@@ -106,40 +90,31 @@ def _batch_problems(config: Config, ranks: int | None) -> list[Problem]:
     """Lists why the batch cannot be divided among the ranks; None: among any number of them."""
     train, parallel = config.train, config.parallel
     if train.microbatch == "auto" and train.accumulate is not None:
-        problem = Problem(
-            what=f"train.microbatch = auto with train.accumulate = {train.accumulate}",
-            rule="global_batch = microbatch x accumulate x ranks: what is found decides accumulate",
-            fix="remove train.accumulate, or give train.microbatch",
-        )
-        return [problem]
-    microbatch = None if train.microbatch == "auto" else train.microbatch
-    if parallel.strategy == "auto" and not _is_split(parallel):  # how many ranks share the batch is not decided yet
-        return check_batch(train.global_batch, microbatch, train.accumulate, None)
-    if not _is_split(parallel):
-        return check_batch(train.global_batch, microbatch, train.accumulate, ranks)
+        what = f"train.microbatch = auto with train.accumulate = {train.accumulate}"
+        rule = "global_batch = microbatch x accumulate x ranks: what is found decides accumulate"
+        return [Problem(what=what, rule=rule, fix="remove train.accumulate, or give train.microbatch")]
+    batch = (train.global_batch, None if train.microbatch == "auto" else train.microbatch, train.accumulate)
+    if not _is_split(parallel):  # with auto, how many ranks share the batch is not decided yet
+        return check_batch(*batch, None if parallel.strategy == "auto" else ranks)
     if ranks is not None and ranks % (parallel.pipeline * parallel.tensor):
         return []  # the rules of the degrees report it
     data = parallel.data if ranks is None else ranks // (parallel.pipeline * parallel.tensor)
-    return check_batch(train.global_batch, microbatch, train.accumulate, data, ranks_key="parallel.data")
+    return check_batch(*batch, data, ranks_key="parallel.data")
 
 
-def check_gpt_size(config: Config) -> Iterator[Problem]:
+def check_gpt(config: Config) -> Iterator[Problem]:
     model = config.model
-    if not isinstance(model, GPTModelConfig) or model.size is not None:
+    if not isinstance(model, GPTModelConfig):
         return
-    if missing := [name for name in ("layers", "heads", "width") if getattr(model, name) is None]:
-        yield Problem(
-            what=f"a gpt without model.size lacks {', '.join('model.' + name for name in missing)}",
-            rule="layers, heads and width are given, or come from the size",
-            fix="try model.size = gpt-micro, or set them",
-        )
-
-
-def check_gpt_heads(config: Config) -> Iterator[Problem]:
-    shape = gpt_shape(config.model) if isinstance(config.model, GPTModelConfig) else None
-    if shape is not None:
-        is_rotary = shape.positions == "rotary"
-        yield from head_problems(width=shape.width, heads=shape.heads, kv_heads=shape.kv_heads, is_rotary=is_rotary)
+    if shape := gpt_shape(model):
+        yield from head_problems(shape)
+        return
+    missing = [f"model.{name}" for name in ("layers", "heads", "width") if getattr(model, name) is None]
+    yield Problem(
+        what=f"a gpt without model.size lacks {', '.join(missing)}",
+        rule="layers, heads and width are given, or come from the size",
+        fix="try model.size = gpt-micro, or set them",
+    )
 
 
 def check_auto_strategy(config: Config) -> Iterator[Problem]:
@@ -188,8 +163,10 @@ def check_schedule_file(config: Config) -> Iterator[Problem]:
 
 def check_auto_microbatch(config: Config) -> Iterator[Problem]:
     if _is_split(config.parallel) and config.train.microbatch == "auto":
+        asked = {"pipeline": config.parallel.pipeline, "tensor": config.parallel.tensor}
+        degrees = " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
         yield Problem(
-            what=f"train.microbatch = auto with {_degrees(config.parallel)}",
+            what=f"train.microbatch = auto with {degrees}",
             rule="a pass is one of several ranks together, so that one of them cannot try how much fits",
             fix=f"remove train.microbatch and set train.accumulate = {4 * config.parallel.pipeline}, or give a number",
         )
@@ -197,11 +174,6 @@ def check_auto_microbatch(config: Config) -> Iterator[Problem]:
 
 def _is_split(parallel: ParallelConfig) -> bool:
     return parallel.pipeline > 1 or parallel.tensor > 1
-
-
-def _degrees(parallel: ParallelConfig) -> str:
-    asked = {"pipeline": parallel.pipeline, "tensor": parallel.tensor}
-    return " x ".join(f"parallel.{name} = {degree}" for name, degree in asked.items() if degree > 1)
 
 
 _WITH_CONTEXT = (
@@ -227,16 +199,12 @@ def check_model_reads_data(config: Config) -> Iterator[Problem]:
         fitting = _FITTING_DATA.get(model, (data,))
         if data not in fitting:
             models = [each for each, kinds in _FITTING_DATA.items() if data in kinds]
+            written = [f"{{kind: {each}{', size: gpt-micro' if each == 'gpt' else ''}}}" for each in models]
             yield Problem(
                 what=f"model.kind = {model} cannot read {place}.kind = {data}",
                 rule=f"{model} reads {', '.join(fitting)}",
-                fix=f"try {place} = {{kind: {fitting[0]}}}, or model = {' or '.join(map(_smallest, models))}",
+                fix=f"try {place} = {{kind: {fitting[0]}}}, or model = {' or '.join(written)}",
             )
-
-
-def _smallest(kind: str) -> str:
-    """Returns a model of a kind as it is written in one line."""
-    return f"{{kind: {kind}, size: gpt-micro}}" if kind == "gpt" else f"{{kind: {kind}}}"
 
 
 def check_mixture(config: Config) -> Iterator[Problem]:
@@ -271,7 +239,7 @@ def check_documents(config: Config) -> Iterator[Problem]:
         with_what = ""
         if config.model.kind != "gpt":
             with_what = f"model.kind = {config.model.kind}"
-        elif parallel.pipeline > 1 or parallel.tensor > 1:
+        elif _is_split(parallel):
             with_what = f"parallel.pipeline = {parallel.pipeline} and parallel.tensor = {parallel.tensor}"
         if with_what:
             yield Problem(
@@ -353,8 +321,7 @@ CHECKS: tuple[Check, ...] = (
     check_documents,
     check_model_reads_data,
     check_model_dimensions,
-    check_gpt_size,
-    check_gpt_heads,
+    check_gpt,
     check_context,
     check_text_file,
     _refuse(

@@ -1,7 +1,7 @@
 """What the folder of ``model: {kind: hf}`` says that needs no library, and whether config and data agree with it.
 
-A pretrained model knows its own tokens, images of its own size and colours, and its own classes. So data are read by
-the folder's tokenizer, its ``preprocessor_config.json`` and the names in its ``config.json``; others are refused.
+A pretrained model knows its own tokens, images and classes. So data are read by the folder's tokenizer, its
+``preprocessor_config.json`` and the names in its ``config.json``; others are refused.
 """
 
 from __future__ import annotations
@@ -67,8 +67,7 @@ def _side(value: Any) -> int | None:
         return None
     named = isinstance(value, dict) and set(value) <= {"height", "width", "shortest_edge"}
     sides = list(value.values()) if named else value if isinstance(value, list) else [value]
-    is_square = bool(sides) and all(isinstance(each, int) and each == sides[0] for each in sides)
-    if not is_square or sides[0] < 1:
+    if not sides or not all(isinstance(each, int) and each == sides[0] >= 1 for each in sides):
         raise ValueError(f"size = {value} is not that of a square")
     return int(sides[0])
 
@@ -188,9 +187,8 @@ def _is_same(own: Path, given: str) -> bool:
 
 
 def _meaning(content: bytes) -> dict[str, Any]:
-    return {
-        name: value for name, value in parse_json_object(content, _MOST_BYTES).items() if name not in _OF_NO_MEANING
-    }
+    values = parse_json_object(content, _MOST_BYTES)
+    return {name: value for name, value in values.items() if name not in _OF_NO_MEANING}
 
 
 def check_hf_folder(config: Config) -> Iterator[Problem]:

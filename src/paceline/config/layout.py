@@ -1,4 +1,11 @@
-"""A config as a layout: how the run that it asks for is spread, and the rules of layouts in the words of its keys."""
+"""A config as a layout: how the run that it asks for is spread, and its batch.
+
+    global_batch = microbatch x accumulate x ranks
+
+``microbatch`` is the number of samples that a rank processes at once, ``accumulate`` the number of microbatches of one
+step. What is not given is derived: accumulate is 1 unless the other two say otherwise, and the global batch is 64
+unless a microbatch is given. The global batch is what training sees: ranks that do not fit it are refused.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +49,7 @@ def layout_of(config: Config, ranks: int | None = None, node_ranks: int | None =
     """Returns the layout that a config asks for; on so many ranks, if they are given, ``node_ranks`` on a host.
 
     With ranks, the batch is resolved too, and one rank that offloads nothing has the layout of ddp: its shards would be
-    whole. A strategy that is still to be chosen stands as ddp; a precision that is to follow from a device that is not
-    known stands as fp32.
-
+    whole. A strategy still to be chosen stands as ddp; a precision that follows from an unknown device as fp32.
     Raises ConfigError where the batch cannot be divided, UsageError where a schedule's file cannot be read.
     """
     parallel, comm, train = config.parallel, config.comm, config.train
@@ -89,10 +94,7 @@ def with_precision(config: Config, device: str, *, has_bf16: bool = True) -> Con
 
 
 def config_batch(config: Config, ranks: int) -> BatchPlan:
-    """Resolves the batch of a config on this many ranks, of which only the data ranks share it.
-
-    Raises ConfigError where it cannot be divided.
-    """
+    """Resolves the batch on this many ranks, of which the data ranks share it. Raises ConfigError where it cannot."""
     layout = layout_of(config).for_ranks(ranks)
     return batch_plan(config.train, layout.data, layout.pipeline)
 
@@ -107,8 +109,7 @@ def layout_problems(
 ) -> list[Problem]:
     """Lists what does not go together in the layout of a config, by the rules that read the field ``only_of``.
 
-    With ``sections``, by rules that read no other section of the config.
-    ``node_ranks`` of ``ranks`` are on a host (None: all; 0: not known yet).
+    With ``sections``, by rules that read no other. ``node_ranks`` are on a host (None: all; 0: not known yet).
     """
     parallel = config.parallel
     undecided = {"strategy", "pipeline", "tensor"} if parallel.strategy == "auto" else set()
@@ -127,15 +128,8 @@ def layout_problems(
     shape = ModelShape(kind=model.kind, layers=layers, context=context)
     if model.kind == "gpt" and (known := gpt_shape(model)) is not None:
         shape = replace(known, context=context or known.context)
-    return rules(
-        layout,
-        ranks=ranks,
-        node_ranks=node_ranks,
-        model=shape,
-        keys=CONFIG_KEYS,
-        strategy=parallel.strategy,
-        only=is_wanted,
-    )
+    known_ranks = {"ranks": ranks, "node_ranks": node_ranks}
+    return rules(layout, **known_ranks, model=shape, keys=CONFIG_KEYS, strategy=parallel.strategy, only=is_wanted)
 
 
 DEFAULT_GLOBAL_BATCH = 64
@@ -149,12 +143,8 @@ _KEYS = {
 
 
 def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: int | None, ranks: int) -> BatchPlan:
-    """Derives what is not given.
-
-    Raises ConfigError when a value is below 1, the values contradict one another, or the batch cannot be divided.
-    """
-    problems = check_batch(global_batch, microbatch, accumulate, ranks)
-    if problems:
+    """Derives what is not given. Raises ConfigError for values that contradict one another or are below 1."""
+    if problems := check_batch(global_batch, microbatch, accumulate, ranks):
         raise ConfigError(problems, source="batch")
     total = _AskedBatch(global_batch=global_batch, microbatch=microbatch, accumulate=accumulate, ranks=ranks).total
     microbatch = microbatch or total // ((accumulate or 1) * ranks)
@@ -165,8 +155,8 @@ def resolve_batch(global_batch: int | None, microbatch: int | None, accumulate: 
 def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
     """Resolves the batch of a config on this many ranks. Raises ConfigError as ``resolve_batch`` does.
 
-    ``train.microbatch = auto`` counts as not given: one microbatch a step is where the search for a size that fits
-    begins. A ``pipeline`` of several ranks has at least as many microbatches, where nothing else is said.
+    ``train.microbatch = auto`` counts as not given: the search for a size begins with one microbatch a step. A
+    ``pipeline`` of several ranks has at least as many microbatches, where nothing else is said.
     """
     microbatch = None if train.microbatch == "auto" else train.microbatch
     accumulate = train.accumulate
@@ -196,17 +186,13 @@ def check_batch(
     ranks: int | None,
     ranks_key: str = "parallel.ranks",
 ) -> list[Problem]:
-    """Lists what is wrong with a batch; with ``ranks=None``, what is wrong whatever the number of ranks will be.
-
-    ``ranks_key`` is what the messages call the ranks: where the model is split, only some of them share the batch.
-    """
+    """Lists what is wrong with a batch; ``ranks=None``: for any number of them, which messages call ``ranks_key``."""
     given: dict[str, Any] = dict(zip(_KEYS, (global_batch, microbatch, accumulate, ranks), strict=True))
-    too_small = [
+    if too_small := [
         Problem(what=f"{_KEYS[name]} = {value}", rule="it is a count, of at least 1", fix=f"try {_KEYS[name]} = 1")
         for name, value in given.items()
         if value is not None and value < 1
-    ]
-    if too_small:
+    ]:
         return too_small
     asked = _AskedBatch(**given, ranks_key=ranks_key)
     if asked.fits():

@@ -159,24 +159,22 @@ class _AskedValues:
     def make_way(self, config: Config, problems: list[Problem]) -> bool:
         """Changes what stands in the file and does not go with an override; says whether there was anything.
 
-        A key that nothing reads any more is dropped, and a warmup that is too long is shortened. What contradicts
-        itself in the file alone is left to be refused.
+        Drops a key that nothing reads any more, and shortens a warmup that is too long, but for what contradicts itself
+        in the file alone.
         """
         if not self.overridden:
             return False
         num_notes = len(self.notes)
         known = known_length(config) if self.overridden & _LENGTHS and self._nearest(_WARMUP) != "override" else None
-        if known is not None:
-            warmup, note = shorter_warmup(config.optim.schedule, *known)
-            if note:
-                self.values["optim"]["schedule"]["warmup"] = warmup
-                self.derived[_WARMUP] = f"derived: {note}"
-                self.notes.append(note)
+        warmup, note = shorter_warmup(config.optim.schedule, *known) if known else (0.0, "")
+        if note:
+            self.values["optim"]["schedule"]["warmup"] = warmup
+            self.derived[_WARMUP] = f"derived: {note}"
+            self.notes.append(note)
         idle = [each for each in problems if each.idle_key and self._nearest(each.idle_key).startswith("line")]
         alone: set[str] = set()
-        if idle:
-            with contextlib.suppress(ValidationError):  # no config by itself
-                alone = {each.what for each in run_checks(Config.model_validate(self.of_file))}
+        with contextlib.suppress(ValidationError):  # no config by itself
+            alone = {each.what for each in run_checks(Config.model_validate(self.of_file))} if idle else set()
         for each in idle:
             place, _, key = each.idle_key.rpartition(".")
             content = value_at(self.values, place)
@@ -238,8 +236,7 @@ def _read(path: Path) -> str:
 def _suggest_file(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    near = near_files(path)
-    if near:
+    if near := near_files(path):
         return f"did you mean {' or '.join(near)}?"
     for folder in (path.parent, path.parent / "configs"):
         if configs := sorted(each.name for each in folder.glob("*") if each.suffix in (".yaml", ".yml")):
@@ -267,16 +264,15 @@ def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> 
             name: content for name, content in asked.values.items() if name in sound
         }
         problems += run_checks(Config.model_validate(filled), sections=sound)
-        raise ConfigError(problems, source=source) from None
     if problems:
         raise ConfigError(problems, source=source)
     return config
 
 
-def _open_empty_sections(values: dict[str, Any]) -> None:
+def _open_empty_sections(values: dict[str, Any], place: str = "") -> None:
     """Reads a section without keys (``optim:`` with all lines below commented out) as one with defaults."""
-    contents = {"": values} | {name: content for name, content in values.items() if isinstance(content, dict)}
-    empty = [(place, key) for place, content in contents.items() for key in content if content[key] is None]
-    for place, key in empty:
-        if (f"{place}.{key}" if place else key) in section_paths():
-            contents[place][key] = {}
+    for key, value in values.items():
+        if value is None and f"{place}{key}" in section_paths():
+            values[key] = {}
+        elif isinstance(value, dict):
+            _open_empty_sections(value, f"{place}{key}.")

@@ -1,11 +1,8 @@
 """What a user may ask for: one strict schema.
 
 Every section is frozen and refuses unknown keys. Validation is strict: a whole number is an ``int``, ``true`` is not 1,
-and text is never read as a number. ``descriptions.yaml`` says what each key means, for the docs, the JSON Schema
-and error messages. Sections with forms or rules of their own have files of their own.
-
-``None`` means "decided elsewhere": from the data, from the model's size, or by the batch algebra (``layout.py``).
-``paceline config explain`` shows what it became.
+and text is never read as a number. ``descriptions.yaml`` says what each key means. ``None`` means "decided elsewhere":
+from the data, from the model's size, or by the batch algebra (``layout.py``); ``paceline config explain`` shows it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Suggests the key or the file that was meant by one that does not exist."""
+"""The keys of the schema in words, and which of them was meant by words of others and by keys that do not exist.
+
+Fields are read from the JSON Schema: one added to ``schema.py`` is known here. ``other_names.yaml`` has the words of
+others; here is what needs its value to be understood, such as ``zero_redundancy: stage_2``. Each decision that may be
+another one is noted. What has no counterpart is left out, and noted as well.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeAlias, get_args
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 from pydantic import BaseModel
 
@@ -45,8 +50,7 @@ def suggest_keys(place: str, key: str, kinds: Mapping[str, str | None]) -> list[
     same = [each for each in elsewhere if each.key == wanted and each.key != "kind"]
     found += _texts(sorted(same, key=_is_derived), kinds)
     alias = key_called(wanted)
-    if alias is not None:
-        found += _texts((each for each in known_fields() if each.path == alias), kinds)
+    found += _texts((each for each in known_fields() if each.path == alias), kinds)
     found += [f"{place}.{each}" if place else each for each in _near(wanted, [field.key for field in here], cutoff=0.6)]
     if not found:
         near = set(_near(wanted, [field.key for field in elsewhere], cutoff=0.7))
@@ -89,10 +93,7 @@ def _texts(fields: Iterable[KnownField], kinds: Mapping[str, str | None]) -> lis
 
 
 def near_files(path: Path) -> list[str]:
-    """Returns up to three files that may have been meant by a path that does not exist.
-
-    They have a like name in the same folder or in its folder ``configs``; this name comes first.
-    """
+    """Returns up to three files of like names, in the same folder or in its ``configs``; the same name comes first."""
     found = []
     for folder in (path.parent, path.parent / "configs"):
         names = [each.name for each in folder.glob("*") if each.is_file()]
@@ -103,8 +104,7 @@ def near_files(path: Path) -> list[str]:
 def near_folders(path: Path) -> str:
     """Asks for the folder that may have been meant by a path that does not exist, in the words of a fix.
 
-    Folders beside the first part that is missing are looked at, and those of ``runs``: a run may be named alone.
-    Empty where the path exists, and where there is no folder.
+    Looks beside the first part that is missing, and in ``runs``: a run may be named alone.
     """
     missing = path
     while not missing.parent.exists():
@@ -238,18 +238,15 @@ def _expected(option: dict[str, Any]) -> str:
     if "prefixItems" in option:
         return f"a list of {len(option['prefixItems'])}, each {_expected(option['prefixItems'][0])}"
     names = {"integer": "a whole number", "number": "a number", "boolean": "true or false", "string": "text"}
-    named = names.get(
-        option["type"], "a section of named plain values" if option["type"] == "object" else option["type"]
-    )
+    names["object"] = "a section of named plain values"
+    named: str = names.get(option["type"], option["type"])
     words = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     limits = [f"{word} {option[name]}" for name, word in words.items() if name in option]
     limits += ["that is not empty"] if option.get("minLength") else []
     return named + (" " + " and ".join(limits) if limits else "")
 
 
-Settings: TypeAlias = list[tuple[str, str]]
-"""Keys of ours with the values that say the same: any one of them does."""
-
+Settings: TypeAlias = list[tuple[str, str]]  # keys of ours with values: any one of them says the same
 _ZERO = ("zero_redundancy", "zero_redundancy_optimizer", "zero_optimization", "zero_stage", "zero", "use_zero")
 _BATCH = "the batch of a rank; for that of all ranks: train.global_batch"
 _SECTIONS = ("model", "data", "optim")
@@ -263,8 +260,7 @@ _DATA: dict[str, dict[str, Any]] = {
 _EPOCHS = 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TranslatedConfig:
+class TranslatedConfig(NamedTuple):
     values: dict[str, Any]
     notes: tuple[str, ...]
 
@@ -316,10 +312,7 @@ def _is_count(value: Any) -> bool:
 
 
 def translate_setting(name: str, value: Any) -> dict[str, str]:
-    """Returns keys of ours and their values, as YAML, that say what a setting of others says; none for an unknown one.
-
-    A key whose value is null gives way: the file's value for it would contradict the others.
-    """
+    """Returns keys of ours with values, as YAML, that say what a setting of others says; null: the key gives way."""
     key = name.lower().replace("-", "_")
     if key in ("bs", "batch_size") and str(value).isdecimal():
         return {"train.microbatch": str(value), "train.global_batch": "null"}

@@ -226,6 +226,7 @@ class ConsumedIds:
     def __init__(self, order: DataOrder) -> None:
         self._order = order
         self._pending: list[Indices] = []
+        self._first = self._last = 0  # of what was noted since, and is in no segment yet
         self.load_state_dict({"hash": "0" * 32, "count": 0, "segments": ()})
 
     def note(self, position: int, next_position: int, indices: Indices) -> None:
@@ -259,7 +260,7 @@ class ConsumedIds:
         self._segments = segments_of(state)
         self._skipped = skipped_of(state)
         self._pending = []
-        self._first = self._last = 0  # of what was noted since, and is in no segment yet
+        self._first = self._last = 0
 
     def _close_segment(self) -> None:
         """Adds what was noted in one piece to the segments: to the last one, where it follows that."""

@@ -18,9 +18,10 @@ import numpy as np
 import torch
 from torch.utils.data import default_collate
 
+from paceline.config.data_sections import OnBad
 from paceline.data.checked import SampleRules, find_bad
 from paceline.data.datasets import EpochDataset, Pair
-from paceline.data.images import IGNORED, OnBad
+from paceline.data.images import IGNORED
 from paceline.data.order import Indices
 from paceline.data.tokenizers import Tokenizer
 from paceline.errors import BadSampleError, DataError

@@ -148,7 +148,7 @@ def load_text(path: str | None, unit: Literal["char", "bytes"] | Tokenizer) -> E
         # Fixed-width code points let numpy sort and number the characters of a long text in one go.
         vocabulary, numbers = np.unique(code_points(text), return_inverse=True)
         tokenizer = CharTokenizer("".join(map(chr, vocabulary.tolist())))
-        encoded = numbers.reshape(-1).astype(smallest_dtype(len(vocabulary)))
+        encoded: NDArray[np.integer] = numbers.reshape(-1).astype(smallest_dtype(len(vocabulary)))
         return EncodedText(tokens=encoded, tokenizer=tokenizer, source=source)
     parts, start = [], 0  # of whole lines, which a tokenizer encodes side by side
     while start < len(text):

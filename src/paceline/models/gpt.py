@@ -372,12 +372,7 @@ def _residual_std(config: ModelShape) -> float:
 
 def _check_gpt(config: ModelShape) -> None:
     """Raises ConfigError with all that does not fit together."""
-    problems = _value_problems(config) or list(
-        head_problems(
-            width=config.width, heads=config.heads, kv_heads=config.kv_heads, is_rotary=config.positions == "rotary"
-        )
-    )
-    if problems:
+    if problems := _value_problems(config) or list(head_problems(config)):
         raise ConfigError(problems, source="model")
 
 
