@@ -1,7 +1,7 @@
 """The catalog as it is written: YAML entries of devices, links, nodes and networks, strictly checked, found by name.
 
-A name is looked up as people write it: case, order and punctuation do not count, nor do words such as ``NVIDIA``. So
-``H100-80GB-SXM``, ``H100 SXM5 80GB`` and ``h100_sxm_80gb`` are one. What sources call a thing otherwise is an alias.
+A name is looked up as people write it: ``H100-80GB-SXM``, ``H100 SXM5 80GB`` and ``h100_sxm_80gb`` are one. What
+sources call a thing otherwise is an alias.
 """
 
 from __future__ import annotations
@@ -131,12 +131,10 @@ class CatalogFile(_Closed):
 
     def with_file(self, found: CatalogFile) -> CatalogFile:
         """Returns these and those of a file, whose own come first where names are the same."""
-        return CatalogFile(
-            devices={**self.devices, **found.devices},
-            links={**self.links, **found.links},
-            networks={**self.networks, **found.networks},
-            nodes={**self.nodes, **found.nodes},
-        )
+        kinds: dict[str, Any] = {
+            kind: {**getattr(self, kind), **getattr(found, kind)} for kind in type(self).model_fields
+        }
+        return CatalogFile(**kinds)
 
 
 AnyEntry = TypeVar("AnyEntry", bound=CatalogEntry)

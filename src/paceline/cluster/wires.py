@@ -1,12 +1,25 @@
 """What an operation between ranks costs on a cluster's wires.
 
-    GPUs                    NCCL's own cost model (cluster/wires.py)
+    GPUs                    NCCL's own cost model (2.30), by which it chooses an algorithm and a protocol: see below
     hosts, no cluster       the least of ring, tree and halving (cluster/costs.py): alpha + beta B a message
     a measured host         the all-reduces that were timed there; a gather or a scatter takes half
     algorithms of our own   the formula of that algorithm (cluster/costs.py), whatever the cluster
 
 Ranks fill a node before the next one. A broadcast of B bytes takes what an all-gather of B does: every rank receives
 them once. A barrier is an all-reduce of one number.
+
+NCCL: for B bytes on n ranks of some nodes, time = latency + B / algbw, and the pair with the least time is taken.
+
+    steps              all-reduce 2 (n-1), reduce-scatter and all-gather n-1
+    algbw, ring        busbw n / steps;   protocols: LL min(llMax, busbw/2), LL128 0.92 busbw, Simple busbw
+    algbw, tree        min(0.92 busbw, channels x perChannel) / 2;   LL at most min(busbw/3.8, llMax); LL128 x 7/9 on
+                       one node, 120/128 on more
+    algbw, NVLS        what the switch reaches, all-reduce alone (measured where the catalog has it)
+    latency, ring      base + (steps - inter) max(intra, overhead) + inter interLat,  inter = 2 (nodes-1) or nodes-1
+    latency, tree      base + 2 ((n/nodes - 1) intra + log2(nodes) inter)
+
+B is the whole (unsharded) buffer. The ring's bus bandwidth inside a node is that of the catalog, measured by number of
+devices; across nodes a group has the share of its node's network that its ranks there have of the node's devices.
 """
 
 from __future__ import annotations
@@ -32,11 +45,7 @@ _SCATTER = (costs.scatter_seconds, costs.fastest_scatter)
 
 
 def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None) -> WireCost:
-    """Returns what operations cost on ``cluster``, or between processes of hosts where there is none.
-
-    Without a cluster ``node_ranks`` share a host; None: all do. Raises UsageError if the cluster has fewer devices
-    than there are ranks.
-    """
+    """Returns what operations cost on ``cluster``; without one, between processes, ``node_ranks`` of them on a host."""
     if cluster is None:
         return partial(_cost, partial(_host_cost, Wires(), node_ranks or ranks))
     if cluster.devices < ranks:
@@ -53,10 +62,7 @@ def wire_cost(cluster: Cluster | None, ranks: int, node_ranks: int | None = None
 
 
 def over_backend(cluster: Cluster, backend: str) -> Cluster:
-    """Returns a cluster as ranks see it that talk through ``comm.backend``.
-
-    Raises UsageError for a backend that does not work there, or whose speed there nobody measured.
-    """
+    """Returns a cluster as ranks see it that talk through ``comm.backend``. Raises UsageError for one not known."""
     problem = _backend_problem(cluster, backend)
     if problem:
         raise UsageError(f"comm.backend = {backend} on {cluster.name}\n  {problem}\n  set comm.backend = auto")
@@ -79,15 +85,13 @@ def _backend_problem(cluster: Cluster, backend: str) -> str:
 
 
 def algorithm_cost(cluster: Cluster, algorithm: str, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-    """Returns the seconds of a collective that is made of messages. Raises UsageError for an unknown algorithm.
-
-    A message between GPUs takes what NCCL's latency for one is; the network of a node is shared by those that leave it.
-    """
+    """Returns the seconds of a collective that is made of messages. Raises UsageError for an unknown algorithm."""
     if algorithm not in costs.ALGORITHMS:
         known = ", ".join(costs.ALGORITHMS)
         raise UsageError(f"a collective by the algorithm {algorithm!r}\n  it is one of {known}\n  take one of these")
     links = _links(cluster)
     if not cluster.device.is_cpu:
+        # A message between GPUs takes NCCL's latency for one; those that leave a node share its network.
         inside, across = (collective_seconds("send", 1.0, Group(2, nodes), cluster) for nodes in (1, 2))
         links = Wires(inside=replace(links.inside, alpha_s=inside), across=replace(links.across, alpha_s=across))
     return _formula_seconds(kind, num_bytes, _placement(ranks, cluster.node.devices), links, algorithm)
