@@ -40,9 +40,7 @@ CHUNK_BYTES = 256 * 1024
 _Part: TypeAlias = tuple[int, int, float]  # sender, receiver, bytes
 Choice: TypeAlias = Literal["native"] | Algorithm
 _CHOICES: tuple[Choice, ...] = ("native", *get_args(Algorithm))
-_FIX = (
-    "  write one there: paceline bench comm --output FILE, python bench/links.py --speed MBIT --output FILE"
-)
+_FIX = "  write one there: paceline bench comm --output FILE, python bench/links.py --speed MBIT --output FILE"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from paceline.config.data_sections import known_shape, sources_of
 from paceline.config.hf_folder import check_folder_is_followed, check_hf_folder
 from paceline.config.layout import check_batch, layout_problems
 from paceline.config.schema import Config, ParallelConfig
-from paceline.config.sections import GPTModelConfig, MLPModelConfig, ResNetModelConfig, gpt_shape, head_problems
+from paceline.config.sections import GPTModelConfig, ModelConfig, gpt_shape, head_problems
 from paceline.config.settings import check_backend_settings
 from paceline.config.suggest import near_files, nearest
 from paceline.errors import Problem
@@ -251,29 +251,25 @@ def check_documents(config: Config) -> Iterator[Problem]:
 
 
 def check_model_dimensions(config: Config) -> Iterator[Problem]:
-    model, shape = config.model, known_shape(config.data)
-    if any(check_model_reads_data(config)):
-        return
-    if isinstance(model, MLPModelConfig):
-        yield from _exactly("input_dim", model.input_dim, shape.features, "features of a sample")
-        yield from _at_least("num_classes", model.num_classes, shape.classes, "classes")
-    elif isinstance(model, ResNetModelConfig):
-        yield from _exactly("in_channels", model.in_channels, shape.channels, "channels of an image")
-        yield from _at_least("num_classes", model.num_classes, shape.classes, "classes")
-    elif isinstance(model, GPTModelConfig):
-        yield from _at_least("vocab_size", model.vocab_size, shape.vocab_size, "tokens of the vocabulary")
+    if not any(check_model_reads_data(config)):
+        yield from dimension_problems(config.model, known_shape(config.data))
 
 
-def _exactly(key: str, given: int | None, known: int | None, meaning: str) -> Iterator[Problem]:
-    if given is not None and known is not None and given != known:
-        what = f"model.{key} = {given}, but the data has {known} {meaning}"
-        yield Problem(what=what, rule="they are the same number", fix=f"set model.{key} = {known}, or leave it out")
-
-
-def _at_least(key: str, given: int | None, known: int | None, meaning: str) -> Iterator[Problem]:
-    if given is not None and known is not None and given < known:
-        what = f"model.{key} = {given} is fewer than the data's {known} {meaning}"
-        yield Problem(what=what, rule="each needs an output", fix=f"set model.{key} = {known}, or leave it out")
+def dimension_problems(model: ModelConfig, shape: sections.DataShape) -> Iterator[Problem]:
+    """Yields the dimensions of a model that do not fit the data, where both are known; outputs may be more."""
+    exact = {
+        "input_dim": (shape.features, "features of a sample"),
+        "in_channels": (shape.channels, "channels of an image"),
+    }
+    least = {"num_classes": (shape.classes, "classes"), "vocab_size": (shape.vocab_size, "tokens of the vocabulary")}
+    for key, (known, meaning) in (exact | least).items():
+        given, what, rule = getattr(model, key, None), "", ""
+        if given is not None and known is not None and key in exact and given != known:
+            what, rule = f"model.{key} = {given}, but the data has {known} {meaning}", "they are the same number"
+        elif given is not None and known is not None and given < known:
+            what, rule = f"model.{key} = {given} is fewer than the data's {known} {meaning}", "each needs an output"
+        if what:
+            yield Problem(what=what, rule=rule, fix=f"set model.{key} = {known}, or leave it out")
 
 
 def check_context(config: Config) -> Iterator[Problem]:

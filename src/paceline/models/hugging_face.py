@@ -1,8 +1,12 @@
 """Models that transformers builds from a local folder of Hugging Face. No network, and no code but the library's.
 
-A pretrained model is built without values, whatever the strategy: parameters have shapes alone and are marked as
-unfilled, and each rank later reads what it holds (``checkpoint/pretrained.py``). One from its
-config alone has the values that the library draws.
+A pretrained model is built without values, whatever the strategy: inside ``parameters_on_meta()`` parameters have
+shapes and no memory; buffers have values, which are in no file. ``mark_unfilled`` says that each rank later reads what
+it holds (``checkpoint/pretrained.py``), so that engines give them memory, and neither draw values nor exchange them.
+
+A causal language model is a base model and an output layer, known by ``base_model``, ``get_output_embeddings()`` and
+``config.vocab_size``, not by its class. ``with_head_loss`` gives it a loss that never holds the logits. What some do to
+their logits behind the output layer (a soft cap, a scale) would be lost, so those of two tokens are compared first.
 """
 
 from __future__ import annotations
@@ -51,8 +55,7 @@ def build_hugging_face(config: HFModelConfig, shape: DataShape, *, is_unfilled: 
     library = load_transformers()
     settings = _settings(library, config)
     kind = _class(library, settings, config)
-    problems = [*_problems(settings, shape, config)]
-    if problems:
+    if problems := [*_problems(settings, shape, config)]:
         raise ConfigError(problems)
     settings.use_cache = False  # keys and values of tokens before: of use where text is written, and memory here
     try:
@@ -84,14 +87,13 @@ def _text_part(settings: Any) -> Any:
 
 def _settings(library: Any, config: HFModelConfig) -> Any:
     try:
-        found = library.AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
+        return library.AutoConfig.from_pretrained(config.path, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"model.path = {config.path!r}: transformers makes no config of it: {str(error).splitlines()[0]}\n"
             "  it must know the model_type in config.json; code of the folder is never run\n"
             "  use a newer transformers, or a factory: model: {kind: factory, ...}"
         ) from error
-    return found
 
 
 def _class(library: Any, settings: Any, config: HFModelConfig) -> Any:
@@ -186,7 +188,6 @@ class _WithHeadLoss(nn.Module):
         return head(hidden) if targets is None else head_loss(hidden, head.weight, targets, counts=counts)
 
     def loss_vocabulary(self) -> int:
-        """Returns the number of logits of a token."""
         return int(output_layer(self).weight.shape[0])
 
 
@@ -198,10 +199,10 @@ def is_causal(model: nn.Module) -> bool:
 
 
 def with_head_loss(model: nn.Module) -> nn.Module:
-    """Changes a causal language model in place, so that ``model(tokens, targets=targets)`` is its summed loss.
+    """Changes a causal language model in place: ``model(tokens, targets=targets)`` is its summed loss.
 
-    ``model(tokens)`` returns the logits themselves from then on. Targets are those of each position: shifted already.
-    Raises UsageError for a model that lacks the parts, or whose logits are more than its output layer's products.
+    ``model(tokens)`` returns the logits. Targets are shifted already. Raises UsageError for a model that lacks the
+    parts, or whose logits are more than its output layer's products.
     """
     name = type(model).__name__
     if not is_causal(model):
@@ -265,13 +266,11 @@ def parameters_on_meta(**marks: Any) -> Iterator[None]:
 
 
 def mark_unfilled(parameters: Iterable[nn.Parameter]) -> None:
-    """Says that these parameters, of the meta device, get their values when an engine has them."""
     for parameter in parameters:
         setattr(parameter, _MARK, True)
 
 
 def is_unfilled(parameter: torch.Tensor) -> bool:
-    """Says whether somebody fills a parameter later."""
     return getattr(parameter, _MARK, False)
 
 
