@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.config import json_schema
+from paceline.config.schema import json_schema
 from paceline.config.suggest import leaf_field
 from reference_text import NOTE, code, prose, table
 

@@ -12,7 +12,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from paceline.config import check_exported, check_interfaces, config_settings, exported_settings, variables_of
+from paceline.config import check_exported, check_interfaces, config_settings, exported_settings
+from paceline.config.settings import variables_of
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
