@@ -149,7 +149,6 @@ def _cpu_host(entry: Path | None) -> Node:
 
 
 def _measured(name: str, entry: Path | None) -> Node | None:
-    """Returns a node of an entry or of the catalog, where it is there."""
     entries = shipped() if entry is None else shipped().with_file(read_catalog(entry))
     return Catalog(entries=entries).node(name) if name in entries.nodes else None
 

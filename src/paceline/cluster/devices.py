@@ -136,7 +136,6 @@ class Network:
 
     @property
     def reached(self) -> float:
-        """Bytes per second that collectives reach."""
         return self.bandwidth * self.efficiency
 
 
@@ -207,7 +206,6 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        """How many devices there are on all nodes."""
         return self.nodes * self.node.devices
 
     @property
@@ -236,7 +234,6 @@ class Catalog:
     entries: CatalogFile = field(default_factory=shipped)
 
     def cluster(self, name: str, count: int, network: str | None) -> Cluster:
-        """Returns so many nodes, or so many devices, of a name."""
         found = find_name(name, self.entries.nodes)
         if found is None:
             if find_name(name, self.entries.devices) is None:
@@ -270,7 +267,6 @@ class Catalog:
         return replace(device, **{name: getattr(measured, name) for name in _MEASURED})
 
     def node(self, name: str) -> Node:
-        """Returns a node, or the one that a device is usually in."""
         found = find_name(name, self.entries.nodes)
         if found is not None:
             return self._node(found, self.entries.nodes[found])
@@ -324,7 +320,6 @@ def _wire(name: str, entry: NetworkEntry) -> dict[str, Any]:
 
 
 def _points(tables: Mapping[Key, Mapping[int, float]], unit: float) -> dict[Key, tuple[tuple[int, float], ...]]:
-    """Returns what was measured by size, in growing order."""
     return {key: tuple(sorted((size, x * unit) for size, x in points.items())) for key, points in tables.items()}
 
 
@@ -390,7 +385,6 @@ def _split_count(text: str) -> tuple[int, str]:
 
 
 def _find(name: str, what: str, entries: Mapping[str, AnyEntry]) -> tuple[str, AnyEntry]:
-    """Returns the entry that a name means, and its own name. Raises UsageError with the nearest names."""
     found = find_name(name, entries)
     if found is None:
         raise _unknown(name, what, entries)

@@ -34,8 +34,6 @@ _SAME |= {"40g": "40gb", "80g": "80gb", "141g": "141gb", "ib": "infiniband", "gb
 
 
 class _Closed(BaseModel):
-    """A frozen record that refuses unknown keys."""
-
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -54,8 +52,6 @@ class ShapeEntry(_Closed):
 
 
 class MeasuredEntry(_Closed):
-    """When and with what a device was measured, and how much its samples spread."""
-
     time: str
     torch: str
     python: str
@@ -188,7 +184,6 @@ def parse_catalog(text: str, source: str, load: Callable[[str], Any] = load_yaml
 
 
 def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
-    """Returns the name of the entry that a word means, or None."""
     if word in among:
         return word
     wanted = _key(word)
@@ -199,7 +194,6 @@ def find_name(word: str, among: Mapping[str, AnyEntry]) -> str | None:
 
 
 def near_names(word: str, names: Iterable[str]) -> list[str]:
-    """Returns up to three names that may have been meant, the likeliest first."""
     plain = {name.lower(): name for name in names}
     wanted = word.lower().strip()
     found = [plain[each] for each in difflib.get_close_matches(wanted, plain, n=3, cutoff=0.55)]

@@ -44,8 +44,6 @@ _BALANCE = 271.2e12 / 2.039e12  # FLOPs a byte of A100 SXM 80 GB in bf16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRates:
-    """What kernels reach of a device: see the top of this file."""
-
     matmul: float = 0.85
     k_half: float = 128.0
     attention: float = 0.45
@@ -79,7 +77,6 @@ def attention_seconds(device: Device, rates: KernelRates, flops: float, seq_len:
 
 
 def memory_seconds(device: Device, rates: KernelRates, num_bytes: float) -> float:
-    """Returns how long kernels take that only move so many bytes."""
     return num_bytes / (device.memory_bandwidth * rates.memory)
 
 
@@ -179,7 +176,6 @@ class Operation:
 
 
 def work_seconds(device: Device, operation: Operation) -> float:
-    """Returns what a kernel takes once it runs."""
     if operation.family == "matmul":
         measured = matmul_rate(device, operation.sizes, operation.dtype, operation.layout)
         rate = measured or device.ceiling(operation.dtype)
@@ -196,7 +192,6 @@ def work_seconds(device: Device, operation: Operation) -> float:
 
 
 def memory_rate(device: Device, family: str, num_bytes: float) -> float:
-    """Returns bytes per second of a family of kernels: between measured sizes along a line of logarithms."""
     points = device.memory_rates.get(family) or device.memory_rates.get("pointwise")
     if not points:
         return device.memory_bandwidth * device.memory_share
@@ -204,7 +199,6 @@ def memory_rate(device: Device, family: str, num_bytes: float) -> float:
 
 
 def host_seconds(device: Device, operation: Operation, *, is_compiled: bool = False) -> float:
-    """Returns what it takes the host to get an operation going."""
     each = device.compiled_launch_s if is_compiled else device.operation_s or device.launch_s
     return each + (operation.tensors - 1) * device.tensor_s
 

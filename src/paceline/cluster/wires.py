@@ -119,7 +119,6 @@ def _cost(price: WireCost, kind: str, num_bytes: int, ranks: tuple[int, ...]) ->
 
 
 def _device_cost(cluster: Cluster, kind: str, num_bytes: int, ranks: tuple[int, ...]) -> float:
-    """Returns the seconds of an operation of NCCL."""
     hosts = len({rank // cluster.node.devices for rank in ranks})
     priced = cast(Collective, "all_gather" if kind == "broadcast" else kind)
     return collective_seconds(priced, float(num_bytes), Group(len(ranks), hosts), cluster)
@@ -153,7 +152,6 @@ def _measured_cost(
 def _formula_seconds(
     kind: str, num_bytes: int, where: Placement, links: Wires, algorithm: costs.Algorithm | None = None
 ) -> float:
-    """Returns the seconds of a collective by an algorithm; None: by the fastest."""
     seconds, fastest = _ALL_REDUCE if kind == "all_reduce" else _BROADCAST if kind == "broadcast" else _SCATTER
     return seconds(algorithm or fastest(num_bytes, where, links), num_bytes, where, links)
 
@@ -191,8 +189,6 @@ _LEAF_NODES = 16
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that talk: how many, and on how many nodes they are, as many on each."""
-
     ranks: int
     nodes: int = 1
 

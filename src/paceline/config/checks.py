@@ -300,7 +300,6 @@ def check_text_file(config: Config) -> Iterator[Problem]:
 
 
 def no_file(key: str, path: str, kind: str, otherwise: str) -> Problem:
-    """Returns the problem of a file that is not there, with names like it."""
     near = near_files(Path(path))
     return Problem(
         what=f"{key} = {path!r} {'is a folder' if Path(path).is_dir() else 'does not exist'}",

@@ -200,7 +200,6 @@ class DataShape:
 
 
 def _numbers(values: Any) -> list[float]:
-    """Returns a list of numbers; none of what is no list of numbers."""
     try:
         return [float(each) for each in values]
     except (TypeError, ValueError):
@@ -231,7 +230,6 @@ def may_ignore(data: DataConfig) -> bool:
 
 
 def known_shape(data: DataConfig) -> DataShape:
-    """Returns what is known of the data from its config."""
     if isinstance(data, MixtureDataConfig):  # what all sources have in common, and the largest vocabulary
         shapes = [known_shape(source) for source in data.sources.values()]
         found: dict[str, Any] = {"kind": "custom"}

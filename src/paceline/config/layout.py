@@ -169,11 +169,8 @@ def batch_plan(train: TrainConfig, ranks: int, pipeline: int = 1) -> BatchPlan:
 def peak_learning_rate(optim: OptimConfig, global_batch: int) -> float:
     """Returns the peak rate of a run with this global batch, where ``optim.lr`` is meant for ``optim.lr_batch``.
 
-        none      lr
-        linear    lr x global_batch / lr_batch           the step follows the sum of as many small ones (SGD)
-        sqrt      lr x sqrt(global_batch / lr_batch)     keeps the noise of an adaptive optimizer's step (Adam)
-
-    A large batch that is scaled linearly usually needs a warmup.
+    linear    lr x global_batch / lr_batch           the step follows the sum of as many small ones (SGD)
+    sqrt      lr x sqrt(global_batch / lr_batch)     keeps the noise of an adaptive optimizer's step (Adam)
     """
     ratio = global_batch / (optim.lr_batch or global_batch)
     return optim.lr * {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[optim.lr_scaling]
@@ -227,7 +224,6 @@ class _AskedBatch:
 
     @property
     def unit(self) -> int:
-        """What must divide the global batch."""
         return (self.microbatch or 1) * (self.accumulate or 1) * (self.ranks or 1)
 
     @property
@@ -235,7 +231,6 @@ class _AskedBatch:
         return None not in (self.microbatch, self.accumulate, self.ranks)
 
     def fits(self) -> bool:
-        """Says whether whole numbers satisfy the algebra."""
         return self.unit == self.total if self.is_complete else self.total % self.unit == 0
 
     def text(self, name: str) -> str:
@@ -256,7 +251,6 @@ class _AskedBatch:
 
 
 def _fix(asked: _AskedBatch) -> str:
-    """Suggests, for each value that may be changed alone, the nearest ones that work."""
     options = []
     for name in _KEYS:
         value: Any = asked.value(name)

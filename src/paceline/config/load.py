@@ -35,10 +35,7 @@ _RENAMED = {("data", "tokens", "byte"): "bytes"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedConfig:
-    """A config and where each of its keys came from: ``file <path>:<line>``, ``override``, ``default``, ``derived``.
-
-    ``notes`` tell what of the file gave way to an override.
-    """
+    """A config, where each key came from (file and line, override, default, derived), and what of the file gave way."""
 
     config: Config
     sources: dict[str, str]
@@ -48,7 +45,7 @@ class LoadedConfig:
 def load_config(path: str | Path | None, overrides: str | Sequence[str] = ()) -> Config:
     """Reads a config from a YAML file and ``section.key=value`` overrides; without a path, from overrides alone.
 
-    Raises ConfigError with all problems at once: of the schema, of the overrides, and between keys.
+    Raises ConfigError with all problems at once.
     """
     return load_config_with_sources(path, overrides).config
 
@@ -197,7 +194,6 @@ class _AskedValues:
         return f" ({found})" if found else ""
 
     def source(self, path: str, name: str) -> str:
-        """Returns where a key came from, for people who ask why it has its value."""
         if path in self.derived:
             return self.derived[path]
         if value_at(self.values, path) is MISSING:
@@ -245,7 +241,6 @@ def _suggest_file(path: Path) -> str:
 
 
 def _validate(asked: _AskedValues, source: str, check: Check = lambda _: ()) -> Config:
-    """Returns the config, or raises ConfigError with the problems of overrides, schema and rules together."""
     _open_empty_sections(asked.values)
     asked.rename()
     problems = list(asked.problems)

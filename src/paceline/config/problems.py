@@ -32,10 +32,7 @@ MISSING = object()
 def schema_problems(
     error: ValidationError, values: Mapping[str, Any], locate: Callable[[str], str] = lambda _path: ""
 ) -> list[Problem]:
-    """Translates a validation error, one problem for each key.
-
-    ``values`` is what was validated. ``locate`` tells where a dotted key was given, such as ``" (line 4)"``.
-    """
+    """Translates a validation error of ``values``; ``locate`` tells where a dotted key was given: ``" (line 4)"``."""
     problems: dict[str, Problem] = {}
     for each in error.errors(include_url=False, include_context=False, include_input=False):
         path, problem = _problem_at(each["type"], each["loc"], values, locate)
@@ -77,7 +74,6 @@ def _problem_at(
 
 
 def format_value(value: Any) -> str:
-    """Writes a value as a config would, shortened where it is long."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     text = repr(list(value)) if isinstance(value, tuple) else repr(value)
@@ -98,7 +94,6 @@ def _path_of(location: tuple[int | str, ...], kinds: Mapping[str, str | None]) -
 
 
 def value_at(values: Mapping[str, Any], path: str) -> Any:
-    """Returns what stands at a dotted key, or ``MISSING``."""
     content: Any = values
     for part in path.split("."):
         if not isinstance(content, Mapping) or part not in content:

@@ -89,7 +89,6 @@ class ParallelConfig(Section):
 
     @property
     def decided_ranks(self) -> int:
-        """The number of ranks, in a config in which it is decided."""
         assert self.ranks != "auto", "the ranks of this config are not decided yet"
         return self.ranks
 
@@ -250,7 +249,6 @@ class TrainConfig(Section):
         return "bf16_master" if device == "cuda" and has_bf16 and self.dtype == "float32" else "fp32"
 
     def precision_reason(self, device: str, *, has_bf16: bool = True) -> str:
-        """Returns why ``auto`` is that."""
         if self.dtype != "float32":
             return f"train.dtype = {self.dtype} is for exactness"
         if device != "cuda":

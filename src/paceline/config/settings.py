@@ -48,7 +48,6 @@ class BackendSetting:
 
     @property
     def name(self) -> str:
-        """What a reader changes: the key, or the variable."""
         return self.key or self.variable
 
     @property
@@ -80,7 +79,6 @@ def config_settings(comm: CommConfig) -> dict[str, BackendSetting]:
 
 
 def exported_settings(environment: Mapping[str, str]) -> dict[str, BackendSetting]:
-    """Returns what the environment says to NCCL and Gloo, by variable."""
     return {
         name: BackendSetting(variable=name, value=value)
         for name, value in sorted(environment.items())
@@ -168,7 +166,6 @@ def matching(wanted: str, present: Collection[str]) -> list[str]:
 
 
 def contradictions(settings: BackendSettings) -> list[Problem]:
-    """Lists what does not go together, and what no library can read."""
     rules = (_check_readable, _check_peers, _check_counts, _check_cards, _check_algorithms, _check_debug)
     return [problem for rule in rules for problem in rule(settings)]
 

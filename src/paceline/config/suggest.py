@@ -25,7 +25,6 @@ from paceline.config.yaml_text import parse_value
 
 @cache
 def other_names() -> dict[str, Any]:
-    """Returns what other frameworks call keys, kinds of sections and values."""
     return dict(load_shipped((Path(__file__).parent / "other_names.yaml").read_text(encoding="utf-8")))
 
 
@@ -70,7 +69,6 @@ def _is_derived(field: KnownField) -> bool:
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Returns the choice that is most like a word, or ``None`` when none is."""
     return next(iter(_near(word.lower().replace("-", "_"), choices, cutoff=0.5)), None)
 
 
@@ -149,7 +147,6 @@ class KnownField:
 
 @cache
 def known_fields() -> tuple[KnownField, ...]:
-    """Lists every key of the schema, sections included, in order."""
     schema = json_schema()
     return tuple(_walk(schema, schema["$defs"], "", None))
 
@@ -179,12 +176,10 @@ def section_kinds(section: str) -> tuple[str, ...]:
 
 
 def fields_at(place: str, kind: str | None) -> list[KnownField]:
-    """Lists the keys that are valid in a section, for its kind."""
     return [each for each in known_fields() if each.place == place and (each.kind in (None, kind) or kind is None)]
 
 
 def find_field(path: str, kind: str | None) -> KnownField | None:
-    """Returns the field at a path, for the kind of its section, or ``None``."""
     return next((each for each in known_fields() if each.path == path and each.kind in (None, kind)), None)
 
 
@@ -206,7 +201,6 @@ def _walk(node: dict[str, Any], defs: dict[str, Any], place: str, kind: str | No
 
 
 def leaf_field(path: str, kind: str | None, spec: dict[str, Any]) -> KnownField:
-    """Returns the field that a part of the JSON Schema describes; one that is no section."""
     options = spec.get("anyOf", [spec])
     choices = [choice for option in options for choice in _choices(option)]
     return KnownField(

@@ -88,8 +88,6 @@ class InMemoryDataset(EpochDataset):
 
 
 class TensorPairs(InMemoryDataset):
-    """Samples that are the rows of two tensors."""
-
     def __init__(self, inputs: torch.Tensor, targets: torch.Tensor) -> None:
         if len(inputs) != len(targets):
             raise DataError(f"{len(inputs)} inputs and {len(targets)} targets\n  every input has one target")
@@ -139,7 +137,6 @@ def check_map_style(dataset: Any, name: str = "the data set") -> int:
 
 
 def check_enough(length: int, ranks: int) -> None:
-    """Raises ``DataError`` where some rank would never get a training sample."""
     if length < 1:
         raise DataError(
             "the training set is empty\n  a run needs at least one sample for each rank\n"

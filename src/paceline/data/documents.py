@@ -70,7 +70,6 @@ def find_sources(paths: list[Path]) -> list[Path]:
 
 
 def cut_pieces(paths: list[Path], piece_bytes: int) -> list[Piece]:
-    """Cuts files into pieces of about so many bytes, in order."""
     pieces = []
     for path in paths:
         if path.suffix == ".parquet":
@@ -153,7 +152,6 @@ def _lines(piece: Piece) -> Iterator[tuple[int, bytes]]:
 
 
 def _first_line(file: Any, piece: Piece) -> int:
-    """Goes to the first line that begins in a piece, and returns its first byte."""
     if not piece.first:
         return 0
     file.seek(piece.first - 1)

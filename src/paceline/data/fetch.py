@@ -64,8 +64,6 @@ class BatchRequest(NamedTuple):
 
 
 class BatchSource(Protocol):
-    """Reads batches as they are requested."""
-
     def stream(self, requests: Iterator[BatchRequest]) -> Iterator[Batch]:
         """Yields the batch of each request, in order. A new stream ends the one before."""
 
@@ -234,16 +232,12 @@ def _name(numbers: list[int]) -> str:
 
 
 class _UnreadBatch(NamedTuple):
-    """What a worker returns in place of a batch that it could not read."""
-
     message: str
     cause: BaseException | None
     is_permanent: bool
 
 
 class _RequestSampler(Sampler[BatchRequest]):
-    """Gives a ``DataLoader`` the requests of the current stream."""
-
     def __init__(self) -> None:
         self.requests: Iterator[BatchRequest] = iter(())
 

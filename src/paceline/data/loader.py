@@ -206,8 +206,6 @@ def _check_rank(rank: int, ranks: int) -> None:
 
 
 class _Nowhere:
-    """A file that forgets what is written."""
-
     def write(self, data: Any, /) -> int:
         return len(data)
 

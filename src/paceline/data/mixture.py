@@ -132,7 +132,6 @@ def common_shape(shapes: Mapping[str, DataShape]) -> DataShape:
 
 
 def common_tokenizer(tokenizers: Mapping[str, Tokenizer | None]) -> Tokenizer | None:
-    """Returns the tokenizer of all sources that have one; raises ``DataError`` where they differ."""
     known = {name: each for name, each in tokenizers.items() if each is not None}
     if not known:
         return None

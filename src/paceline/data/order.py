@@ -183,7 +183,6 @@ def mix_seed(*numbers: int) -> int:
 
 
 def _permute(cells: _Words, rows: np.uint64, columns: np.uint64, keys: list[np.uint64]) -> _Words:
-    """Maps the cells of the rectangle one-to-one: each round moves one coordinate by a hash of the other."""
     row, column = np.divmod(cells, columns)
     for row_key, column_key in zip(keys[::2], keys[1::2], strict=True):
         row = _moved(row, column, row_key, rows)

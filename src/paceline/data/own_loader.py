@@ -208,8 +208,6 @@ def _warned(made: OwnLoader, comm: Ranks) -> OwnLoader:
 
 
 class _Collated:
-    """A data set whose batches are joined by a function of the user's own."""
-
     def __init__(self, dataset: MapDataset, collate: Callable[[list[Any]], Batch]) -> None:
         self._dataset, self._collate = dataset, collate
 

@@ -59,15 +59,12 @@ class PrepareOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PieceDone:
-    """One shard, the bytes of text it was made of, and the documents that were left out."""
-
     shard: TokenShard
     bytes: int
     skipped: int
 
 
 def total_bytes(options: PrepareOptions) -> int:
-    """Returns the bytes of all sources, of parquet without its compression."""
     return sum(piece.bytes for piece in cut_pieces(find_sources(list(options.sources)), _MOST_PIECE))
 
 

@@ -41,7 +41,6 @@ class DataSplits:
 
 
 def data_of(config: Config) -> DataSplits:
-    """Makes the data of a run, as its model reads them."""
     model = config.model
     shape = gpt_shape(model) if isinstance(model, GPTModelConfig) else None
     context = getattr(model, "context", None) if shape is None else shape.context or None
@@ -284,7 +283,6 @@ def _looked_at(dataset: MapDataset, shape: DataShape, needs: ModelNeeds, name: s
 
 
 def _check_made(dataset: Any, name: str) -> int:
-    """Returns the length of a data set from a factory; refuses what only looks like one."""
     if isinstance(dataset, torch.Tensor | np.ndarray):
         raise DataError(
             f"{name} is a {type(dataset).__name__}\n{_WHAT_A_FACTORY_RETURNS}\n"

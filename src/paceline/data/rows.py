@@ -99,7 +99,6 @@ class RowDataset(EpochDataset):
             return None
 
     def _formed(self, value: torch.Tensor, like: torch.Tensor, name: str) -> torch.Tensor:
-        """Returns a value in the type of the first row's. Raises ValueError where it has another form."""
         assert self._first is not None
         if value.shape != like.shape:
             forms = [f"{tuple(each.shape)}" if each.ndim != 1 else f"{len(each)} numbers" for each in (value, like)]
@@ -256,7 +255,6 @@ def _mapped(folder: Path, names: list[str]) -> Any:
 
 
 def class_names(path: Path, column: str) -> list[str] | None:
-    """Returns the names of the classes that ``dataset_info.json`` gives a column; None where it gives none."""
     try:
         feature = parse_json_object(read_regular(path / "dataset_info.json"))["features"][column]
         return [str(each) for each in feature["names"]] if feature.get("_type") == "ClassLabel" else None

@@ -41,7 +41,6 @@ class StreamSource:
         return f"the stream of data.factory = {self.factory!r}"
 
     def open(self) -> Any:
-        """Makes the stream anew, from its beginning on."""
         what = f"data.factory = {self.factory!r}"
         made = call_factory(import_from_path(self.factory, "data.factory"), self.args, what)
         if not hasattr(made, "__iter__") or isinstance(made, str | bytes | dict):
@@ -86,7 +85,6 @@ class _Cursor:
         self._begin(0)
 
     def read(self, number: int) -> Any:
-        """Returns a sample by its number, which goes on from pass to pass."""
         if number < self._first + self._place:
             self._begin(0)
         while True:

@@ -29,10 +29,7 @@ _WINDOW_EPOCH = -2  # epochs count from 0, and -1 is the split: no other order i
 
 
 class LayeredImages(InMemoryDataset):
-    """Images that are the sum of a pattern (by class) and a noise (by sample), both (number, height, width, channels).
-
-    Bytes are added modulo 256: a pattern may hold negative numbers, in two's complement. Channels are last in memory.
-    """
+    """Images that are the sum of a pattern (by class) and a noise (by sample); bytes are added modulo 256."""
 
     def __init__(
         self, patterns: torch.Tensor, noises: torch.Tensor, targets: torch.Tensor, places: torch.Tensor
@@ -77,7 +74,6 @@ def make_images(
 
 
 def make_tokens(*, samples: int, vocab_size: int, context: int, seed: int) -> TensorPairs | TokenWindows:
-    """Makes token sequences of a noisy Markov chain; targets are the inputs one token later."""
     if samples * (context + 1) * 8 <= LARGEST_WHOLE_BYTES:
         return datasets.synthetic_tokens(samples=samples, vocab_size=vocab_size, context=context, seed=seed)
     rows = max(2, _NUM_TOKENS // (context + 1))  # at least as many tokens as a window has, and one more

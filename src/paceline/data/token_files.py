@@ -109,8 +109,6 @@ class MappedTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenedTokens:
-    """The tokens of a path, and what stands beside them."""
-
     tokens: MappedTokens
     end_token: int | None = None
     tokenizer: Tokenizer | None = None
@@ -193,7 +191,6 @@ def _numpy_file(path: Path) -> TokenFile:
 
 
 def _find(path: str) -> list[Path]:
-    """Returns the files of a path, by name: itself, those of a folder, or those that a pattern fits."""
     place = Path(path).expanduser()
     if place.is_dir():
         found = sorted(each for each in place.iterdir() if each.suffix in (".bin", ".npy"))
@@ -255,7 +252,6 @@ class DataManifest:
 
 
 def read_manifest(folder: Path) -> DataManifest:
-    """Reads the manifest of a folder. Raises ``DataError`` where it is missing or damaged."""
     try:
         return parse_manifest(read_regular(folder / MANIFEST))
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -271,7 +267,6 @@ def read_manifest(folder: Path) -> DataManifest:
 
 
 def parse_manifest(content: bytes) -> DataManifest:
-    """Reads a manifest. Raises ValueError for what is none."""
     values = parse_json_object(content)
     if values.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")

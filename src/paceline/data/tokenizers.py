@@ -30,8 +30,6 @@ _MOST_BYTES = 2**28
 
 
 class Tokenizer(ABC):
-    """Turns text into tokens and back."""
-
     name: str  # in messages and manifests: bytes, char, or the name of its folder
     vocab_size: int  # every token is less
     end_token: int | None  # between documents; None where there is none
@@ -42,16 +40,14 @@ class Tokenizer(ABC):
         return tokens
 
     @abstractmethod
-    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]:
-        """Returns the tokens of many texts at once, which is faster."""
+    def encode_many(self, texts: Sequence[str]) -> list[NDArray[np.uint32]]: ...
 
     @abstractmethod
     def decode(self, tokens: Sequence[int]) -> str:
         """Returns the text of tokens; bytes that are no UTF-8 are shown as U+FFFD. The end token is left out."""
 
     @abstractmethod
-    def save(self, folder: Path) -> None:
-        """Writes into a folder what ``open_tokenizer`` reads."""
+    def save(self, folder: Path) -> None: ...
 
 
 class ByteTokenizer(Tokenizer):
@@ -155,7 +151,6 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def open_tokenizer(folder: Path) -> Tokenizer:
-    """Reads the tokenizer of a folder. Raises ``DataError`` where there is none, or a damaged one."""
     if (folder / VOCABULARY).is_file():
         return _read_vocabulary(folder / VOCABULARY)
     if (folder / TOKENIZER).is_file():
@@ -222,7 +217,6 @@ def _load(path: Path) -> Any:
 
 
 def _named_end(folder: Path) -> str:
-    """Returns the end token that the folder's config names; empty where it names none."""
     for name in _BESIDE:
         try:
             token = parse_json_object(read_regular(folder / name)).get("eos_token")

@@ -53,8 +53,6 @@ class TokenArray:
 
 
 class TokenSlice:
-    """Tokens ``first`` to ``last`` of others."""
-
     def __init__(self, tokens: Tokens, first: int, last: int) -> None:
         self._tokens, self._first, self._last = tokens, first, last
 
@@ -76,7 +74,6 @@ def split_tokens(tokens: Tokens, context: int, eval_fraction: float, source: str
 
 
 def check_part(tokens: int, context: int, part: str, eval_fraction: float) -> None:
-    """Raises ``DataError`` for a part of a text that is shorter than one sample."""
     if context < 1:
         raise DataError(f"data.context = {context}\n  a sample has at least one token")
     if tokens <= context:
@@ -129,8 +126,6 @@ _AT_ONCE = 2**20  # characters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedText:
-    """The tokens of a text (1-D), what they stand for, and where the text comes from."""
-
     tokens: NDArray[np.integer]
     tokenizer: Tokenizer
     source: str

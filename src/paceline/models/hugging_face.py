@@ -37,7 +37,6 @@ _TASKS = {
 
 
 def load_transformers() -> Any:
-    """Imports the library. Raises UsageError where it is missing."""
     try:
         return importlib.import_module("transformers")
     except ImportError as error:
@@ -172,7 +171,6 @@ def renamed(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def model_folder(config: ModelConfig) -> Path | None:
-    """Returns the folder that a model is built from; None where it is another kind of model."""
     return Path(config.path) if config.kind == "hf" else None
 
 
@@ -192,7 +190,6 @@ class _WithHeadLoss(nn.Module):
 
 
 def is_causal(model: nn.Module) -> bool:
-    """Says whether a model has the parts of a causal language model of Hugging Face."""
     base, config = getattr(model, "base_model", None), getattr(model, "config", None)
     has_parts = isinstance(base, nn.Module) and base is not model and hasattr(config, "vocab_size")
     return has_parts and isinstance(output_layer(model), nn.Linear)

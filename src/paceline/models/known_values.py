@@ -39,8 +39,6 @@ class _Made:
 
 
 class KnownValues:
-    """Remembers how tensors were made whose values follow from shapes alone, and answers for them."""
-
     def __init__(self) -> None:
         self._made: MutableMapping[torch.Tensor, _Made] = WeakTensorKeyDictionary()
 

@@ -96,13 +96,11 @@ def _opened(sequential: nn.Sequential, prefix: str) -> Iterator[tuple[str, nn.Mo
 
 
 def _is_plain(model: nn.Sequential) -> bool:
-    """Says whether calling it is calling its children: no forward of its own, no hooks."""
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     return type(model).forward is nn.Sequential.forward and "forward" not in vars(model) and not any(hooks)
 
 
 def _explain(model: nn.Module) -> str:
-    """Says what a model lacks, with its own names as far as they can be guessed."""
     kind = type(model).__name__
     rows = [(n, m) for n, m in model.named_modules() if n and isinstance(m, nn.ModuleList | nn.Sequential) and len(m)]
     name = max(rows, key=lambda row: sum(p.numel() for p in row[1].parameters()), default=("layers", None))[0]

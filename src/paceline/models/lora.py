@@ -38,7 +38,6 @@ class Adapted(nn.Module):
         return found + self.added(x, self.lora_a, self.lora_b)
 
     def added(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Returns what the adapter adds, with these matrices."""
         return self.lora_scale * F.linear(F.linear(F.dropout(x, self.lora_dropout, self.training), a), b)
 
 
@@ -92,7 +91,6 @@ def output_layer(model: Any) -> Any:
 
 
 def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, *, is_transposed: bool) -> Tensor:
-    """Returns the weight with its adapter's product."""
     product = scale * (b.double() @ a.double())
     return (weight.double() + (product.t() if is_transposed else product)).to(weight.dtype)
 
@@ -119,7 +117,6 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def _sizes(module: nn.Module) -> tuple[int, int] | None:
-    """Returns inputs and outputs of a linear layer; None of anything else."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2 or isinstance(module, Adapted):
         return None

@@ -138,7 +138,6 @@ class _Counter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 handle.remove()
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Counts a tensor that autograd saves, unless its storage is known."""
         key = _storage_key(tensor)
         if key in self._seen:
             return tensor

@@ -74,7 +74,6 @@ def model_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def can_be_called(module: nn.Module) -> bool:
-    """Says whether a module has a forward: lists and dicts of modules have none."""
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
@@ -127,7 +126,6 @@ def check_initialised(model: nn.Module) -> None:
 
 
 def num_parameters(model: nn.Module) -> int:
-    """Counts the parameters, a shared one once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -189,7 +187,6 @@ def _build_from_factory(config: FactoryModelConfig) -> nn.Module:
 
 
 def _kind_problems(model: str, shape: DataShape, *, needs: str) -> Iterator[Problem]:
-    """Yields the mismatch between the model and the kind of data, if any; custom data may be anything."""
     if shape.kind not in (needs, "custom"):
         yield Problem(
             what=f"model.kind = {model} needs data of {needs}, but the data has {shape.kind}",

@@ -86,8 +86,6 @@ class ResNet(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut."""
-
     def __init__(self, in_channels: int, width: int, stride: int, norm: Norm) -> None:
         super().__init__()
         self.out_channels = width
@@ -133,13 +131,10 @@ class Conv(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding=kernel_size // 2, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draws the weight so that the variance of gradients is kept through convolution and ReLU."""
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Batch norm whose weight starts at ``scale``."""
-
     def __init__(self, channels: int, scale: float) -> None:
         self.scale = scale  # before the base constructor, which calls reset_parameters
         super().__init__(channels)
@@ -174,7 +169,6 @@ def _make_shortcut(in_channels: int, out_channels: int, stride: int, norm: Norm)
 
 
 def _check(depth: int, *, norm: str, stem: str, **counts: int) -> None:
-    """Raises UsageError for the first argument of ResNet that it cannot take."""
     choices = {"depth": (depth, tuple(_STAGES)), "norm": (norm, get_args(Norm)), "stem": (stem, get_args(Stem))}
     for name, (value, allowed) in choices.items():
         if value not in allowed:
