@@ -58,7 +58,7 @@ def explain(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None
 @app.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors."""
-    from paceline.config import json_schema
+    from paceline.config.schema import json_schema
 
     print_json(json_schema())
 
@@ -91,7 +91,7 @@ def check(config: ConfigPath, overrides: Overrides = None, ranks: Ranks = None, 
 def import_config(config: ConfigPath) -> None:
     """Translate a config of another framework or script into one of ours."""
     from paceline.config.load import config_from_dict, read_values
-    from paceline.config.translate import translate_config
+    from paceline.config.suggest import translate_config
     from paceline.config.yaml_text import dump_values
 
     found = translate_config(read_values(config))
@@ -103,8 +103,10 @@ def import_config(config: ConfigPath) -> None:
 
 def _mesh_rows(loaded: LoadedConfig, ranks: int | None) -> list[ExplainRow]:
     """Returns all rows of a config that leaves the strategy open, as it is decided; none where that is given."""
-    from paceline.config import ExplainRow, LoadedConfig, leaf_values
+    from paceline.config import ExplainRow, LoadedConfig
     from paceline.config import explain as explain_config
+    from paceline.config.load import leaf_values
+    from paceline.plan.describe import mesh_text
     from paceline.plan.workload import mesh_text
     from paceline.run.decide import decide_strategy, resolve_config
     from paceline.search.automatic import KEY

@@ -13,7 +13,7 @@ from paceline.errors import UsageError
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
-    from paceline.data.manifest import DataManifest
+    from paceline.data.token_files import DataManifest
 
 app = typer.Typer(no_args_is_help=True, help="Prepare text as files of tokens, and look at them.")
 
@@ -72,8 +72,7 @@ def inspect(
     as_json: AsJson = False,
 ) -> None:
     """Say what a folder of tokens holds, and whether its files are whole."""
-    from paceline.data.manifest import check_shards, read_manifest
-    from paceline.data.token_files import open_tokens
+    from paceline.data.token_files import check_shards, open_tokens, read_manifest
 
     manifest = read_manifest(path)
     check_shards(path, manifest, "full" if verify else "fast")

@@ -17,7 +17,8 @@ from paceline.terminal import echo
 from paceline.units import format_seconds
 
 if TYPE_CHECKING:
-    from paceline.config import BatchPlan, Config
+    from paceline.config import Config
+    from paceline.plan.plan import BatchPlan
     from paceline.predict.replay.replayed import ReplayedStep
 
 

@@ -206,7 +206,7 @@ def translate_options(words: Sequence[str], known: Sequence[str]) -> tuple[Path,
 
     Raises ConfigError with an answer to each option that is neither ``known`` nor understood.
     """
-    from paceline.config.translate import translate_setting
+    from paceline.config.suggest import translate_setting
 
     files: list[str] = []
     overrides: list[str] = []

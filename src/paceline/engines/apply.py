@@ -41,8 +41,8 @@ from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
+from paceline.models.hugging_face import allocate_unfilled, is_unfilled
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
-from paceline.models.unfilled import allocate_unfilled, is_unfilled
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts

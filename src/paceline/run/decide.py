@@ -34,20 +34,27 @@ from paceline.engines import precision
 from paceline.errors import ConfigError, Problem, UsageError
 from paceline.plan.plan import Plan, RunMachine
 from paceline.records.records import RunRecord, follow_records
+from paceline.run.console import say
 from paceline.run.logs import say
+from paceline.run.prediction import entry_problem, machine_entry
 from paceline.run.processes import node_ranks
+from paceline.run.rank_process import node_ranks
 from paceline.run.signals import start_thread
 from paceline.run.warm import CPU_RANKS, WarmRanks
-from paceline.search.expect import expect_run, expected_memory, unpriced
+from paceline.search.expect import (
+    MemoryNeed,
+    MemoryVerdict,
+    expect_run,
+    expected_memory,
+    host_problems,
+    needed,
+    unpriced,
+    ways_out,
+)
 from paceline.search.expectation import FILE, Expectation
 from paceline.search.make_plan import make_plan
 from paceline.search.memory_verdict import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.terminal import new_console
-from paceline.run.console import say
-from paceline.run.prediction import entry_problem, machine_entry
-from paceline.run.rank_process import node_ranks
-from paceline.run.warm import CPU_RANKS
-from paceline.search.expect import MemoryNeed, MemoryVerdict, host_problems, needed, ways_out
 from paceline.train.resolve import resolve_strategy, resolve_together
 
 if TYPE_CHECKING:

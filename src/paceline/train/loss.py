@@ -28,7 +28,7 @@ from paceline.engines.compiled import Compiled
 from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path
-from paceline.models.causal import is_causal, with_head_loss
+from paceline.models.hugging_face import is_causal, with_head_loss
 from paceline.models.registry import loss_vocabulary
 from paceline.plan.layout import LARGE_VOCABULARY, Layout
 

@@ -49,10 +49,8 @@ from paceline.predict.replay.replay import replay
 from paceline.rehearse.dryrun.held import HOST, HeldMemory, mark_host_work
 from paceline.rehearse.dryrun.operators import KnownCalls, dtype_name
 from paceline.rehearse.dryrun.parts import StepPieces, build_parts, empty_model, few_data, tell_inputs
-from paceline.rehearse.dryrun.recorder import Recorded, Recorder, no_answer
-from paceline.schedule.grid import Action, RankProgram
 from paceline.rehearse.dryrun.recorder import MetaFunctions, Recorded, Recorder, no_answer
-from paceline.schedule.grid import Action
+from paceline.schedule.grid import Action, RankProgram
 from paceline.schedule.lowering import RankProgram
 from paceline.train.graphed_step import graph_problem
 from paceline.train.loss import CrossEntropy
