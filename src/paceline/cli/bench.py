@@ -66,20 +66,7 @@ def scaling(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """See how a config scales with ranks, each row labelled.
-
-    Measured on real ranks where this machine has a core or a GPU for each, simulated beyond, and predicted for a
-    cluster. Efficiency is speed-up / ranks, among rows of the same kind. Each row also has the share of a step in which
-    ranks wait for communication or other ranks, and the memory of a rank.
-
-    Examples:
-
-      paceline bench scaling configs/digits.yaml --ranks 1,2,4 --strategies ddp,fsdp --batch-sizes 32,64
-
-      paceline bench scaling configs/gpt_pydoc.yaml --ranks 1,2 --strategies ddp,pipeline --modes strong
-
-      paceline bench scaling configs/gpt_124m.yaml --ranks 1 --predict-to 256 --plot scaling.svg
-    """
+    """See how a config scales with ranks, each row labelled."""
     import torch
 
     from paceline.bench.scaling import MODES, STRATEGIES, bench_scaling, cases, draw_rows, own_strategy
@@ -110,22 +97,7 @@ def engines(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time a step of every engine beside torch DDP and FSDP2.
-
-    On a CPU over Gloo ranks in fp32, and at world size 1 beside the plain loop; on CUDA at world size 1 in bf16,
-    compiled: the plain loop as one graph with its loss, the others block by block. The arms take turns in one run; the
-    ratio of an arm to its peer is what counts.
-
-    Examples:
-
-      paceline bench engines --json
-
-      paceline bench engines --models mlp --arms fsdp --rounds 100
-
-      paceline bench engines --ranks 4 --arms hybrid
-
-      paceline bench engines --device cuda --models gpt-1.1b
-    """
+    """Time a step of every engine beside torch DDP and FSDP2."""
     import torch
 
     from paceline.bench.arms import arms_alone, arms_in_bf16, arms_on_ranks, check_words
@@ -163,17 +135,7 @@ def comm(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time all-reduce by backend, algorithm and size beside Gloo.
-
-    Gloo and shared memory as they are, and ring, tree, halving-doubling (and, on four ranks or more, hierarchical) on
-    the messages of each. The arms take turns in one run; how much faster than Gloo an arm is, is what counts.
-
-    Examples:
-
-      paceline bench comm --ranks 2 --json
-
-      paceline bench comm --ranks 4 --sizes 1024,1048576
-    """
+    """Time all-reduce by backend, algorithm and size beside Gloo."""
     from paceline.bench.comm import SIZES, bench_comm
 
     wanted = numbers_of("--sizes", sizes) or list(SIZES)
@@ -192,19 +154,7 @@ def gpu(
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:
-    """Time paceline train beside the best loops of a user on one GPU.
-
-    The loops compile the whole model with its loss: with autocast, with bf16 parameters and fp32 masters, with CUDA
-    graphs; Accelerate, Lightning and torchao's fp8 where they are installed. Ours: the engine alone, and the command
-    `paceline train` on the configs that ship. Each arm trains in a process of its own, in turns; the ratio to the best
-    plain loop of the same round is what counts, below 1 is faster.
-
-    Examples:
-
-      paceline bench gpu --output gpu.json
-
-      paceline bench gpu --models gpt-124m,gpt-10m --arms masters,graphs,train --rounds 1
-    """
+    """Time paceline train beside the best loops of a user on one GPU."""
     import torch
 
     from paceline.bench.arms import check_words

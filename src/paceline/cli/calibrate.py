@@ -54,23 +54,7 @@ def calibrate(
         None, metavar="FILE.yaml", help="The entry that --from fits.  [default: the catalog's cpu-host]"
     ),
 ) -> None:
-    """Measure this machine, so that steps on it can be predicted.
-
-    Times products by shape, attention, memory, launches, and collectives where ranks are several. Writes devices, links
-    and nodes as YAML, which every --cluster takes by the file's name. On a CPU the ranks share the cores out, and
-    measure together as they would train together. A machine that is plainly noisy is refused, with the spread: end what
-    else runs.
-
-    Examples:
-
-      paceline calibrate --output mine.yaml
-
-      paceline calibrate --ranks 2 --name my-host --output mine.yaml
-
-      paceline cluster show mine.yaml
-
-      paceline calibrate --from runs/gpt-pydoc --output mine.yaml
-    """
+    """Measure this machine, so that steps on it can be predicted."""
     given = {"--device": asked.device != "auto", "--ranks": asked.ranks is not None, "--name": asked.name is not None}
     given |= {"--no-compiled": not asked.compiled, "--noisy": asked.noisy, "--cluster": cluster is not None}
     _check_options(run, {option for option, is_given in given.items() if is_given}, asked.name)

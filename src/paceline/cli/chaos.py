@@ -40,19 +40,7 @@ def chaos(
     asked: ChaosOptions,
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
-    """Train with faults, recover, and report what that cost.
-
-    The run is left in <folder>/<name>-chaos; an older one there is replaced. Exit code 0 if every fault was handled as
-    the policies of the config say.
-
-    Examples:
-
-      paceline chaos configs/digits.yaml --faults kill:rank=1@step=20
-
-      paceline chaos configs/digits.yaml --faults disk-full@step=40,corrupt-checkpoint@step=50 --backend virtual
-
-      paceline chaos configs/digits.yaml --random 5 --seed 3 --compare --json
-    """
+    """Train with faults, recover, and report what that cost."""
     from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
     from paceline.chaos.faults import parse_faults
     from paceline.config.load import load_config_with_sources

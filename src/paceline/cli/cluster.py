@@ -20,10 +20,7 @@ app = typer.Typer(no_args_is_help=True, help="List known machines, and show what
 
 @app.command("ls")
 def list_known(as_json: bool = typer.Option(False, "--json", help="Print the names as JSON.")) -> None:
-    """List the devices, nodes and networks of the catalog.
-
-    Example:  paceline cluster ls
-    """
+    """List the devices, nodes and networks of the catalog."""
     from paceline.cluster.devices import Catalog
     from paceline.cluster.entries import shipped
 
@@ -57,16 +54,7 @@ def show(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
-    """Show a cluster: its devices, links and network. Without a name: this machine.
-
-    Examples:
-
-      paceline cluster show
-
-      paceline cluster show "4x dgx-h100"
-
-      paceline cluster show "p4d.24xlarge x 2" --json
-    """
+    """Show a cluster: its devices, links and network. Without a name: this machine."""
     from paceline.cluster.detect import detect_cluster, detect_machine
     from paceline.cluster.devices import load_cluster
 

@@ -27,26 +27,7 @@ def doctor(
     ranks: int = typer.Option(0, min=0, help="Also test so many ranks; under torchrun, those that it started."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),
 ) -> None:
-    """Check this machine: what is there, and what to do about it.
-
-    Looks at Python, torch, GPUs and whether they reach one another, cores, memory, shared memory, files, disk and
-    clock; at network interfaces, this host's name (a common cause of ranks that hang) and ports; and at all
-    variables of NCCL and Gloo, exported or in the config. Two ranks are started that talk through Gloo.
-
-    Leaves with exit code 1 if there is a problem, and 0 if there are only notes.
-
-    Examples:
-
-      paceline doctor
-
-      paceline doctor configs/digits.yaml parallel.ranks=4
-
-      NCCL_DEBUG=INFO paceline doctor --quick --json
-
-      paceline doctor --ranks 4
-
-      torchrun --nnodes 2 --nproc-per-node 8 -m paceline doctor --quick --ranks 16
-    """
+    """Check this machine: what is there, and what to do about it."""
     from paceline.doctor.findings import examine, missing_packages
 
     findings = missing_packages()

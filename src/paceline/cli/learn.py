@@ -29,23 +29,7 @@ def check(
     ),
     as_json: AsJson = False,
 ) -> None:
-    """Check an answer to an exercise of the course, and keep a note of it when it is right.
-
-    A Python file is RUN, as `python FILE` would run it, and the function that the exercise asks for is called with
-    inputs of the check: give files that you wrote yourself.
-
-    Leaves with exit code 0 if the answer is right, 1 if it is wrong, and 2 if it cannot be read.
-
-    Examples:
-
-      paceline learn check
-
-      paceline learn check 1.2
-
-      paceline learn check 1.2 24
-
-      paceline learn check 1.1 my_all_gather.py
-    """
+    """Check an answer to an exercise of the course, and keep a note of it when it is right."""
     from paceline.learn.course import find
 
     if not number:
@@ -60,10 +44,7 @@ def check(
 
 @app.command()
 def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise, such as 3.2.")) -> None:
-    """Show the next hint to an exercise; each call shows one more.
-
-    Example:  paceline learn hint 3.2
-    """
+    """Show the next hint to an exercise; each call shows one more."""
     from paceline.learn.course import find, hint_text, load_progress, save_progress
 
     exercise = find(number)
@@ -82,13 +63,7 @@ def play(
     ),
     is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
 ) -> None:
-    """Move sliders, and see the memory and the step time of a model at once.
-
-    The page is served on this machine alone. Its numbers come from the formulas of paceline plan, and it shows the
-    command that gives the same.
-
-    Example:  paceline learn play --no-open
-    """
+    """Move sliders, and see the memory and the step time of a model at once."""
     from paceline.cli.watch import open_browser, require_server
 
     require_server()

@@ -59,20 +59,7 @@ def plan(
     asked: PlanOptions,
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
-    """Find the fastest way to train a model on a cluster.
-
-    Compares meshes, strategies, microbatches, schedules, recomputation and offload. What does not fit into memory is
-    left out, with the reason; the rest is ranked by predicted time. Nothing is run, and no GPU is needed. Exit code 1:
-    nothing fits.
-
-    Examples:
-
-      paceline plan configs/gpt_7b.yaml --cluster "4x dgx-h100" --output plan.yaml
-
-      paceline plan configs/gpt_7b.yaml train.global_batch=512 --cluster "32x h100-sxm" --gpus 8,16,32 --png s.png
-
-      paceline plan --hf configs/llama_1b.json --cluster "p4d.24xlarge x 2" --by cost --price 2.5
-    """
+    """Find the fastest way to train a model on a cluster."""
     from paceline.rehearse.planning import plan as find
     from paceline.rehearse.planning import trace_plan
 

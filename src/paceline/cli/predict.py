@@ -47,22 +47,7 @@ def predict(
     asked: PredictOptions,
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
-    """Predict the time and the memory of a step on a cluster.
-
-    The real engine runs one rank without values, and what it issues is timed on the cluster. Overlap, prefetch,
-    bubbles, stragglers and launch times come out of the order in which the engine issues kernels and collectives.
-    Nothing is computed, and no GPU is needed. Exit code 1: it does not fit into memory.
-
-    Examples:
-
-      paceline predict configs/gpt_7b.yaml parallel.strategy=fsdp train.microbatch=2 --cluster "4x dgx-h100"
-
-      paceline predict configs/digits.yaml --cluster "8x h100-sxm" --slow rank=2:1.5x --trace step.json
-
-      paceline predict configs/gpt_7b.yaml parallel.pipeline=4 parallel.tensor=2 train.microbatch=1 -c "1x dgx-h100"
-
-      paceline predict configs/resnet_images.yaml --cluster "1x p4d.24xlarge" --price 4.1 --json
-    """
+    """Predict the time and the memory of a step on a cluster."""
     from paceline.cli.simulate import read_slow
     from paceline.cluster.devices import load_cluster
     from paceline.config import config_batch, why_not_sharded

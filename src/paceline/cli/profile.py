@@ -25,22 +25,7 @@ def profile(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
-    """Profile a few steps of real ranks as one time line.
-
-    The time line, for Chrome or ui.perfetto.dev, has a process for each rank: its steps, phases, actions of a
-    pipeline's schedule, waits and collectives, and all operators and kernels that torch's profiler saw. Clocks of ranks
-    are corrected. The file is trace.json in the current folder, unless --output names another; an older one is
-    replaced. The summary says how much communication is hidden, why ranks are idle, what costs most, and when memory is
-    at its peak.
-
-    Examples:
-
-      paceline profile configs/digits.yaml
-
-      paceline profile configs/gpt_pydoc.yaml parallel.ranks=2 --steps 5 --output gpt.json.gz
-
-      paceline profile configs/digits.yaml --beside runs/digits-simulated/trace.json
-    """
+    """Profile a few steps of real ranks as one time line."""
     if "RANK" in os.environ:
         raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
     from paceline.chrome_trace import write_events

@@ -28,16 +28,7 @@ def report(
         None, "--csv", metavar="FILE.csv", callback=check_table, help="Write a line for each step."
     ),
 ) -> None:
-    """Show what limited a run, and what it did.
-
-    That is quality, speed, communication and ranks. Of several runs it also shows how speed grows with ranks.
-
-    Examples:
-
-      paceline report runs/digits
-
-      paceline report runs/digits runs/digits-2 --compare --html report.html
-    """
+    """Show what limited a run, and what it did."""
     from dataclasses import asdict
     from itertools import pairwise
 

@@ -57,21 +57,7 @@ def schedule(
     png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
     as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),
 ) -> None:
-    """Show a pipeline schedule: its grid, its bubble, its memory.
-
-    Memory is how many microbatches each rank holds at once. A schedule of your own is a CSV file, one line a rank, one
-    cell a slot: F0.3 is the forward of microbatch 3 in stage 0, B0.3 its backward, or I0.3 and W0.3 its two parts (to
-    the input, to the weights); an empty cell is idle. It is checked first, and what is wrong is named by its cell.
-    Write a ready one with --csv, and edit it.
-
-    Example:  paceline schedule 1f1b --stages 4 --microbatches 8
-
-    Example:  paceline schedule zb-v --stages 4 --microbatches 8 --png zb-v.png
-
-    Example:  paceline schedule 1f1b --stages 2 --microbatches 4 --costs 1,1.5:3 --csv mine.csv
-
-    Example:  paceline schedule mine.csv
-    """
+    """Show a pipeline schedule: its grid, its bubble, its memory."""
     from paceline.schedule.check import check_schedule
     from paceline.schedule.lowering import lower
     from paceline.schedule.measure import measure_schedule

@@ -51,19 +51,7 @@ def simulate(
         False, "--no-memory-check", help="Also start ranks that are estimated to need more memory than there is."
     ),
 ) -> None:
-    """Train on virtual ranks, with the times of other machines.
-
-    All of them are in this process, and losses are real. The run is left in <folder>/<name>-simulated; an older
-    simulation there is replaced.
-
-    Examples:
-
-      paceline simulate configs/digits.yaml --ranks 4
-
-      paceline simulate configs/digits.yaml --ranks 8 --cluster "1x dgx-a100" --compute modelled
-
-      paceline simulate configs/digits.yaml --ranks 4 --slow rank=2:1.5x --trace slow.json
-    """
+    """Train on virtual ranks, with the times of other machines."""
     changes = [*(overrides or []), *([] if asked.ranks is None else [f"parallel.ranks={asked.ranks}"])]
     loaded = load_and_tell(config, changes).config
     slow_ranks, slow_links = read_slow(asked.slow)

@@ -40,18 +40,7 @@ def validate(
     ),
     as_json: bool = typer.Option(False, "--json", help="Print the scores as JSON; errors are shares of 1."),
 ) -> None:
-    """Score predictions on measurements that others published.
-
-    Step time and memory of every row are predicted from its inputs before what it measured is read. Errors are in the
-    row's own metric; the overall one is the mean over families. A row that cannot be predicted is listed with its line,
-    column and reason. Exit code 1: no row has a score.
-
-    Example:  paceline validate
-
-    Example:  paceline validate --split calib
-
-    Example:  paceline validate measurements.csv --split dev --rows rows.csv
-    """
+    """Score predictions on measurements that others published."""
     from paceline.predict.scored.measured_table import read_shipped, read_table
     from paceline.predict.scored.validation import rows_csv, to_json
     from paceline.predict.scored.validation import validate as score

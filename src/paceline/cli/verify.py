@@ -57,26 +57,7 @@ def verify(
     as_json: bool = typer.Option(False, "--json", help="Print the certificate as JSON."),
     **layout: Any,
 ) -> None:
-    """Prove that training on N ranks computes what one process would.
-
-    Trains the same model on the same data twice: in one process, and on N ranks with the batch cut unevenly. Compares
-    loss, every gradient, the clip norm, parameters and buffers after each step: in float64, or in mixed precision
-    within the rounding of it. Leaves with exit code 1 on a mismatch, naming the first module and step that diverge.
-
-    Options that the run is spread by go before the config. Without them it is spread as the config says, but for
-    precision (fp32, verified in float64), accumulate (1) and the size of buckets (small). Lists are written as in a
-    config, [layers.0, layers.1]; a schedule is a name or a CSV file.
-
-    Examples:
-
-      paceline verify gpt --strategy fsdp --ranks 4 --accumulate 3
-
-      paceline verify resnet --strategy zero2 --precision bf16 --checkpoint-activations
-
-      paceline verify gpt --pipeline 2 --tensor 2 --data 2 --strategy zero1 --ranks 8
-
-      paceline verify configs/digits.yaml --backend gloo --ranks 2 --json
-    """
+    """Prove that training on N ranks computes what one process would."""
     from paceline.verify.case import ConfigCase
     from paceline.verify.certificate import certify
     from paceline.verify.settings import Settings, check_settings, complete

@@ -21,16 +21,7 @@ def watch(
     is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
     parent: int | None = typer.Option(None, hidden=True, help="End when this process has ended."),
 ) -> None:
-    """Show runs on a page that follows them.
-
-    Examples:
-
-      paceline watch
-
-      paceline watch runs/digits runs/digits-2
-
-      paceline watch runs --host 0.0.0.0 --port 8080 --no-open
-    """
+    """Show runs on a page that follows them."""
     require_server()
     from paceline.view.follow import Follower
     from paceline.view.server import is_loopback, listen, make_app, make_server
