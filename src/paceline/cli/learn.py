@@ -64,7 +64,7 @@ def play(
     is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
 ) -> None:
     """Move sliders, and see the memory and the step time of a model at once."""
-    from paceline.cli.watch import open_browser, require_server
+    from paceline.cli.runs import open_browser, require_server
 
     require_server()
     from paceline.learn.play_server import make_play_app

@@ -1,13 +1,15 @@
-"""Arguments and options that several verbs share."""
+"""Arguments and options that several verbs share, and what is checked before a verb begins."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import Field, fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
@@ -15,11 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from paceline.errors import Problem
+from paceline.errors import Problem, UsageError
+from paceline.plan.field_types import MEANINGS, WORDS
+from paceline.plan.layout import Layout
 from paceline.terminal import echo, new_console
 
 if TYPE_CHECKING:
     from paceline.config import Config, LoadedConfig
+
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="A YAML file, such as configs/digits.yaml.")]
 Overrides = Annotated[
@@ -97,3 +102,89 @@ def grouped(verb: Callable[..., None]) -> Callable[..., None]:
     run.__dict__["__signature__"] = Signature(parameters)
     run.__annotations__ = {each.name: each.annotation for each in parameters}
     return run
+
+
+def check_file(path: Path | None) -> Path | None:
+    """Returns the path of a file to write into a folder that is there. Raises UsageError where it cannot be written."""
+    from paceline.run.folder import find_write_error
+
+    if path is None:
+        return None
+    why, fix = "", "name a file in a folder that can be written"
+    if not path.absolute().parent.is_dir():
+        why, fix = f"there is no folder {path.parent}", "make the folder, or name a file in one that is there"
+    elif path.is_dir():
+        why = "it is a folder"
+    elif path.exists():
+        why = "" if os.access(path, os.W_OK) else "it is there, and may not be changed"
+    elif error := find_write_error(path.parent):
+        why = error.strerror or str(error)
+    if why:
+        raise UsageError(f"{path} cannot be written: {why}\n  what comes out is written there at the end\n  {fix}")
+    return path
+
+
+def check_picture(path: Path | None) -> Path | None:
+    """Returns the path of a picture. Raises UsageError for another ending than a picture has, and as a file's path."""
+    return _check_ending(path, "picture", ".png", ".svg", ".pdf")
+
+
+def check_page(path: Path | None) -> Path | None:
+    """Returns the path of a page. Raises UsageError for another ending than .html, and as a file's path."""
+    return _check_ending(path, "page", ".html")
+
+
+def check_table(path: Path | None) -> Path | None:
+    """Returns the path of a table. Raises UsageError for another ending than .csv, and as a file's path."""
+    return _check_ending(path, "table", ".csv")
+
+
+def _check_ending(path: Path | None, what: str, *endings: str) -> Path | None:
+    if path is not None and path.suffix.lower() not in endings:
+        rule = f"its name ends in {', '.join(endings)}"
+        raise UsageError(f"{path} is no {what}\n  {rule}\n  try {path.stem}{endings[0]}")
+    return check_file(path)
+
+
+_KINDS: dict[object, type] = {"bool": bool, "int": int, "float": float}  # any other is written as in a config
+_SPELLED = {"accumulate": ("--accumulate", "--microbatches"), "checkpoint_activations": ("--checkpoint-policy",)}
+
+
+def with_layout_options(without: Collection[str]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Gives a verb that takes ``**layout`` an option for each field but ``without``; it gets those that are given."""
+    asked = {each.name: each for each in fields(Layout) if each.name not in without}
+
+    def decorate(verb: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(verb, eval_str=True)
+
+        @wraps(verb)
+        def run(**values: Any) -> None:
+            given = {name: value for name, value in values.items() if name not in asked or value is not None}
+            verb(**{name: _read_value(value) if name in asked else value for name, value in given.items()})
+
+        taken = [each for each in own.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+        run.__signature__ = own.replace(parameters=[*taken, *map(_option, asked.values())])  # type: ignore[attr-defined]
+        return run
+
+    return decorate
+
+
+def _option(field: Field[Any]) -> inspect.Parameter:
+    name, kind = field.name, _KINDS.get(field.type, str)
+    meaning = re.split("; (?:null|auto):", MEANINGS.get(name, ""))[0]  # a config leaves open what an option says
+    words = WORDS.get(name, ())
+    listed = f" ({', '.join(words)})" if words and words[-1] not in meaning else ""
+    if not meaning.partition(" ")[0].endswith(":"):  # the name of a strategy, for instance, stays as it is written
+        meaning = f"{meaning[:1].upper()}{meaning[1:]}"
+    option = typer.Option(None, *_SPELLED.get(name, ()), help=f"{meaning}{listed}.")
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=kind | None)
+
+
+def _read_value(value: Any) -> Any:
+    """Returns the value of an option; one of several types is written as in a config: 2, true, [a, b]."""
+    if not isinstance(value, str):
+        return value
+    from paceline.bounded_yaml import load_yaml
+
+    read = load_yaml(value)
+    return tuple(read) if isinstance(read, list) else read

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.destination import check_file
-from paceline.cli.options import ConfigPath, Overrides, grouped, load_and_tell, print_json
+from paceline.cli.options import ConfigPath, Overrides, check_file, grouped, load_and_tell, print_json
 from paceline.errors import RunFolderError, UsageError
 from paceline.units import format_seconds
 

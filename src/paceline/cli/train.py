@@ -1,7 +1,8 @@
-"""``paceline train``: from a config to a finished run on this machine, or one rank of it under torchrun."""
+"""``paceline train``, ``chaos`` and ``profile``: runs of real ranks on this machine, or one rank under torchrun."""
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,15 +12,18 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import ConfigPath, Overrides, grouped, print_json, tells_for_host
-from paceline.errors import ConfigError, Problem, did_you_mean
+from paceline.cli.options import ConfigPath, Overrides, check_file, grouped, load_and_tell, print_json, tells_for_host
+from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
+from paceline.health.exit_codes import REFUSED
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
+    from paceline.chaos.report import Report
     from paceline.config import Config
     from paceline.records.report import RunSummary
     from paceline.run.find_rate import RateFinding
     from paceline.run.result import RunResult
+
 
 _RULE = "what a run does is in its config, and changed by section.key=value after it"
 _CONFIG = ("config", "config_file", "cfg")
@@ -94,7 +98,7 @@ def live_page(config: Path, overrides: list[str]) -> Iterator[None]:
     import subprocess
     import sys
 
-    from paceline.cli.watch import require_server
+    from paceline.cli.runs import require_server
     from paceline.config import load_config_with_sources
 
     require_server()
@@ -267,3 +271,122 @@ def _settable(key: str) -> str:
     if key in ("model", "data", "optim"):
         return f"{key}.kind"
     return key if "." in key or key == "name" else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChaosOptions:
+    """What goes wrong, and how the run is judged."""
+
+    faults: str = typer.Option(None, metavar="KIND:rank=R@step=S,...", help="What goes wrong; see docs/chaos.md.")
+    random: int = typer.Option(0, min=0, help="So many faults instead, drawn by --seed.")
+    seed: int = typer.Option(0, help="Says at which byte or bit, and which random faults.")
+    backend: str = typer.Option(
+        None, metavar="virtual|gloo", help="Ranks in one process, or one each; else the config's."
+    )
+    compare: bool = typer.Option(False, "--compare", help="Train undisturbed too, and compare every loss.")
+    mtbf: float = typer.Option(None, min=1e-6, help="Hours between failures to recommend for; else as in this run.")
+
+
+@grouped
+def chaos(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    asked: ChaosOptions,
+    as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
+) -> None:
+    """Train with faults, recover, and report what that cost."""
+    from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
+    from paceline.chaos.faults import parse_faults
+    from paceline.config.load import load_config_with_sources
+    from paceline.run.scratch import scratch_folder
+    from paceline.run.warm import CPU_RANKS
+
+    if (asked.faults is None) == (asked.random == 0):
+        raise UsageError("--faults or --random\n  one of them says what goes wrong\n  try --faults kill:rank=1@step=20")
+    changes = [*(overrides or []), *_backend(asked.backend)]
+    run = prepare_run(
+        load_config_with_sources(config, changes),
+        config,
+        changes,
+        num_faults=asked.random if asked.faults is None else len(parse_faults(asked.faults)),
+        may_hang=asked.faults is None or "hang" in asked.faults or "stop" in asked.faults,
+        ranks=CPU_RANKS,
+        environment=os.environ,
+        say=lambda text: echo(f"chaos: {text}", err=True),
+    )
+    plan = plan_faults(run, asked.faults, num_random=asked.random, seed=asked.seed)
+    mtbf_s = None if asked.mtbf is None else asked.mtbf * 3600.0
+    with scratch_folder() as scratch:
+        report = run_with_faults(run, plan, scratch, seed=asked.seed, compare=asked.compare, mtbf_s=mtbf_s)
+    if report is None:
+        raise typer.Exit(REFUSED)
+    _show_report(report, run.folder, as_json=as_json)
+    raise typer.Exit(0 if report.is_good else 1)
+
+
+def _backend(name: str | None) -> list[str]:
+    if name is None:
+        return []
+    if name not in ("virtual", "gloo"):
+        raise UsageError(
+            f"--backend {name}\n  ranks are threads of one process, or processes\n  choose virtual or gloo"
+        )
+    return [f"comm.backend={name}", "parallel.device=cpu"]
+
+
+def _show_report(report: Report, folder: Path, *, as_json: bool) -> None:
+    from paceline.chaos.report import report_lines
+
+    if as_json:
+        print_json(report.to_json())
+        return
+    echo("")
+    for line in report_lines(report):
+        echo(line)
+    verdict = "every fault was handled as its policy says" if report.is_good else "not everything was handled"
+    echo(f"\n{verdict}; the run is in {folder}")
+
+
+def profile(
+    config: ConfigPath,
+    overrides: Overrides = None,
+    steps: int = typer.Option(3, min=1, help="Steps to profile, after a warm-up of three."),
+    output: Path = typer.Option(
+        Path("trace.json"), callback=check_file, help="File for the time line; compressed if it ends in .gz."
+    ),
+    beside: list[Path] = typer.Option(
+        [], metavar="TRACE", help="A time line of simulate or predict to lay beside it; may be repeated."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
+) -> None:
+    """Profile a few steps of real ranks as one time line."""
+    if "RANK" in os.environ:
+        raise UsageError("paceline profile starts its ranks itself\n  run it without torchrun")
+    from paceline.chrome_trace import write_events
+    from paceline.profile.merge import beside as lay_beside
+    from paceline.profile.merge import merged_events
+    from paceline.profile.run import profile_run
+    from paceline.profile.summary import summarize_profile
+    from paceline.run.scratch import scratch_folder
+    from paceline.run.variables import PROFILE
+
+    asked = load_and_tell(config, overrides).config
+    for path in beside:
+        lay_beside([], path)  # what is no trace is refused before anything runs
+    with scratch_folder() as folder:
+        os.environ[PROFILE] = str(folder)
+        try:
+            ranks = profile_run(asked, steps, Path(folder))
+        finally:
+            del os.environ[PROFILE]
+    found = summarize_profile(ranks)
+    events = merged_events(ranks)
+    for path in beside:
+        events = lay_beside(events, path)
+    write_events(output, events, {"kind": "measured", "name": asked.name, "step_s": found.step_s})
+    if as_json:
+        print_json(found.to_json() | {"trace": str(output)})
+        return
+    for line in [*found.lines(), "", f"The time line is in {output}: open it in ui.perfetto.dev."]:
+        echo(line)

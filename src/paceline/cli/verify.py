@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.layout_options import with_layout_options
-from paceline.cli.options import Overrides, print_json
+from paceline.cli.options import Overrides, print_json, with_layout_options
 from paceline.errors import UsageError
 
 if TYPE_CHECKING:
