@@ -67,7 +67,7 @@ def play(
     from paceline.cli.runs import open_browser, require_server
 
     require_server()
-    from paceline.learn.play_server import make_play_app
+    from paceline.learn.play import make_play_app
     from paceline.view.server import listen, make_server
 
     app = make_play_app()

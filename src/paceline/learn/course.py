@@ -1,7 +1,7 @@
 """What happens with an answer to an exercise: it is converted, judged and reported, and kept if it is right.
 
-The checks of a lesson are in a file of its own (lesson_1.py), under ``CHECKS``, by the numbers of its exercises. Only
-the lesson that is asked for is imported, because most of them need torch.
+The checks of three lessons are in one file (lessons_1_to_3.py), under ``CHECKS``, by the numbers of their exercises.
+Only the file that is asked for is imported, because most checks need torch.
 
 Which exercises a reader has passed, and how many hints were shown, is kept in one small JSON file:
 
@@ -48,14 +48,21 @@ def find(number: str) -> Exercise:
     raise UsageError(f"there is no exercise {number!r}\n  a number is LESSON.EXERCISE, such as 3.2\n  {fix}")
 
 
+def find_check(number: str) -> Callable[[Any], Said]:
+    """Returns the check of an exercise, which takes an answer of its kind."""
+    first = (int(number.partition(".")[0]) - 1) // 3 * 3 + 1
+    checks: dict[str, Callable[[Any], Said]]
+    checks = importlib.import_module(f"paceline.learn.lessons_{first}_to_{first + 2}").CHECKS
+    return checks[number]
+
+
 def judge(exercise: Exercise, answer: Any) -> Verdict:
     """Checks an answer. A function that raises is a wrong answer, whose words name the line.
 
     Raises UsageError for an answer of another kind than the exercise asks for.
     """
     taken = _CONVERTERS[exercise.answer](exercise, answer)
-    lesson = importlib.import_module(f"paceline.learn.lesson_{exercise.number.partition('.')[0]}")
-    find_mistake: Callable[[Any], Said] = lesson.CHECKS[exercise.number]
+    find_mistake = find_check(exercise.number)
     if exercise.answer != "function":
         return exercise.verdict(find_mistake(taken))
     try:
