@@ -115,14 +115,14 @@ def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
 
 def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
     from paceline.calibrate.entry import write_entry
-    from paceline.calibrate.refit import refit, to_json
+    from paceline.calibrate.refit import refit
     from paceline.cluster.detect import detect_machine
 
     found = refit(run, detect_machine(), base)
     if output is not None:
         write_entry(found.text, output)
     if as_json:
-        print_json(to_json(found))
+        print_json(found.to_json())
         return
     echo(f"measured          {1e3 * found.measured_s:10.4g} ms a step")
     for name, seconds in (("before", found.before_s), ("fitted", found.after_s)):
