@@ -21,9 +21,9 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
+from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
 from paceline.bench.engines import clean_up
-from paceline.bench.interleave import quartiles, time_step
-from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS, BenchWorkload
+from paceline.bench.timing import quartiles, time_step
 from paceline.calibrate.entry import entry_of, write_entry
 from paceline.calibrate.machine import Wanted, combine_ranks, measure_rank
 from paceline.cluster.devices import Catalog, Cluster, load_cluster

@@ -377,8 +377,7 @@ def predict(
       python bench predict --cluster mine.yaml --models mlp --arms gloo
     """
     from measures.predict import arms_on, bench_predict, clusters, only
-    from paceline.bench.arms import check_words
-    from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
+    from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, check_words
 
     check_device(device)
     known = list(CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS)
@@ -464,7 +463,7 @@ def losses(
     Example:  python bench losses --models gpt-1.1b --steps 500
     """
     from measures.losses import bench_losses
-    from paceline.bench.gpu.workloads import workloads_on
+    from paceline.bench.gpu.loops import workloads_on
 
     check_device(device)
     known = {name: each for name, each in workloads_on(device).items() if each.unit == "tokens"}

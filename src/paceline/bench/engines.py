@@ -19,6 +19,7 @@ import torch.distributed as dist
 from paceline.bench.arms import (
     SHARED,
     Arm,
+    BenchWorkload,
     TrainingStep,
     arms_alone,
     arms_in_bf16,
@@ -27,8 +28,7 @@ from paceline.bench.arms import (
     set_up,
     sets_of,
 )
-from paceline.bench.interleave import Timing, Turns, interleave
-from paceline.bench.workloads import BenchWorkload
+from paceline.bench.timing import Timing, Turns, interleave
 from paceline.comm.base import Communicator
 from paceline.comm.solo import SoloCommunicator
 from paceline.errors import TrainingError

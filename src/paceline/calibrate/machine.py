@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from paceline.calibrate.kernels import KernelFigures, Shapes, measure_kernels, shapes_for
-from paceline.calibrate.sampling import LEAST_SHARE, Stopwatch, check_quiet, processor_share
+from paceline.calibrate.timing import LEAST_SHARE, Stopwatch, check_quiet, processor_share
 from paceline.cluster.detect import usable_cores
 from paceline.comm.base import Communicator
 from paceline.comm.shared.communicator import SharedMemoryCommunicator

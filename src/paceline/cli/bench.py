@@ -128,7 +128,7 @@ def show_record(
 
     A file is written after each batch of rows, so that a run that is cut short leaves what it has.
     """
-    from paceline.bench.record import BenchRecord
+    from paceline.bench.timing import BenchRecord
 
     rows: Rows = []
     record = partial(BenchRecord, name=name, command=typed_command(program, sys.argv), rows=rows, config=settings)
@@ -225,9 +225,8 @@ def engines(
     """Time a step of every engine beside torch DDP and FSDP2."""
     import torch
 
-    from paceline.bench.arms import arms_alone, arms_in_bf16, arms_on_ranks, check_words
+    from paceline.bench.arms import CPU_WORKLOADS, CUDA_WORKLOADS, arms_alone, arms_in_bf16, arms_on_ranks, check_words
     from paceline.bench.engines import bench_bf16, bench_fp32
-    from paceline.bench.workloads import CPU_WORKLOADS, CUDA_WORKLOADS
 
     check_device(device)
     known = CUDA_WORKLOADS if device == "cuda" else CPU_WORKLOADS
@@ -284,7 +283,7 @@ def gpu(
 
     from paceline.bench.arms import check_words
     from paceline.bench.gpu.arms import arms_of, bench_gpu
-    from paceline.bench.gpu.workloads import workloads_on
+    from paceline.bench.gpu.loops import workloads_on
 
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise UsageError(

@@ -21,9 +21,8 @@ from typing import Any
 
 import torch
 
-from paceline.bench.gpu.loops import ARMS, TRAIN, ArmTurn, GpuArm
-from paceline.bench.gpu.workloads import GpuWorkload
-from paceline.bench.interleave import rotate
+from paceline.bench.gpu.loops import ARMS, TRAIN, ArmTurn, GpuArm, GpuWorkload
+from paceline.bench.timing import rotate
 from paceline.cluster.devices import Peaks, find_peaks
 from paceline.data.registry import data_of
 from paceline.errors import LaunchError, PacelineError
