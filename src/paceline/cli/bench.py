@@ -177,17 +177,13 @@ def scaling(
     config: ConfigPath,
     overrides: Overrides = None,
     ranks: str = typer.Option("1,2,4", help="Comma-separated numbers of ranks."),
-    strategies: str = typer.Option(
-        None, help="Comma-separated: ddp, zero1, zero2, fsdp, pipeline. Without it, that of the config."
-    ),
+    strategies: str = typer.Option(None, help="Comma-separated: ddp, zero1, zero2, fsdp, pipeline; else the config's."),
     batch_sizes: str = typer.Option("64", help="Comma-separated: global batch (strong), samples of a rank (weak)."),
     modes: str = typer.Option("strong,weak", help="strong: the batch stays; weak: the samples of a rank stay."),
     steps: int = typer.Option(20, min=6, help="Steps of each run."),
     predict_to: int = typer.Option(0, min=0, help="Also predict for 1, 2, 4, ... up to so many ranks of --cluster."),
     cluster: str = typer.Option("dgx-h100", help="Whose devices and links predictions have."),
-    plot: Path = typer.Option(
-        None, callback=check_picture, metavar="FILE", help="Draw speed-up; .svg and .pdf go too."
-    ),
+    plot: Path = typer.Option(None, callback=check_picture, metavar="FILE", help="Draw speed-up; .svg and .pdf too."),
     output: Output = None,
     as_json: AsJson = False,
 ) -> None:

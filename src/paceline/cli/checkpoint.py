@@ -151,9 +151,7 @@ def reshard(
 def export(
     source: str = _SOURCE,
     target: Path = typer.Argument(metavar="OUT", help="The file, or with --hf or dcp the folder, to write."),
-    kind: str = typer.Option(
-        None, "--format", help="safetensors, torch or dcp.  [default: torch for .pt, .pth, .bin; else safetensors]"
-    ),
+    kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by the name's ending]"),
     hf: bool = typer.Option(False, "--hf", help="A GPT as Hugging Face has it, with config.json."),
     optimizer: bool = typer.Option(False, "--optimizer", help="The optimizer's state, too."),
     fast: bool = _FAST,
@@ -178,15 +176,11 @@ def export(
 
 @app.command("import")
 def take(
-    source: Path = typer.Argument(
-        metavar="SRC", readable=False, help="A safetensors or torch file, a Hugging Face or DCP folder."
-    ),
+    source: Path = typer.Argument(metavar="SRC", readable=False, help="Weights: safetensors, torch, Hugging Face, DCP"),
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-00000000 is written."),
     kind: str = typer.Option(None, "--format", help="safetensors, torch or dcp.  [default: by what is there]"),
     prefix: str = typer.Option("", help="Take this off the names, such as 'module.'."),
-    allow_pickle: bool = typer.Option(
-        False, "--allow-pickle", help="Open torch files and DCP folders, which are pickles: trust who wrote them."
-    ),
+    allow_pickle: bool = typer.Option(False, "--allow-pickle", help="Open pickles (torch, DCP): trust who wrote them."),
     force: bool = _FORCE,
     as_json: bool = _JSON,
 ) -> None:

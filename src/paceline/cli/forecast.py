@@ -26,33 +26,18 @@ if TYPE_CHECKING:
 class PlanOptions:
     """What a plan is for, and what is made of it."""
 
-    hf: Path | None = typer.Option(
-        None, metavar="FILE", help="The config.json of a Hugging Face model, or its folder; in the place of CONFIG."
-    )
-    gpus: str | None = typer.Option(
-        None, metavar="N,N,...", help="How it scales: a table over these numbers of devices; 1,2,4,...,64 goes too."
-    )
-    png: Path | None = typer.Option(
-        None, callback=check_picture, metavar="FILE", help="Draw the tables of --gpus; .svg and .pdf go too."
-    )
+    hf: Path | None = typer.Option(None, metavar="FILE", help="A Hugging Face config.json or folder, not CONFIG.")
+    gpus: str | None = typer.Option(None, metavar="N,N,...", help="A table over so many devices; or 1,2,4,...,64.")
+    png: Path | None = typer.Option(None, callback=check_picture, metavar="FILE", help="Draw --gpus; .svg, .pdf too.")
     by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first.")
     price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour.")
-    precision: str | None = typer.Option(
-        None, metavar="auto|NAME", help="In the place of the config's; auto: the best of all."
-    )
-    host_gb: float | None = typer.Option(
-        None, metavar="GIB", help="Memory of a node's host, for what is offloaded; else it has room."
-    )
+    precision: str | None = typer.Option(None, metavar="auto|NAME", help="In place of the config's; auto: the best.")
+    host_gb: float | None = typer.Option(None, metavar="GIB", help="Host memory of a node, for offload; else enough.")
     top: int = typer.Option(5, min=1, help="How many plans to show.")
     output: Path | None = typer.Option(
         None, "-o", "--output", callback=check_file, metavar="FILE", help="Write the first plan as a config to train."
     )
-    trace: Path | None = typer.Option(
-        None,
-        callback=check_file,
-        metavar="FILE",
-        help="Run the first plan's engine without values, and write its time line.",
-    )
+    trace: Path | None = typer.Option(None, callback=check_file, metavar="FILE", help="Write the first's time line.")
 
 
 @grouped
@@ -174,15 +159,9 @@ class PredictOptions:
     """Which ranks a step has, and what is made of the prediction."""
 
     ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices.")
-    rank: int = typer.Option(
-        None, min=0, help="The rank to tell of; else the one that computes most, of rank 0 and those it passes work to."
-    )
-    slow: list[str] = typer.Option(
-        [], metavar="rank=2:1.5x", help="A rank whose host and device take longer; may be repeated."
-    )
-    trace: Path = typer.Option(
-        None, callback=check_file, help="Write the step's time line here, for Chrome or ui.perfetto.dev."
-    )
+    rank: int = typer.Option(None, min=0, help="The rank to tell of; else the busiest of rank 0's pipeline.")
+    slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A rank that takes longer; may be repeated.")
+    trace: Path = typer.Option(None, callback=check_file, help="Write the step's time line, for ui.perfetto.dev.")
     price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour.")
 
 
@@ -318,24 +297,9 @@ _HELD_OUT, _ALL = "dev", "all"
 
 
 def validate(
-    file: Path | None = typer.Argument(
-        None,
-        metavar="[FILE.csv]",
-        help="A table of measurements.  [default: the published runs that come with paceline]",
-    ),
-    split: str | None = typer.Option(
-        None,
-        "--split",
-        metavar="NAME",
-        help="Only rows of this split, or all.  [default: dev, which no constant was fitted on; of a FILE, all]",
-    ),
-    rows: Path | None = typer.Option(
-        None,
-        "--rows",
-        callback=check_file,
-        metavar="OUT.csv",
-        help="Write id, metric_name, measured, predicted, skipped of every row.",
-    ),
+    file: Path | None = typer.Argument(None, metavar="[FILE.csv]", help="Measurements.  [default: the published runs]"),
+    split: str | None = typer.Option(None, metavar="NAME", help="This split, or all.  [default: dev; of FILE, all]"),
+    rows: Path | None = typer.Option(None, callback=check_file, metavar="OUT.csv", help="Write every row, scored."),
     as_json: bool = typer.Option(False, "--json", help="Print the scores as JSON; errors are shares of 1."),
 ) -> None:
     """Score predictions on measurements that others published."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer.core import TyperGroup
 
-from paceline.cli.options import ConfigPath, Overrides, grouped
+from paceline.cli.options import ConfigPath, NoMemoryCheck, Overrides, grouped
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class StartOptions:
     resume: bool = typer.Option(False, "--resume", help="Go on with the newest run of this name.")
     dry_run: bool = typer.Option(False, "--dry-run", help="Print what would be submitted.")
     detach: bool = typer.Option(False, "--detach", help="Submit, and do not follow.")
-    no_memory_check: bool = typer.Option(False, "--no-memory-check", help="Also submit what is estimated not to fit.")
+    no_memory_check: NoMemoryCheck = False
 
 
 @app.command()

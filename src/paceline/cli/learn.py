@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import AsJson, print_json
+from paceline.cli.options import AsJson, IsOpened, Port, print_json
 from paceline.health.exit_codes import FAILED
 from paceline.terminal import echo
 
@@ -24,9 +24,7 @@ app = typer.Typer(no_args_is_help=True, help="The course: check answers, get hin
 @app.command(context_settings={"ignore_unknown_options": True})  # -3 is a number
 def check(
     number: str = typer.Argument("", metavar="NUMBER", help="The exercise, such as 3.2; none: lists all exercises."),
-    answer: str = typer.Argument(
-        "", metavar="ANSWER", help="A number, a word, or a Python file; none: shows the exercise."
-    ),
+    answer: str = typer.Argument("", metavar="ANSWER", help="A number, word or Python file; none: shows the exercise."),
     as_json: AsJson = False,
 ) -> None:
     """Check an answer to an exercise of the course, and keep a note of it when it is right."""
@@ -57,12 +55,7 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
 
 
 @app.command()
-def play(
-    port: int | None = typer.Option(
-        None, min=1, max=65535, help="Port to serve at; else 6070 or the next that is free."
-    ),
-    is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
-) -> None:
+def play(port: Port = None, is_opened: IsOpened = True) -> None:
     """Move sliders, and see the memory and the step time of a model at once."""
     from paceline.cli.runs import open_browser, require_server
 

@@ -52,12 +52,8 @@ def calibrate(
     *,
     asked: CalibrateOptions,
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
-    run: Path | None = typer.Option(
-        None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a finished run's folder."
-    ),
-    cluster: Path | None = typer.Option(
-        None, metavar="FILE.yaml", help="The entry that --from fits.  [default: the catalog's cpu-host]"
-    ),
+    run: Path | None = typer.Option(None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a run."),
+    cluster: Path | None = typer.Option(None, metavar="FILE.yaml", help="What --from fits.  [default: cpu-host]"),
 ) -> None:
     """Measure this machine, so that steps on it can be predicted."""
     given = {"--device": asked.device != "auto", "--ranks": asked.ranks is not None, "--name": asked.name is not None}
@@ -190,9 +186,7 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
 
 @cluster_app.command()
 def show(
-    name: str | None = typer.Argument(
-        None, metavar="NAME", help="Such as dgx-h100, 32x h100-sxm, or a file of calibrate; none: this machine."
-    ),
+    name: str | None = typer.Argument(None, metavar="NAME", help="Such as dgx-h100, or a file; none: this machine."),
     as_json: bool = typer.Option(False, "--json", help="Print it as JSON."),
 ) -> None:
     """Show a cluster: its devices, links and network. Without a name: this machine."""

@@ -31,10 +31,12 @@ Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="SECTION.KEY=VALUE", help="Values that replace those of the file.")
 ]
 ClusterName = Annotated[
-    str,
-    typer.Option(
-        "--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100' or '32x h100-sxm'; see paceline cluster ls."
-    ),
+    str, typer.Option("--cluster", "-c", metavar="NAME", help="Such as '4x dgx-h100'; see paceline cluster ls.")
+]
+Port = Annotated[int | None, typer.Option(min=1, max=65535, help="Port to serve at; else the first free from 6070 on.")]
+IsOpened = Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")]
+NoMemoryCheck = Annotated[
+    bool, typer.Option("--no-memory-check", help="Also start what is estimated to need more memory than there is.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import check_page, check_picture, check_table, grouped, print_json
+from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, grouped, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -22,14 +22,10 @@ def report(
     folders: list[Path] = typer.Argument(metavar="RUN", help="Folders of runs, such as runs/digits."),
     compare: bool = typer.Option(False, "--compare", help="Mark what changed from each run to the next."),
     as_json: bool = typer.Option(False, "--json", help="Print the summaries as JSON."),
-    html: Path | None = typer.Option(
-        None, "--html", metavar="FILE.html", callback=check_page, help="Write the page of the runs, as one file."
-    ),
+    html: Path | None = typer.Option(None, metavar="FILE.html", callback=check_page, help="Write the runs' page."),
     png: Path | None = typer.Option(None, "--png", metavar="FILE", callback=check_picture, help="Draw the charts."),
     svg: Path | None = typer.Option(None, "--svg", metavar="FILE", callback=check_picture, help="Draw the charts."),
-    csv: Path | None = typer.Option(
-        None, "--csv", metavar="FILE.csv", callback=check_table, help="Write a line for each step."
-    ),
+    csv: Path | None = typer.Option(None, metavar="FILE.csv", callback=check_table, help="Write a line for each step."),
 ) -> None:
     """Show what limited a run, and what it did."""
     from dataclasses import asdict
@@ -81,14 +77,10 @@ def _write_files(summaries: list[RunSummary], files: dict[str, Path], *, as_json
 
 
 def watch(
-    runs: list[Path] | None = typer.Argument(
-        None, metavar="RUNS", help="Runs, or folders of runs; else those in runs/."
-    ),
+    runs: list[Path] | None = typer.Argument(None, metavar="RUNS", help="Runs, or folders of runs; else runs/."),
     host: str = typer.Option("127.0.0.1", help="Address to serve at; any but the loopback needs the token it prints."),
-    port: int | None = typer.Option(
-        None, min=1, max=65535, help="Port to serve at; else 6070 or the next that is free."
-    ),
-    is_opened: bool = typer.Option(True, "--open/--no-open", help="Open the page in a browser."),
+    port: Port = None,
+    is_opened: IsOpened = True,
     parent: int | None = typer.Option(None, hidden=True, help="End when this process has ended."),
 ) -> None:
     """Show runs on a page that follows them."""
@@ -178,9 +170,7 @@ def sample(
     drawn: DrawOptions,
     device: str = typer.Option("auto", help="cpu, cuda, or auto."),
     ranks: int = typer.Option(1, min=1, help="CPU ranks that hold a part of the model each; for GPUs see below."),
-    spread: str = typer.Option(
-        "fsdp", metavar="fsdp|tensor", help="What a part is: of all parameters, or of each layer."
-    ),
+    spread: str = typer.Option("fsdp", metavar="fsdp|tensor", help="A part is of all parameters, or of each layer."),
     as_json: bool = typer.Option(False, "--json", help="Print prompt, text and tokens as JSON."),
 ) -> None:
     """Write text with the language model of a run."""

@@ -24,35 +24,19 @@ _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one t
 class GridOptions:
     """The size of a schedule, and what its actions take."""
 
-    stages: int | None = typer.Option(
-        None, "--stages", "-s", min=1, help="Ranks of the pipeline; each holds --chunks stages.  [default: 4]"
-    )
-    microbatches: int | None = typer.Option(
-        None, "--microbatches", "-m", min=1, help="Microbatches of a step.  [default: 8]"
-    )
-    chunks: int | None = typer.Option(
-        None, "--chunks", min=1, help="Stages a rank.  [default: 2 for interleaved and zb-v, else 1]"
-    )
-    costs: str | None = typer.Option(
-        None,
-        "--costs",
-        metavar="C,C,...",
-        help="What each stage takes, in any unit: its forward (1.5), forward:backward (1.5:3), or "
-        "forward:input:weights (1.5:2:1).  [default: equal stages, backward twice the forward]",
-    )
+    stages: int | None = typer.Option(None, "--stages", "-s", min=1, help="Ranks, each --chunks stages.  [default: 4]")
+    microbatches: int | None = typer.Option(None, "--microbatches", "-m", min=1, help="Microbatches.  [default: 8]")
+    chunks: int | None = typer.Option(None, min=1, help="Stages a rank.  [default: 2 for interleaved and zb-v, else 1]")
+    costs: str | None = typer.Option(None, metavar="C,C,...", help="What stages take; see above.  [default: equal]")
     communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit.")
 
 
 @grouped
 def schedule(
-    name: str = typer.Argument(
-        metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1 or zb-v; or a file with a schedule of your own."
-    ),
+    name: str = typer.Argument(metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or your own."),
     *,
     asked: GridOptions,
-    messages: bool = typer.Option(
-        False, "--messages", help="Show what each rank runs with its sends, receives and reduces; --csv has them too."
-    ),
+    messages: bool = typer.Option(False, "--messages", help="Show sends, receives and reduces; --csv has them too."),
     csv: str | None = typer.Option(None, "--csv", metavar="FILE|-", help="Write the grid as CSV; - prints it alone."),
     png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
     as_json: bool = typer.Option(False, "--json", help="Print the grid and its measures as JSON."),

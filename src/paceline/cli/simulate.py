@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import ConfigPath, Overrides, check_file, grouped, load_and_tell, print_json
+from paceline.cli.options import ConfigPath, NoMemoryCheck, Overrides, check_file, grouped, load_and_tell, print_json
 from paceline.errors import RunFolderError, UsageError
 from paceline.units import format_seconds
 
@@ -33,9 +33,7 @@ class SimulateOptions:
     slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A slow rank, or link=2:3x; may be repeated.")
     compute: str = typer.Option("measured", help="measured here, or modelled for the cluster's device.")
     device: str = typer.Option(None, help="Where to compute: cpu, or one GPU that all ranks share (cuda).")
-    trace: Path = typer.Option(
-        None, callback=check_file, help="Write the time line here as well, for Chrome or Perfetto."
-    )
+    trace: Path = typer.Option(None, callback=check_file, help="Write the time line here too, for ui.perfetto.dev.")
     force: bool = typer.Option(False, "--force", help="Replace a run's folder of the same name.")
 
 
@@ -46,9 +44,7 @@ def simulate(
     *,
     asked: SimulateOptions,
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
-    no_memory_check: bool = typer.Option(
-        False, "--no-memory-check", help="Also start ranks that are estimated to need more memory than there is."
-    ),
+    no_memory_check: NoMemoryCheck = False,
 ) -> None:
     """Train on virtual ranks, with the times of other machines."""
     changes = [*(overrides or []), *([] if asked.ranks is None else [f"parallel.ranks={asked.ranks}"])]

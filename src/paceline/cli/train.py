@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import ConfigPath, Overrides, check_file, grouped, load_and_tell, print_json, tells_for_host
+from paceline.cli.options import (
+    ConfigPath,
+    NoMemoryCheck,
+    Overrides,
+    check_file,
+    grouped,
+    load_and_tell,
+    print_json,
+    tells_for_host,
+)
 from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
 from paceline.health.exit_codes import REFUSED
 from paceline.terminal import echo
@@ -37,9 +46,7 @@ class TrainOptions:
 
     resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path.")
     force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number.")
-    auto_batch_size: bool = typer.Option(
-        False, "--auto-batch-size", help="The largest microbatch that fits: train.microbatch=auto."
-    )
+    auto_batch_size: bool = typer.Option(False, "--auto-batch-size", help="The largest microbatch that fits.")
     find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one.")
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress.")
     verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress.")
@@ -48,9 +55,7 @@ class TrainOptions:
     rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port.")
     node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU.")
     is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run.")
-    no_memory_check: bool = typer.Option(
-        False, "--no-memory-check", help="Also start a run that is estimated to need more memory than there is."
-    )
+    no_memory_check: NoMemoryCheck = False
 
 
 @grouped
@@ -280,9 +285,7 @@ class ChaosOptions:
     faults: str = typer.Option(None, metavar="KIND:rank=R@step=S,...", help="What goes wrong; see docs/chaos.md.")
     random: int = typer.Option(0, min=0, help="So many faults instead, drawn by --seed.")
     seed: int = typer.Option(0, help="Says at which byte or bit, and which random faults.")
-    backend: str = typer.Option(
-        None, metavar="virtual|gloo", help="Ranks in one process, or one each; else the config's."
-    )
+    backend: str = typer.Option(None, metavar="virtual|gloo", help="Ranks as threads, or processes; else the config's.")
     compare: bool = typer.Option(False, "--compare", help="Train undisturbed too, and compare every loss.")
     mtbf: float = typer.Option(None, min=1e-6, help="Hours between failures to recommend for; else as in this run.")
 
@@ -352,12 +355,8 @@ def profile(
     config: ConfigPath,
     overrides: Overrides = None,
     steps: int = typer.Option(3, min=1, help="Steps to profile, after a warm-up of three."),
-    output: Path = typer.Option(
-        Path("trace.json"), callback=check_file, help="File for the time line; compressed if it ends in .gz."
-    ),
-    beside: list[Path] = typer.Option(
-        [], metavar="TRACE", help="A time line of simulate or predict to lay beside it; may be repeated."
-    ),
+    output: Path = typer.Option(Path("trace.json"), callback=check_file, help="The time line; a .gz is compressed."),
+    beside: list[Path] = typer.Option([], metavar="TRACE", help="A time line to lay beside it; may be repeated."),
     as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON."),
 ) -> None:
     """Profile a few steps of real ranks as one time line."""

@@ -39,11 +39,7 @@ _NOT_VERIFIED = (
 
 @with_layout_options(without=_NOT_VERIFIED)
 def verify(
-    config: str | None = typer.Argument(
-        None,
-        metavar="CONFIG",
-        help="A YAML file, or a built-in case: mlp, gpt, resnet. By default mlp; gpt for pipelines and tensors.",
-    ),
+    config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, or mlp, gpt or resnet, built in."),
     overrides: Overrides = None,
     ranks: int = typer.Option(4, help="How many ranks."),
     steps: int = typer.Option(3, help="Optimizer steps to compare."),
