@@ -8,7 +8,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import yaml
@@ -96,14 +95,6 @@ def make_entry(name: str, machine: Machine, measured: MachineFigures, command: s
     text = "".join(f"# {line}\n" for line in header) + written
     parse_catalog(text, "the new entry")
     return text
-
-
-def write_entry(text: str, path: Path) -> None:
-    """Writes an entry. Raises UsageError where it cannot be."""
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the entry cannot be written to {path}: {error}\n  give another --output") from error
 
 
 def _device(name: str, machine: Machine, measured: MachineFigures, about: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from paceline.cli.options import grouped, print_json, progress_bar
-from paceline.errors import UsageError, did_you_mean
+from paceline.cli.options import check_word, grouped, print_json, progress_bar
 from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -134,7 +133,7 @@ def reshard(
     from paceline.plan.rules import check_layout
     from paceline.rehearse.dryrun.parts import cut_of_run
 
-    _check_word("--strategy", asked.strategy, STRATEGIES)
+    check_word("--strategy", asked.strategy, STRATEGIES)
     strategy = cast("Strategy", asked.strategy)
     layout = check_layout(Layout(strategy=strategy, pipeline=asked.pipeline, tensor=asked.tensor), asked.ranks)
     checkpoint = open_checkpoint(_find_whole(source, fast))
@@ -164,7 +163,7 @@ def export(
     from paceline.checkpoint.tools.outgoing import export as write
 
     if kind is not None:
-        _check_word("--format", kind, ("safetensors", "torch", "dcp", "hf"))
+        check_word("--format", kind, ("safetensors", "torch", "dcp", "hf"))
     hf, kind = hf or kind == "hf", "safetensors" if kind == "hf" else kind
     chosen = format_by_name(target) if kind is None else cast("Format", kind)
     options = ExportOptions(format=chosen, is_hugging_face=hf, with_optimizer=optimizer, may_replace=force)
@@ -188,7 +187,7 @@ def take(
     from paceline.checkpoint.tools.incoming import format_of, open_incoming, save_incoming
 
     if kind is not None:
-        _check_word("--format", kind, ("safetensors", "torch", "dcp"))
+        check_word("--format", kind, ("safetensors", "torch", "dcp"))
     with _reading():
         chosen = cast("Format", kind) if kind is not None else format_of(source)
         found = open_incoming(source, chosen, prefix, allows_pickle=allow_pickle)
@@ -218,12 +217,6 @@ def _find_whole(where: str, fast: bool) -> Path:
         path = find_any(where)
         verify_checkpoint(path, "fast" if fast else "full")
         return path
-
-
-def _check_word(option: str, word: str, known: tuple[str, ...]) -> None:
-    if word not in known:
-        fix = did_you_mean(word.lower(), known, "choose one of them", cutoff=0.5)
-        raise UsageError(f"{option} {word}: there is none of that name\n  there are {', '.join(known)}\n  {fix}")
 
 
 @contextlib.contextmanager

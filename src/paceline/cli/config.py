@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paceline.cli.options import AsJson, ConfigPath, Overrides, load_and_tell, print_json, progress_bar
-from paceline.errors import ConfigError, Problem, UsageError
+from paceline.cli.options import AsJson, ConfigPath, Overrides, check_word, load_and_tell, print_json, progress_bar
+from paceline.errors import ConfigError, Problem
 from paceline.terminal import echo
 from paceline.units import format_bytes
 
@@ -221,8 +221,7 @@ def prepare(
     from paceline.data.prepare import PrepareOptions, total_bytes
     from paceline.data.prepare import prepare as run
 
-    if on_error not in ("stop", "skip"):
-        raise UsageError(f"--on-error {on_error}\n  it is stop or skip")
+    check_word("--on-error", on_error, ("stop", "skip"))
     if tokenizer == "byte":
         tokenizer = "bytes"
         echo("--tokenizer byte: the word is bytes", err=True)

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import ClusterName, ConfigPath, Overrides, check_file, check_picture, grouped, print_json
+from paceline.cli.options import (
+    ClusterName,
+    ConfigPath,
+    Overrides,
+    check_file,
+    check_picture,
+    grouped,
+    print_json,
+    write_output,
+)
 from paceline.errors import UsageError
 from paceline.terminal import echo
 from paceline.units import format_seconds
@@ -148,10 +157,7 @@ def _write(output: Path, found: PlanResult) -> None:
         )
     if found.winner is None:
         return
-    try:
-        output.write_text(found.to_yaml(), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the plan cannot be written to {output}: {error.strerror}") from error
+    write_output(output, found.to_yaml(), "plan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -310,10 +316,7 @@ def validate(
     chosen = split or (_HELD_OUT if file is None else _ALL)
     found = score(read_shipped() if file is None else read_table(file), None if chosen == _ALL else chosen)
     if rows is not None:
-        try:
-            rows.write_text(rows_csv(found))
-        except OSError as error:
-            raise UsageError(f"the rows cannot be written to {rows}: {error}") from error
+        write_output(rows, rows_csv(found), "rows")
     if as_json:
         print_json(to_json(found))
     elif found.has_scores:

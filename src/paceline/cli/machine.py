@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Overrides, check_file, grouped, print_json, tells_for_host
+from paceline.cli.options import Overrides, check_file, grouped, print_json, tells_for_host, write_output
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.terminal import echo, plain
 from paceline.units import format_bytes
@@ -64,7 +64,7 @@ def calibrate(
         return
     import torch
 
-    from paceline.calibrate.entry import entry_of, write_entry
+    from paceline.calibrate.entry import entry_of
     from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
 
     chosen = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
@@ -80,7 +80,7 @@ def calibrate(
     command = f"paceline calibrate --device {chosen} --ranks {count}{'' if asked.compiled else ' --no-compiled'}"
     entry_name, text = entry_of(measured, command, torch.__version__, asked.name)
     if asked.output is not None:
-        write_entry(text, asked.output)
+        write_output(asked.output, text, "entry")
     if as_json:
         print_json({"name": entry_name, **asdict(measured)})
         return
@@ -110,13 +110,12 @@ def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
 
 
 def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
-    from paceline.calibrate.entry import write_entry
     from paceline.calibrate.refit import refit
     from paceline.cluster.detect import detect_machine
 
     found = refit(run, detect_machine(), base)
     if output is not None:
-        write_entry(found.text, output)
+        write_output(output, found.text, "entry")
     if as_json:
         print_json(found.to_json())
         return

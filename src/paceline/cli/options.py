@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from paceline.errors import Problem, UsageError
+from paceline.errors import Problem, UsageError, did_you_mean
 from paceline.plan.field_types import MEANINGS, WORDS
 from paceline.plan.layout import Layout
 from paceline.terminal import echo, new_console
@@ -126,26 +126,35 @@ def check_file(path: Path | None) -> Path | None:
     return path
 
 
-def check_picture(path: Path | None) -> Path | None:
-    """Returns the path of a picture. Raises UsageError for another ending than a picture has, and as a file's path."""
-    return _check_ending(path, "picture", ".png", ".svg", ".pdf")
+def _check_for(what: str, *endings: str) -> Callable[[Path | None], Path | None]:
+    """Returns a check of the path of a file to write, whose name has one of some endings."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and path.suffix.lower() not in endings:
+            rule = f"its name ends in {', '.join(endings)}"
+            raise UsageError(f"{path} is no {what}\n  {rule}\n  try {path.stem}{endings[0]}")
+        return check_file(path)
+
+    return check
 
 
-def check_page(path: Path | None) -> Path | None:
-    """Returns the path of a page. Raises UsageError for another ending than .html, and as a file's path."""
-    return _check_ending(path, "page", ".html")
+check_picture = _check_for("picture", ".png", ".svg", ".pdf")
+check_page, check_table = _check_for("page", ".html"), _check_for("table", ".csv")
 
 
-def check_table(path: Path | None) -> Path | None:
-    """Returns the path of a table. Raises UsageError for another ending than .csv, and as a file's path."""
-    return _check_ending(path, "table", ".csv")
+def write_output(path: Path, text: str, what: str) -> None:
+    """Writes what came out to the file that an option names. Raises UsageError where it cannot be."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the {what} cannot be written to {path}: {error.strerror}\n  name another file") from error
 
 
-def _check_ending(path: Path | None, what: str, *endings: str) -> Path | None:
-    if path is not None and path.suffix.lower() not in endings:
-        rule = f"its name ends in {', '.join(endings)}"
-        raise UsageError(f"{path} is no {what}\n  {rule}\n  try {path.stem}{endings[0]}")
-    return check_file(path)
+def check_word(option: str, word: str, known: Sequence[str]) -> None:
+    """Raises UsageError for a word that an option does not know."""
+    if word not in known:
+        fix = did_you_mean(word.lower(), known, "choose one of them", cutoff=0.5)
+        raise UsageError(f"{option} {word}: there is none of that name\n  there are {', '.join(known)}\n  {fix}")
 
 
 _KINDS: dict[object, type] = {"bool": bool, "int": int, "float": float}  # any other is written as in a config

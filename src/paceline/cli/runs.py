@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, grouped, print_json
+from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, grouped, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -183,8 +183,7 @@ def sample(
     from paceline.terminal import echo
     from paceline.train.sampling import SampleOptions, write_together
 
-    if spread not in ("fsdp", "tensor"):
-        raise UsageError(f"--spread {spread}\n  it is fsdp or tensor")
+    check_word("--spread", spread, ("fsdp", "tensor"))
     options = SampleOptions(**asdict(drawn))
     checkpoint = find_any(run)
     work: tuple[Any, ...] = (checkpoint, prompt, options, spread)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import grouped, print_json
+from paceline.cli.options import grouped, print_json, write_output
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -129,7 +129,4 @@ def _write_csv(found: Schedule, target: str, *, with_messages: bool) -> None:
     if target == "-":
         echo(format_csv(found), nl=False)
         return
-    try:
-        Path(target).write_text(format_csv(found), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"the schedule cannot be written to {target}: {error}") from error
+    write_output(Path(target), format_csv(found), "schedule")
