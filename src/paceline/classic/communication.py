@@ -22,21 +22,22 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from functools import partial
-from numbers import Real
 from typing import Any, TypeVar, cast
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from paceline.classic.arguments import expect, refuse
+from paceline.classic.config import check_count, expect, plain_number, refuse
 from paceline.comm.algorithms.communicator import AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import detect_topology
 from paceline.comm.base import BucketShape, Communicator, Work
 from paceline.comm.compress import Compressor
+from paceline.comm.compress.policies import num_kept
 from paceline.comm.objects import gather_objects
 from paceline.comm.solo import SoloCommunicator
-from paceline.comm.torch_dist import Group, communicator_of, is_outside
-from paceline.errors import UsageError
+from paceline.comm.torch_dist import Group, communicator_of, disconnect, is_outside
+from paceline.errors import Problem, UsageError
 from paceline.plan.layout import Compression
 from paceline.shards import flat_layout, round_up
 
@@ -146,7 +147,14 @@ class CommunicationOptimizer:
         enable_overlap: bool = True,
         comm: Group | None = None,
     ) -> None:
-        _check_arguments(compression_ratio, bucket_size_mb, enable_overlap)
+        piece, rule = plain_number(bucket_size_mb), "it is the size in MiB of the pieces in which a tensor travels"
+        is_piece = type(piece) in (int, float) and 0 < piece < math.inf
+        problems = [
+            *_check_ratio(compression_ratio, "try 0.01; 1 sends all"),
+            *expect(is_piece, f"bucket_size_mb = {bucket_size_mb!r}", f"{rule}, above 0", "try 25"),
+            *expect(isinstance(enable_overlap, bool), f"enable_overlap = {enable_overlap!r}", "it is True or False"),
+        ]
+        refuse("CommunicationOptimizer", problems)
         self.compression_ratio = float(compression_ratio)
         self.bucket_size_mb = float(bucket_size_mb)
         self.enable_overlap = enable_overlap
@@ -382,29 +390,6 @@ def _memory_of(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.numel()
 
 
-def _check_arguments(ratio: Any, bucket_size_mb: Any, enable_overlap: Any) -> None:
-    problems = [
-        *expect(
-            _is_number(ratio) and 0 < ratio <= 1,
-            f"compression_ratio = {ratio!r}",
-            "it is the share of elements that is sent, above 0 and at most 1",
-            "try 0.01; 1 sends all",
-        ),
-        *expect(
-            _is_number(bucket_size_mb) and 0 < bucket_size_mb < math.inf,
-            f"bucket_size_mb = {bucket_size_mb!r}",
-            "it is the size of the pieces in which a tensor travels, in MiB, above 0",
-            "try 25",
-        ),
-        *expect(isinstance(enable_overlap, bool), f"enable_overlap = {enable_overlap!r}", "it is True or False"),
-    ]
-    refuse("CommunicationOptimizer", problems)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
 def _check_tensor(tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"a {type(tensor).__name__} cannot be reduced\n  give a tensor, a gradient for instance")
@@ -413,3 +398,39 @@ def _check_tensor(tensor: object) -> None:
             f"a tensor of {tensor.dtype}, {tensor.layout}, cannot be averaged here\n"
             "  averages are of dense floating-point tensors\n  convert it first: tensor.float(), tensor.to_dense()"
         )
+
+
+def _check_ratio(ratio: Any, fix: str) -> list[Problem]:
+    number, rule = plain_number(ratio), "it is the share of elements that is kept, above 0 and at most 1"
+    return expect(type(number) in (int, float) and 0 < number <= 1, f"compression_ratio = {ratio!r}", rule, fix)
+
+
+# Single functions of scripts around torch's own data parallelism.
+
+cleanup_distributed = disconnect
+
+
+def compress_gradients(gradients: Any, compression_ratio: float = 0.1) -> Any:
+    """Keeps the largest elements of each gradient, by magnitude: sparse tensors of indices and values.
+
+    ``gradients`` is a tensor, or several in a list, tuple, dict or generator; None stays None, and ``.to_dense()``
+    fills up with zeros. What is left out is dropped; ``CommunicationOptimizer`` keeps it for the next step.
+    """
+    refuse("compress_gradients", _check_ratio(compression_ratio, "try 0.1"))
+
+    def compress(gradient: Any) -> Any:
+        if not isinstance(gradient, torch.Tensor):
+            return gradient
+        flat = gradient.detach().reshape(-1)
+        kept = flat.abs().topk(num_kept(compression_ratio, flat.numel())).indices.sort().values
+        places = torch.stack(torch.unravel_index(kept, gradient.shape)) if gradient.ndim else kept.new_zeros(0, 1)
+        return torch.sparse_coo_tensor(places, flat[kept], gradient.shape, is_coalesced=True, check_invariants=True)
+
+    return tree_map(compress, list(gradients) if isinstance(gradients, Iterator) else gradients)
+
+
+def auto_scale_batch_size(world_size: int, base_batch_size: int) -> int:
+    """Returns the global batch of ``world_size`` ranks that have ``base_batch_size`` samples each."""
+    wrong = [*check_count("world_size", world_size), *check_count("base_batch_size", base_batch_size)]
+    refuse("auto_scale_batch_size", wrong)
+    return world_size * base_batch_size

@@ -20,6 +20,7 @@ import torch
 from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from paceline.classic.config import DistributedConfig as DistributedConfig
+from paceline.classic.config import check_count, refuse
 from paceline.classic.microbatches import MicrobatchTrainer
 from paceline.clock import on_device
 from paceline.comm.objects import gather_objects
@@ -65,10 +66,7 @@ class DistributedTrainer(MicrobatchTrainer):
         those epochs. A loader whose sampler has ``set_epoch`` is told the epoch. A plain ``DataLoader`` of all the data
         is shared out among the ranks. All ranks call it.
         """
-        if patience is not None and (type(patience) is not int or patience < 1):
-            raise UsageError(
-                f"patience = {patience!r}\n  it is a number of epochs, at least 1\n  for none, leave it out"
-            )
+        refuse("fit", [] if patience is None else check_count("patience", patience, fix="for none, leave it out"))
         self.fit_state = {} if not resume else self.fit_state
         first, history = (int(self.load_checkpoint(None, optimizer)["epoch"]) + 1 if resume else 0), []
         for epoch in range(first, epochs):
