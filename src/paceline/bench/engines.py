@@ -142,10 +142,8 @@ def check_losses(workload: BenchWorkload, measured: Sequence[MeasuredArm], toler
         for number, (ours, theirs) in enumerate(zip(each.losses, first.losses, strict=True)):
             if not math.isclose(ours, theirs, rel_tol=tolerance):
                 raise TrainingError(
-                    f"{workload.model}: in step {number} {each.timing.arm} has the loss {ours:.6g}, "
-                    f"and {first.timing.arm} has {theirs:.6g}\n"
-                    f"  arms compute the same, to {tolerance:g}, or their times say nothing\n"
-                    "  find the first difference with `paceline verify`"
+                    f"{workload.model}: in step {number} {each.timing.arm} has the loss {ours:.6g}, and "
+                    f"{first.timing.arm} has {theirs:.6g}\n  arms agree, to {tolerance:g}\n  try paceline verify"
                 )
 
 

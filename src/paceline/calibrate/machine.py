@@ -158,10 +158,7 @@ def check_wanted(wanted: Wanted) -> None:
         )
     cores = len(usable_cores())
     if wanted.device == "cpu" and wanted.ranks > cores:
-        raise UsageError(
-            f"{wanted.ranks} ranks on {cores} cores: they would wait for one another, and nothing that is "
-            f"measured then holds\n  each rank has a core at least\n  measure with --ranks {cores} or fewer"
-        )
+        raise UsageError(f"{wanted.ranks} ranks on {cores} cores\n  each has one at least\n  take --ranks {cores}")
 
 
 def measure_rank(comm: Communicator, wanted: Wanted) -> RankFigures:

@@ -103,9 +103,8 @@ def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit
     config, times = load_config(path, []), read_times(run_folder)
     if times.backend == "virtual":
         raise UsageError(
-            f"{run_folder} is of virtual ranks, which take turns in one process\n"
-            "  an entry is fitted to what ranks took that ran at the same time\n"
-            "  train with processes: paceline train CONFIG train.steps=40"
+            f"{run_folder} is of virtual ranks, which take turns\n  ranks that ran at the same time tell "
+            "what they take\n  train with processes: paceline train CONFIG train.steps=40"
         )
     config = config.with_values("parallel", ranks=times.ranks)
     text = _text_of(base, config)
@@ -134,8 +133,7 @@ def read_times(run_folder: Path) -> RunTimes:
     records = open_run(run_folder)
     if len(records.steps) <= _FEWEST:
         raise UsageError(
-            f"{run_folder} holds {len(records.steps)} steps\n"
-            f"  an entry is fitted to a run of {_FEWEST + 1} steps at least\n"
+            f"{run_folder} holds {len(records.steps)} steps\n  an entry is fitted to {_FEWEST + 1} steps at least\n"
             "  train for longer: paceline train CONFIG train.steps=40"
         )
     rows = [list(row.values()) for row in records.steps.without_warm_up().rows]

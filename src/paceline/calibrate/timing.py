@@ -125,11 +125,9 @@ def check_quiet(spreads: Mapping[str, float], share: float) -> None:
     shown = ", ".join(f"{name} {100 * spreads[name]:.0f} %" for name in worst)
     spread = f"samples spread by {100 * middle:.0f} % (the widest: {shown}), and " if spreads else ""
     raise UsageError(
-        f"this machine is too noisy to be measured: {spread}a thread had the processor {100 * share:.0f} % of "
-        "the time\n"
-        f"  a calibration takes {100 * MOST_SPREAD:.0f} % of spread at most, and {100 * LEAST_SHARE:.0f} % of a "
-        "processor at least\n"
-        "  end what else runs here and try again, or take it as it is with --noisy"
+        f"this machine is too noisy to be measured: {spread}a thread had the processor {100 * share:.0f} % of the time"
+        f"\n  at most {100 * MOST_SPREAD:.0f} % of spread, and {100 * LEAST_SHARE:.0f} % of a processor, are needed"
+        "\n  end what else runs here and try again, or take it as it is with --noisy"
     )
 
 

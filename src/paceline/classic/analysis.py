@@ -242,9 +242,7 @@ class DistributedTrainingAnalyzer:
             try:
                 figure.savefig(path)
             except (OSError, ValueError) as error:
-                raise UsageError(
-                    f"cannot write the picture {path}: {error}\n  its ending says the format\n  name it run.png"
-                ) from error
+                raise UsageError(f"cannot write the picture {path}: {error}\n  name it run.png, or alike") from error
         if is_unseen:
             echo(f"the charts of the training are in {Path('training_metrics.png').resolve()}")
         if show:
@@ -319,8 +317,7 @@ def _bottleneck(share: float, ranks: int) -> str:
 def _metrics_of(metrics: TrainingMetrics | str | Path) -> TrainingMetrics:
     if not isinstance(metrics, TrainingMetrics | str | Path):
         raise UsageError(
-            f"metrics is of type {type(metrics).__name__}\n  it is what SimulatedTrainer.train() returned, or the "
-            "folder of a run\n  pass one of them"
+            f"metrics is of type {type(metrics).__name__}\n  it is what train() returned, or a run's folder"
         )
     if isinstance(metrics, TrainingMetrics):
         return metrics

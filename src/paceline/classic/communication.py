@@ -56,8 +56,7 @@ def connect_groups(inside: Communicator, across: Communicator | None) -> Callabl
     if sum(has_group) != 1 and not all(has_group):
         raise UsageError(
             f"{sum(has_group)} of the {inside.size} ranks of a host have a group across hosts\n"
-            "  one of them stands for its host, or every one does with a slice\n"
-            "  make the groups across of one rank of each host, or of the first ranks, the second ranks, and so on"
+            "  one of them stands for its host, or every one does with a slice\n  give a group to one rank, or to each"
         )
     # Of a host: its ranks, and whether each of them has a group across. A host of one rank fits either way.
     mine = inside.size, inside.size > 1 and all(has_group)
@@ -67,9 +66,8 @@ def connect_groups(inside: Communicator, across: Communicator | None) -> Callabl
     if any(is_sliced for hosts in seen for _, is_sliced in hosts) and not is_even:
         sizes = sorted({size for hosts in seen for size, _ in hosts})
         raise UsageError(
-            f"hosts of {sizes} ranks, with a group across for every rank\n"
-            "  where every rank of a host averages its slice over all hosts, all hosts have as many ranks, and do so\n"
-            "  give one rank of each host a group across, and None to the others"
+            f"hosts of {sizes} ranks, with a group across for every rank\n  slices need hosts of equal size"
+            "\n  give one rank of each host a group across, and None to the others"
         )
     if mine[1] and across is not None:
         return partial(_by_slices, inside, across)
@@ -316,15 +314,11 @@ class _OwedTensor:
     def begin(self, tensor: torch.Tensor) -> None:
         """Raises UsageError for a tensor that is not the one of this slot."""
         if self._is_busy:
-            raise UsageError(
-                f"tensor {self._name} is still on its way\n  what it owes is known when it has arrived\n"
-                "  wait for it first, or give tensors names of their own"
-            )
+            raise UsageError(f"tensor {self._name} is still on its way\n  wait for it, or give each a name")
         if tensor.numel() != sum(self._lengths) or tensor.dtype != self._dtype:
             raise UsageError(
                 f"tensor {self._name} had {sum(self._lengths)} elements of {self._dtype}, and now has "
-                f"{tensor.numel()} of {tensor.dtype}\n  what it owes belongs to a tensor of one size\n"
-                "  give each tensor a name of its own"
+                f"{tensor.numel()} of {tensor.dtype}\n  give each tensor a name of its own"
             )
         self._is_busy = True
 

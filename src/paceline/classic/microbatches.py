@@ -304,8 +304,7 @@ class MicrobatchTrainer:
         if self._num_pending:
             raise UsageError(
                 f"another optimizer came after {self._num_pending} of {self.gradient_accumulation_steps} microbatches\n"
-                "  the microbatches of a group make one update of one optimizer\n"
-                "  call trainer.flush with the former optimizer first"
+                "  a group makes one update of one optimizer\n  call trainer.flush with the former optimizer first"
             )
         self._adopt(optimizer)
         try:

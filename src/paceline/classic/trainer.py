@@ -217,8 +217,7 @@ def _weighed(name: str, metric: Metric) -> Callable[[Callable[..., Any], Any], A
         if isinstance(value, int | float) or (isinstance(value, torch.Tensor) and value.numel() == 1):
             return value * samples, samples
         raise UsageError(
-            f"the metric {name} returned {type(value).__name__}\n"
-            "  a metric returns (sum, count), or one number: the mean over the batch\n"
+            f"the metric {name} returned {type(value).__name__}\n  it is (sum, count), or the mean over the batch\n"
             "  return correct.sum(), correct.numel()"
         )
 

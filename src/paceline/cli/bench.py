@@ -284,8 +284,7 @@ def gpu(
     if device not in ("cuda", "cpu") or (device == "cuda" and not torch.cuda.is_available()):
         raise UsageError(
             f"--device {device}: torch reaches no such device here\n  this benchmark times one GPU\n"
-            "  run it on a machine with a GPU (paceline doctor tells what is missing), or try the machinery with tiny "
-            "models: --device cpu"
+            "  see paceline doctor; --device cpu tries the machinery with tiny models"
         )
     known = workloads_on(device)
     wanted, words = chosen_of("--models", models, list(known), f"on {device} "), words_of(arms)

@@ -9,13 +9,13 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import typer
 
-from paceline.cli.options import check_word, grouped, print_json, progress_bar
+from paceline.cli.options import check_word, print_json, progress_bar
 from paceline.terminal import echo, table_lines
 from paceline.units import format_bytes, format_count, format_seconds
 
@@ -104,23 +104,15 @@ def diff(
         raise typer.Exit(1)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReshardOptions:
-    """The ranks that would have saved the checkpoint."""
-
-    ranks: int = typer.Option(..., min=1, help="For so many ranks.")
-    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid.")
-    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks.")
-    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks.")
-
-
 @app.command()
-@grouped
 def reshard(
     source: str = _SOURCE,
     target: str = typer.Argument(metavar="DST", help="The folder or URL where step-<number> is written."),
     *,
-    asked: ReshardOptions,
+    ranks: int = typer.Option(..., min=1, help="For so many ranks."),
+    strategy: str = typer.Option("fsdp", help="As which strategy cuts: ddp, zero1, zero2, fsdp, hybrid."),
+    pipeline: int = typer.Option(1, min=1, help="Stages among the ranks."),
+    tensor: int = typer.Option(1, min=1, help="Ranks that share a matrix, among the ranks."),
     fast: bool = _FAST,
     force: bool = _FORCE,
     as_json: bool = _JSON,
@@ -133,9 +125,9 @@ def reshard(
     from paceline.plan.rules import check_layout
     from paceline.rehearse.dryrun.parts import cut_of_run
 
-    check_word("--strategy", asked.strategy, STRATEGIES)
-    strategy = cast("Strategy", asked.strategy)
-    layout = check_layout(Layout(strategy=strategy, pipeline=asked.pipeline, tensor=asked.tensor), asked.ranks)
+    check_word("--strategy", strategy, STRATEGIES)
+    strategy = cast("Strategy", strategy)
+    layout = check_layout(Layout(strategy=strategy, pipeline=pipeline, tensor=tensor), ranks)
     checkpoint = open_checkpoint(_find_whole(source, fast))
     values = checkpoint.manifest.about.get("config")
     cut = None
@@ -286,10 +278,11 @@ def show_summary(found: Summary, *, lists_tensors: bool, as_json: bool) -> None:
     if not lists_tensors:
         echo("  list tensors with --tensors '*'")
         return
-    rows = [
-        (each.name, each.dtype, "x".join(map(str, each.shape)) or "scalar", format_bytes(each.num_bytes), _cut(each))
-        for each in found.tensors
-    ]
+    rows = []
+    for each in found.tensors:
+        pieces = "whole" if (len(each.files), each.cut) == (1, "whole") else f"{len(each.files)} ({each.cut})"
+        shape = "x".join(map(str, each.shape)) or "scalar"
+        rows.append((each.name, each.dtype, shape, format_bytes(each.num_bytes), pieces))
     _print_table(("tensor", "dtype", "shape", "size", "pieces"), rows)
 
 
@@ -316,14 +309,12 @@ def show_difference(found: Difference, left: str, right: str, *, as_json: bool) 
         _echo_first([f"  {title}: {name}" for name in names], f"  {title}: and {{}} more")
     if found.tensors:
         ordered = sorted(found.tensors, key=lambda each: (-each.max_absolute, each.name))
-        rows = [
-            (
-                each.name,
-                f"{each.num_different:,} of {each.num_elements:,}",
-                *map(_number, (each.max_absolute, each.max_relative)),
-            )
-            for each in ordered[:_FIRST]
-        ]
+        rows = []
+        for each in ordered[:_FIRST]:
+            most = [
+                "not a number" if math.isinf(size) else f"{size:.3g}" for size in (each.max_absolute, each.max_relative)
+            ]
+            rows.append((each.name, f"{each.num_different:,} of {each.num_elements:,}", *most))
         _print_table(("tensor", "elements that differ", "largest", "relative"), rows)
         if len(ordered) > _FIRST:
             echo(f"  and {len(ordered) - _FIRST} more tensors: --json lists them")
@@ -350,15 +341,6 @@ def _world(ranks: int, strategy: str, mesh: Any) -> str:
         return "-"
     axes = "".join(f", {name} {size}" for name, size in mesh.items() if isinstance(size, int) and size > 1)
     return f"{ranks} rank{'s' if ranks > 1 else ''}{f' {strategy}' if strategy else ''}{axes}"
-
-
-def _cut(line: Any) -> str:
-    count = len(line.files)
-    return "whole" if count == 1 and line.cut == "whole" else f"{count} ({line.cut})"
-
-
-def _number(value: float) -> str:
-    return "not a number" if math.isinf(value) else f"{value:.3g}"
 
 
 def _echo_first(lines: Sequence[str], rest: str) -> None:

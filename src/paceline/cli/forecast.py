@@ -4,22 +4,12 @@ from __future__ import annotations
 
 import math
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import (
-    ClusterName,
-    ConfigPath,
-    Overrides,
-    check_file,
-    check_picture,
-    grouped,
-    print_json,
-    write_output,
-)
+from paceline.cli.options import ClusterName, ConfigPath, Overrides, check_file, check_picture, print_json, write_output
 from paceline.errors import UsageError
 from paceline.terminal import echo
 from paceline.units import format_seconds
@@ -31,69 +21,54 @@ if TYPE_CHECKING:
     from paceline.search.result import PlanResult
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanOptions:
-    """What a plan is for, and what is made of it."""
-
-    hf: Path | None = typer.Option(None, metavar="FILE", help="A Hugging Face config.json or folder, not CONFIG.")
-    gpus: str | None = typer.Option(None, metavar="N,N,...", help="A table over so many devices; or 1,2,4,...,64.")
-    png: Path | None = typer.Option(None, callback=check_picture, metavar="FILE", help="Draw --gpus; .svg, .pdf too.")
-    by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first.")
-    price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour.")
-    precision: str | None = typer.Option(None, metavar="auto|NAME", help="In place of the config's; auto: the best.")
-    host_gb: float | None = typer.Option(None, metavar="GIB", help="Host memory of a node, for offload; else enough.")
-    top: int = typer.Option(5, min=1, help="How many plans to show.")
-    output: Path | None = typer.Option(
-        None, "-o", "--output", callback=check_file, metavar="FILE", help="Write the first plan as a config to train."
-    )
-    trace: Path | None = typer.Option(None, callback=check_file, metavar="FILE", help="Write the first's time line.")
-
-
-@grouped
 def plan(
     cluster: ClusterName,
     config: str | None = typer.Argument(None, metavar="CONFIG", help="A YAML file, such as configs/gpt_7b.yaml."),
     overrides: Overrides = None,
     *,
-    asked: PlanOptions,
+    hf: Path | None = typer.Option(None, metavar="FILE", help="A Hugging Face config.json or folder, not CONFIG."),
+    gpus: str | None = typer.Option(None, metavar="N,N,...", help="A table over so many devices; or 1,2,4,...,64."),
+    png: Path | None = typer.Option(None, callback=check_picture, metavar="FILE", help="Draw --gpus; .svg, .pdf too."),
+    by: str = typer.Option("time", metavar="time|cost|memory", help="What comes first."),
+    price: float | None = typer.Option(None, metavar="USD", help="What a device costs for an hour."),
+    precision: str | None = typer.Option(None, metavar="auto|NAME", help="In place of the config's; auto: the best."),
+    host_gb: float | None = typer.Option(None, metavar="GIB", help="Host memory of a node, for offload; else enough."),
+    top: int = typer.Option(5, min=1, help="How many plans to show."),
+    output: Path | None = typer.Option(
+        None, "-o", "--output", callback=check_file, metavar="FILE", help="Write the first plan as a config to train."
+    ),
+    trace: Path | None = typer.Option(None, callback=check_file, metavar="FILE", help="Write the first's time line."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Find the fastest way to train a model on a cluster."""
     from paceline.rehearse.planning import plan as find
     from paceline.rehearse.planning import trace_plan
 
-    source, words = _source(config, list(overrides or []), asked.hf)
-    counts = _counts(asked.gpus, asked.png)
+    source, words = _source(config, list(overrides or []), hf)
+    counts = _counts(gpus, png)
     found = find(
-        source,
-        cluster,
-        overrides=words,
-        by=asked.by,
-        gpus=counts,
-        precision=asked.precision,
-        price=asked.price,
-        host_gb=asked.host_gb,
+        source, cluster, overrides=words, by=by, gpus=counts, precision=precision, price=price, host_gb=host_gb
     )
-    if asked.output is not None:
-        _write(asked.output, found)
-    is_drawn = asked.png is not None and any(row.best for rows in found.scaling.values() for row in rows)
-    if asked.png is not None and is_drawn:
+    if output is not None:
+        _write(output, found)
+    is_drawn = png is not None and any(row.best for rows in found.scaling.values() for row in rows)
+    if png is not None and is_drawn:
         from paceline.search.scaling import draw_scaling
 
-        draw_scaling(found.scaling, asked.png, f"{found.request.config.name} on {found.request.cluster.node.name}")
-    traced_s = None if asked.trace is None or found.winner is None else trace_plan(found, asked.trace).seconds
+        draw_scaling(found.scaling, png, f"{found.request.config.name} on {found.request.cluster.node.name}")
+    traced_s = None if trace is None or found.winner is None else trace_plan(found, trace).seconds
     if as_json:
         replayed = {} if traced_s is None else {"replayed_s": traced_s}
-        print_json(found.to_json(asked.top) | replayed)
+        print_json(found.to_json(top) | replayed)
     else:
-        echo(found.to_text(asked.top))
+        echo(found.to_text(top))
         if traced_s is not None:
-            echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {asked.trace}")
-        if asked.output is not None and found.winner is not None:
-            echo(f"\nwritten to {asked.output}: paceline train {asked.output}")
-        if asked.png is not None:
-            why_not = "" if is_drawn else f"{asked.png} is not drawn: no number of devices has a plan"
-            echo(f"\n{why_not or f'drawn into {asked.png}'}")
+            echo(f"\nthe first, replayed: {traced_s:.4g} s a step; its time line is in {trace}")
+        if output is not None and found.winner is not None:
+            echo(f"\nwritten to {output}: paceline train {output}")
+        if png is not None:
+            why_not = "" if is_drawn else f"{png} is not drawn: no number of devices has a plan"
+            echo(f"\n{why_not or f'drawn into {png}'}")
     if found.winner is None:
         raise typer.Exit(1)
 
@@ -108,25 +83,19 @@ def _source(config: str | None, overrides: list[str], hf: Path | None) -> tuple[
         raise UsageError(f"both {config} and --hf {hf} are given\n  a plan is for one model\n  leave one of them out")
     source = hf / "config.json" if hf.is_dir() else hf
     if source.suffix != ".json":
-        raise UsageError(
-            f"--hf {hf}\n  it is the config.json of a Hugging Face model, or the folder that has it\n"
-            "  name a file that ends in .json; a config of Paceline goes without --hf"
-        )
+        raise UsageError(f"--hf {hf}\n  it is a Hugging Face config.json, or folder\n  name a file that ends in .json")
     return source, [*([config] if config else []), *overrides]
 
 
 def _counts(text: str | None, png: Path | None) -> list[int] | None:
     if text is None:
         if png is not None:
-            raise UsageError(
-                f"--png {png}: nothing to draw\n  a picture is of the table of --gpus\n  add --gpus 8,16,32"
-            )
+            raise UsageError(f"--png {png}: nothing to draw\n  it is for the table of --gpus\n  add --gpus 8,16,32")
         return None
     found = _series(text.split(","))
     if not found:
         raise UsageError(
-            f"--gpus {text!r}\n"
-            "  it is a list of whole numbers; ... goes on as the two before it do, up to the one behind\n"
+            f"--gpus {text!r}\n  it is a list of whole numbers, in which ... goes on as the two before it do\n"
             "  try --gpus 1,2,4,8,16 or --gpus 1,2,4,...,64"
         )
     return found
@@ -152,32 +121,22 @@ def _series(words: list[str]) -> list[int]:
 
 def _write(output: Path, found: PlanResult) -> None:
     if found.request.no_config:
-        raise UsageError(
-            f"{output} is not written: {found.request.no_config}\n  a config cannot say that\n  leave --output out"
-        )
+        raise UsageError(f"{output} is not written: {found.request.no_config}\n  no config can\n  leave --output out")
     if found.winner is None:
         return
     write_output(output, found.to_yaml(), "plan")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PredictOptions:
-    """Which ranks a step has, and what is made of the prediction."""
-
-    ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices.")
-    rank: int = typer.Option(None, min=0, help="The rank to tell of; else the busiest of rank 0's pipeline.")
-    slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A rank that takes longer; may be repeated.")
-    trace: Path = typer.Option(None, callback=check_file, help="Write the step's time line, for ui.perfetto.dev.")
-    price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour.")
-
-
-@grouped
 def predict(
     config: ConfigPath,
     cluster: ClusterName,
     overrides: Overrides = None,
     *,
-    asked: PredictOptions,
+    ranks: int = typer.Option(None, min=1, help="Ranks; else parallel.ranks, or as many as the cluster has devices."),
+    rank: int = typer.Option(None, min=0, help="The rank to tell of; else the busiest of rank 0's pipeline."),
+    slow: list[str] = typer.Option([], metavar="rank=2:1.5x", help="A rank that takes longer; may be repeated."),
+    trace: Path = typer.Option(None, callback=check_file, help="Write the step's time line, for ui.perfetto.dev."),
+    price: float = typer.Option(None, min=0.0, metavar="USD", help="What a device costs an hour."),
     as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON."),
 ) -> None:
     """Predict the time and the memory of a step on a cluster."""
@@ -186,35 +145,31 @@ def predict(
     from paceline.config import config_batch, why_not_sharded
     from paceline.rehearse.prediction import config_on, memory_bound, predict_decided
 
-    slow_ranks, slow_links = read_slow(asked.slow)
+    slow_ranks, slow_links = read_slow(slow)
     if slow_links:
-        raise UsageError(
-            "--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for slow links"
-        )
-    if asked.price is not None and not math.isfinite(asked.price):
-        raise UsageError(
-            f"--price {asked.price}\n  it is what a device costs an hour, in dollars\n  leave it out, or name it"
-        )
+        raise UsageError("--slow link=...\n  a prediction has slow ranks alone\n  take paceline simulate for links")
+    if price is not None and not math.isfinite(price):
+        raise UsageError(f"--price {price}\n  it is dollars a device and hour\n  leave it out, or name it")
     where = load_cluster(cluster)
-    chosen, count = config_on(config, where, overrides=overrides or [], ranks=asked.ranks)
-    keeps = asked.trace is not None
-    chosen, found = predict_decided(chosen, where, count, rank=asked.rank, slow=slow_ranks, keeps_spans=keeps)
+    chosen, count = config_on(config, where, overrides=overrides or [], ranks=ranks)
+    keeps = trace is not None
+    chosen, found = predict_decided(chosen, where, count, rank=rank, slow=slow_ranks, keeps_spans=keeps)
     batch, bound = config_batch(chosen, count), memory_bound(chosen, where, count)
-    if asked.trace is not None:
+    if trace is not None:
         from paceline.predict.replay.replayed import write_trace
 
-        write_trace(found, asked.trace)
+        write_trace(found, trace)
     if as_json:
         more = {"microbatch": batch.microbatch, "accumulate": batch.accumulate, "memory_bound_bytes": bound}
-        cost = {} if asked.price is None else {"usd_per_step": found.usd_per_step(asked.price)}
+        cost = {} if price is None else {"usd_per_step": found.usd_per_step(price)}
         print_json(found.to_json() | more | cost)
     else:
         if alone := why_not_sharded(chosen, count):
             echo(f"{alone}\n")
-        for line in [*describe(found, batch, asked.price, bound), *_ways_out(found, chosen, batch, config, cluster)]:
+        for line in [*describe(found, batch, price, bound), *_ways_out(found, chosen, batch, config, cluster)]:
             echo(line)
-        if asked.trace is not None:
-            echo(f"\nThe time line is in {asked.trace}: open it in ui.perfetto.dev.")
+        if trace is not None:
+            echo(f"\nThe time line is in {trace}: open it in ui.perfetto.dev.")
     if not found.fits:
         raise typer.Exit(1)
 

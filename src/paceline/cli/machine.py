@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import Overrides, check_file, grouped, print_json, tells_for_host, write_output
+from paceline.cli.options import Overrides, check_file, print_json, tells_for_host, write_output
 from paceline.errors import ConfigError, PacelineError, UsageError
 from paceline.terminal import echo, plain
 from paceline.units import format_bytes
 
 if TYPE_CHECKING:
     from paceline.calibrate.machine import MachineFigures
-    from paceline.cluster.detect import Detected
     from paceline.cluster.devices import Cluster
     from paceline.doctor.findings import DoctorInputs, MachineCheck, MachineFinding
 
@@ -26,87 +25,69 @@ def _check_entry(path: Path | None) -> Path | None:
     """Returns the path of an entry to write. Raises UsageError for one that no --cluster would read."""
     path = check_file(path)
     if path is not None and path.suffix not in (".yaml", ".yml"):
-        raise UsageError(
-            f"--output {path} does not end in .yaml\n  --cluster and PACELINE_MACHINE take files by that ending\n"
-            f"  write to {path.with_suffix('.yaml')}"
-        )
+        rule, fix = "--cluster takes files by that ending", f"write to {path.with_suffix('.yaml')}"
+        raise UsageError(f"--output {path} does not end in .yaml\n  {rule}\n  {fix}")
     return path
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrateOptions:
-    """What is measured, and where it is written."""
-
-    device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]")
-    ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]")
-    name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]")
-    output: Path | None = typer.Option(
-        None, "--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."
-    )
-    compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more.")
-    noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads.")
-
-
-@grouped
 def calibrate(
     *,
-    asked: CalibrateOptions,
+    device: str = typer.Option("auto", help="cpu or cuda.  [default: cuda where there is a GPU]"),
+    ranks: int | None = typer.Option(None, min=1, help="Ranks that compute at once.  [default: one a GPU; 1 on a CPU]"),
+    name: str | None = typer.Option(None, help="The entry's name.  [default: after the device]"),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", callback=_check_entry, metavar="FILE.yaml", help="Write the entry to this file."
+    ),
+    compiled: bool = typer.Option(True, help="Also measure launches of a compiled block: half a minute more."),
+    noisy: bool = typer.Option(False, "--noisy", help="Take what was measured, however much it spreads."),
     as_json: bool = typer.Option(False, "--json", help="Print what was measured as JSON."),
     run: Path | None = typer.Option(None, "--from", metavar="RUN", help="Measure nothing: fit an entry to a run."),
     cluster: Path | None = typer.Option(None, metavar="FILE.yaml", help="What --from fits.  [default: cpu-host]"),
 ) -> None:
     """Measure this machine, so that steps on it can be predicted."""
-    given = {"--device": asked.device != "auto", "--ranks": asked.ranks is not None, "--name": asked.name is not None}
-    given |= {"--no-compiled": not asked.compiled, "--noisy": asked.noisy, "--cluster": cluster is not None}
-    _check_options(run, {option for option, is_given in given.items() if is_given}, asked.name)
+    given = {"--device": device != "auto", "--ranks": ranks is not None, "--name": name is not None}
+    given |= {"--no-compiled": not compiled, "--noisy": noisy, "--cluster": cluster is not None}
+    _check_options(run, {option for option, is_given in given.items() if is_given}, name)
     if run is not None:
-        _refit(run, cluster, asked.output, as_json=as_json)
+        _refit(run, cluster, output, as_json=as_json)
         return
     import torch
 
     from paceline.calibrate.entry import entry_of
     from paceline.calibrate.machine import Wanted, check_wanted, measure_machine
 
-    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if asked.device == "auto" else asked.device
-    count = asked.ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
+    chosen = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    count = ranks or (max(1, torch.cuda.device_count()) if chosen == "cuda" else 1)
     more = (2 * count,) if chosen == "cpu" and count > 1 else ()
     wanted = Wanted(
-        device=chosen, ranks=count, with_compiled=asked.compiled, accepts_noise=asked.noisy, more_ranks=more, alone=True
+        device=chosen, ranks=count, with_compiled=compiled, accepts_noise=noisy, more_ranks=more, alone=True
     )
     check_wanted(wanted)
     if not as_json:
         echo(f"measuring {count} {'rank' if count == 1 else 'ranks'} on {chosen}, for about a minute", err=True)
     measured = measure_machine(wanted)
-    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if asked.compiled else ' --no-compiled'}"
-    entry_name, text = entry_of(measured, command, torch.__version__, asked.name)
-    if asked.output is not None:
-        write_output(asked.output, text, "entry")
+    command = f"paceline calibrate --device {chosen} --ranks {count}{'' if compiled else ' --no-compiled'}"
+    entry_name, text = entry_of(measured, command, torch.__version__, name)
+    if output is not None:
+        write_output(output, text, "entry")
     if as_json:
         print_json({"name": entry_name, **asdict(measured)})
         return
     _show_measured(measured)
-    echo(
-        f"\n{text}" if asked.output is None else f"\nwrote {asked.output}: use it as --cluster {asked.output}\n",
-        nl=False,
-    )
+    wrote = f"wrote {output}: use it as --cluster {output}\n"
+    echo(f"\n{text if output is None else wrote}", nl=False)
 
 
 def _check_options(run: Path | None, given: set[str], name: str | None) -> None:
     """Raises UsageError for options that nobody would read, and for a name that is none."""
     if run is None and "--cluster" in given:
-        raise UsageError(
-            "--cluster without --from\n  what is measured starts from no entry\n  name a run to fit it to: --from RUN"
-        )
+        raise UsageError("--cluster without --from\n  it is what is fitted to a run\n  name one: --from RUN")
     unread = sorted(given - {"--cluster"})
     if run is not None and unread:
-        raise UsageError(
-            f"{', '.join(unread)} beside --from {run}\n  a run has its ranks and its device, and nothing is measured\n"
-            f"  leave out {' and '.join(unread)}, or --from"
-        )
+        fix = f"leave out {' and '.join(unread)}"
+        raise UsageError(f"{', '.join(unread)} beside --from {run}\n  nothing is measured\n  {fix}, or --from")
     if name is not None and not any(letter.isalnum() for letter in name):
-        raise UsageError(
-            f"--name {name!r}\n  an entry is found by the letters and digits of its name\n  try --name my-host"
-        )
+        raise UsageError(f"--name {name!r}\n  it is found by the letters and digits of its name\n  try my-host")
 
 
 def _refit(run: Path, base: Path | None, output: Path | None, *, as_json: bool) -> None:
@@ -162,8 +143,7 @@ def list_known(as_json: bool = typer.Option(False, "--json", help="Print the nam
 
     known = shipped()
     if as_json:
-        names = {kind: list(getattr(known, kind)) for kind in ("devices", "nodes", "networks", "links")}
-        print_json(names)
+        print_json({kind: list(getattr(known, kind)) for kind in ("devices", "nodes", "networks", "links")})
         return
     echo(f"{'device':<20} {'memory':>10} {'bandwidth':>11} {'most':>18}  generation")
     for name in known.devices:
@@ -201,17 +181,13 @@ def show(
         print_json(found)
         return
     if detected is not None:
-        _show_machine(detected)
+        machine = detected.machine
+        gpus, memory = ", ".join(machine.gpus) or "no GPU", format_bytes(machine.memory_bytes)
+        echo(f"this machine: {machine.processor}, {machine.cores} cores, {memory}, {gpus}")
+        for line in detected.assumed:
+            echo(f"  assumed: {line}")
     if cluster is not None:
         _show_cluster(cluster)
-
-
-def _show_machine(detected: Detected) -> None:
-    machine = detected.machine
-    gpus = ", ".join(machine.gpus) or "no GPU"
-    echo(f"this machine: {machine.processor}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, {gpus}")
-    for line in detected.assumed:
-        echo(f"  assumed: {line}")
 
 
 def _show_cluster(cluster: Cluster) -> None:
@@ -220,16 +196,12 @@ def _show_cluster(cluster: Cluster) -> None:
     echo(f"  device   {device.name}, {device.vendor} {device.generation}, {device.memory_bytes / 2**30:.4g} GiB")
     echo(f"  memory   {device.memory_bandwidth / 1e9:.4g} GB/s, of which kernels reach {device.memory_share:.0%}")
     for dtype, peak in device.peak_flops.items():
-        most = (
-            f"{device.matmul_ceiling[dtype] / 1e12:.4g} measured" if dtype in device.matmul_ceiling else "not measured"
-        )
-        echo(f"  {dtype:<8} {peak / 1e12:.4g} TFLOP/s dense, {most}")
+        most = device.matmul_ceiling.get(dtype)
+        shown = f"{most / 1e12:.4g} measured" if most is not None else "not measured"
+        echo(f"  {dtype:<8} {peak / 1e12:.4g} TFLOP/s dense, {shown}")
     echo(f"  launch   {device.launch_s * 1e6:.3g} us eager, {device.compiled_launch_s * 1e6:.3g} us compiled")
-    ring = inside.ring_bandwidth(cluster.node.devices)
-    echo(
-        f"  inside   {inside.name} ({inside.kind}): {inside.bandwidth / 1e9:.4g} GB/s one way, a ring reaches "
-        f"{ring / 1e9:.4g}"
-    )
+    one_way, ring = inside.bandwidth / 1e9, inside.ring_bandwidth(cluster.node.devices) / 1e9
+    echo(f"  inside   {inside.name} ({inside.kind}): {one_way:.4g} GB/s one way, a ring reaches {ring:.4g}")
     if between is not None:
         echo(f"  between  {between.name}: {between.bandwidth / 1e9:.4g} GB/s one way per node")
 

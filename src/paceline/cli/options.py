@@ -9,11 +9,10 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import Field, fields, is_dataclass
+from dataclasses import Field, fields
 from functools import wraps
-from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -78,32 +77,6 @@ def progress_bar(what: str, num_bytes: int | None, as_json: bool) -> Iterator[Ca
     with Progress(*columns, console=new_console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=num_bytes)
         yield lambda done: bar.advance(task, done)
-
-
-def grouped(verb: Callable[..., None]) -> Callable[..., None]:
-    """Lets a verb take its options as one value: on the command line, a parameter with a dataclass is its fields."""
-    hints = get_type_hints(verb, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
-    parameters: list[Parameter] = []
-    for each in signature(verb).parameters.values():
-        if each.name not in groups:
-            parameters.append(each.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[each.name]))
-            continue
-        types = get_type_hints(groups[each.name], include_extras=True)
-        parameters += [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=types[field.name])
-            for field in fields(groups[each.name])
-        ]
-
-    @wraps(verb)
-    def run(**given: Any) -> None:
-        for name, group in groups.items():
-            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        verb(**given)
-
-    run.__dict__["__signature__"] = Signature(parameters)
-    run.__annotations__ = {each.name: each.annotation for each in parameters}
-    return run
 
 
 def check_file(path: Path | None) -> Path | None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 
-from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, grouped, print_json
+from paceline.cli.options import IsOpened, Port, check_page, check_picture, check_table, check_word, print_json
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -28,7 +28,6 @@ def report(
     csv: Path | None = typer.Option(None, metavar="FILE.csv", callback=check_table, help="Write a line for each step."),
 ) -> None:
     """Show what limited a run, and what it did."""
-    from dataclasses import asdict
     from itertools import pairwise
 
     from paceline.records.comparison import compare_runs, draw_comparison, draw_scaling, scaling_of
@@ -123,10 +122,7 @@ def require_server() -> None:
 
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise UsageError(
-            f"the live page needs {' and '.join(missing)}\n  they are part of a normal installation of Paceline\n"
-            f"  pip install {' '.join(missing)}"
-        )
+        raise UsageError(f"the live page needs {' and '.join(missing)}\n  pip install {' '.join(missing)}")
 
 
 def open_browser(url: str) -> None:
@@ -152,22 +148,14 @@ def _end_with(parent: int) -> None:
     threading.Thread(target=look, daemon=True).start()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawOptions:
-    """How tokens are drawn."""
-
-    tokens: int = typer.Option(200, min=1, help="The most tokens that are written.")
-    temperature: float = typer.Option(0.8, min=0.0, help="0: the most likely token always; 1: as the model says.")
-    top_k: int = typer.Option(0, min=0, help="Draw among so many of the most likely tokens.  [default: all]")
-    seed: int = typer.Option(0, min=0, help="The same seed writes the same text.")
-
-
-@grouped
 def sample(
     run: str = typer.Argument(metavar="RUN", help="A run's folder, or a checkpoint: the newest whole one is taken."),
     prompt: str = typer.Option("\n", help="The text that the model goes on from."),
     *,
-    drawn: DrawOptions,
+    tokens: int = typer.Option(200, min=1, help="The most tokens that are written."),
+    temperature: float = typer.Option(0.8, min=0.0, help="0: the most likely token always; 1: as the model says."),
+    top_k: int = typer.Option(0, min=0, help="Draw among so many of the most likely tokens.  [default: all]"),
+    seed: int = typer.Option(0, min=0, help="The same seed writes the same text."),
     device: str = typer.Option("auto", help="cpu, cuda, or auto."),
     ranks: int = typer.Option(1, min=1, help="CPU ranks that hold a part of the model each; for GPUs see below."),
     spread: str = typer.Option("fsdp", metavar="fsdp|tensor", help="A part is of all parameters, or of each layer."),
@@ -184,7 +172,7 @@ def sample(
     from paceline.train.sampling import SampleOptions, write_together
 
     check_word("--spread", spread, ("fsdp", "tensor"))
-    options = SampleOptions(**asdict(drawn))
+    options = SampleOptions(tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     checkpoint = find_any(run)
     work: tuple[Any, ...] = (checkpoint, prompt, options, spread)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:

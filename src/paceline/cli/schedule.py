@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from paceline.cli.options import grouped, print_json, write_output
+from paceline.cli.options import print_json, write_output
 from paceline.errors import UsageError
 from paceline.terminal import echo
 
@@ -20,22 +20,14 @@ if TYPE_CHECKING:
 _MOST_ACTIONS = 200_000  # of a grid that still can be looked at; a larger one takes minutes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GridOptions:
-    """The size of a schedule, and what its actions take."""
-
-    stages: int | None = typer.Option(None, "--stages", "-s", min=1, help="Ranks, each --chunks stages.  [default: 4]")
-    microbatches: int | None = typer.Option(None, "--microbatches", "-m", min=1, help="Microbatches.  [default: 8]")
-    chunks: int | None = typer.Option(None, min=1, help="Stages a rank.  [default: 2 for interleaved and zb-v, else 1]")
-    costs: str | None = typer.Option(None, metavar="C,C,...", help="What stages take; see above.  [default: equal]")
-    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit.")
-
-
-@grouped
 def schedule(
     name: str = typer.Argument(metavar="NAME|FILE.csv", help="gpipe, 1f1b, interleaved, zb-h1, zb-v, or your own."),
     *,
-    asked: GridOptions,
+    stages: int | None = typer.Option(None, "--stages", "-s", min=1, help="Ranks, each --chunks stages.  [default: 4]"),
+    microbatches: int | None = typer.Option(None, "--microbatches", "-m", min=1, help="Microbatches.  [default: 8]"),
+    chunks: int | None = typer.Option(None, min=1, help="Stages a rank.  [default: 2 for interleaved, zb-v; else 1]"),
+    costs: str | None = typer.Option(None, metavar="C,C,...", help="What stages take; see above.  [default: equal]"),
+    communication: float = typer.Option(0.0, "--communication", min=0.0, help="What a message takes, in that unit."),
     messages: bool = typer.Option(False, "--messages", help="Show sends, receives and reduces; --csv has them too."),
     csv: str | None = typer.Option(None, "--csv", metavar="FILE|-", help="Write the grid as CSV; - prints it alone."),
     png: Path | None = typer.Option(None, "--png", metavar="FILE", help="Draw the grid; .svg and .pdf go too."),
@@ -47,9 +39,9 @@ def schedule(
     from paceline.schedule.measure import measure_schedule
     from paceline.schedule.text import draw, render_text
 
-    found = _find(name, asked.stages, asked.microbatches, asked.chunks)
+    found = _find(name, stages, microbatches, chunks)
     check_schedule(found)
-    measure = measure_schedule(found, _read_costs(asked.costs, asked.communication, found))
+    measure = measure_schedule(found, _read_costs(costs, communication, found))
     if csv is not None:
         _write_csv(found, csv, with_messages=messages)
     if png is not None:
@@ -77,15 +69,12 @@ def _find(name: str, ranks: int | None, microbatches: int | None, chunks: int | 
         if 3 * ranks * microbatches * (chunks or 1) > _MOST_ACTIONS:
             raise UsageError(
                 f"{ranks} stages and {microbatches} microbatches with {chunks or 1} chunks make a very large grid\n"
-                f"  at most {_MOST_ACTIONS} actions are shown, three for each microbatch in each stage\n"
-                "  the bubble depends on microbatches over stages: show a smaller one with the same ratio"
+                f"  at most {_MOST_ACTIONS} actions are shown\n  show a smaller one with the same ratio"
             )
         return make_schedule(name, ranks, microbatches, chunks)
     asked = {"--stages": ranks, "--microbatches": microbatches, "--chunks": chunks}
     if given := [option for option, value in asked.items() if value]:
-        raise UsageError(
-            f"{', '.join(given)} beside {name}\n  the file says how many there are\n  leave {given[0]} out"
-        )
+        raise UsageError(f"{', '.join(given)} beside {name}\n  the file says it\n  leave {given[0]} out")
     return read_csv(Path(name))
 
 
@@ -110,9 +99,8 @@ def _read_costs(text: str | None, communication: float, found: Schedule) -> Sche
                 cost = StageCost(forward=forward, backward_input=inputs, backward_weight=weights)
             case _:
                 raise UsageError(
-                    f"--costs: {part!r} for stage {stage} is not a cost\n"
-                    "  a stage's cost is forward, forward:backward or forward:input:weights\n"
-                    "  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
+                    f"--costs: {part!r} for stage {stage} is not a cost\n  it is forward, forward:backward or "
+                    "forward:input:weights\n  for four stages, the last one slower, write --costs 1,1,1,1.5:3"
                 )
         stages.append(cost)
     return ScheduleCosts(stages=tuple(stages), communication=communication)

@@ -6,7 +6,6 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from paceline.cli.options import (
     NoMemoryCheck,
     Overrides,
     check_file,
-    grouped,
+    check_word,
     load_and_tell,
     print_json,
     tells_for_host,
@@ -27,7 +26,6 @@ from paceline.health.exit_codes import REFUSED
 from paceline.terminal import echo
 
 if TYPE_CHECKING:
-    from paceline.chaos.report import Report
     from paceline.config import Config
     from paceline.records.report import RunSummary
     from paceline.run.find_rate import RateFinding
@@ -40,26 +38,24 @@ _ENDINGS = (".yaml", ".yml")
 _MOST_REPORTED_BYTES = 16 * 2**20  # of records: about a second
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """How a run is started, shown and checked."""
-
-    resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path.")
-    force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number.")
-    auto_batch_size: bool = typer.Option(False, "--auto-batch-size", help="The largest microbatch that fits.")
-    find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one.")
-    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress.")
-    verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress.")
-    quiet: bool = typer.Option(False, "--quiet", help="Show notes and errors alone.")
-    nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv.")
-    rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port.")
-    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU.")
-    is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run.")
-    no_memory_check: NoMemoryCheck = False
-
-
-@grouped
-def train(context: typer.Context, config: ConfigPath, overrides: Overrides = None, *, asked: TrainOptions) -> None:
+def train(
+    context: typer.Context,
+    config: ConfigPath,
+    overrides: Overrides = None,
+    *,
+    resume: str = typer.Option(None, help="Continue: auto or last (the newest checkpoint), best, or a path."),
+    force: bool = typer.Option(False, "--force", help="Replace the run of this name, in place of a new number."),
+    auto_batch_size: bool = typer.Option(False, "--auto-batch-size", help="The largest microbatch that fits."),
+    find_lr: bool = typer.Option(False, "--find-lr", help="Try rising learning rates in a short run; suggest one."),
+    as_json: bool = typer.Option(False, "--json", help="Print the summary as JSON, and no progress."),
+    verbose: bool = typer.Option(False, "--verbose", help="Show the lines of the run's log in place of progress."),
+    quiet: bool = typer.Option(False, "--quiet", help="Show notes and errors alone."),
+    nnodes: str | None = typer.Option(None, metavar="N or MIN:MAX", help="Hosts, each with this command; see --rdzv."),
+    rdzv: str | None = typer.Option(None, metavar="HOST:PORT", help="Where the hosts meet: one of them, and a port."),
+    node_ranks: int | None = typer.Option(None, min=1, help="With --nnodes: ranks of this host; else one per GPU."),
+    is_watched: bool = typer.Option(False, "--watch", "--monitor", help="Serve the live page beside the run."),
+    no_memory_check: NoMemoryCheck = False,
+) -> None:
     """Train on this machine: one rank per GPU, or two CPU ranks."""
     options_here = [name for each in context.command.params for name in each.opts if name.startswith("--")]
     config, words, notes = translate_options([str(config), *(overrides or [])], options_here)
@@ -70,30 +66,30 @@ def train(context: typer.Context, config: ConfigPath, overrides: Overrides = Non
     from paceline.run.train import train as run
 
     hosts = None
-    if asked.nnodes is not None and asked.rdzv is not None:
-        hosts = parse_nodes(asked.nnodes, asked.rdzv, asked.node_ranks)
-    elif asked.nnodes is not None or asked.rdzv is not None:
+    if nnodes is not None and rdzv is not None:
+        hosts = parse_nodes(nnodes, rdzv, node_ranks)
+    elif nnodes is not None or rdzv is not None:
         raise typer.BadParameter("--nnodes and --rdzv belong together: how many hosts, and where they meet")
-    if asked.verbose and (asked.quiet or asked.as_json):
+    if verbose and (quiet or as_json):
         raise typer.BadParameter("--verbose shows the log, and --quiet and --json show no progress: take one of them")
     options = RunOptions(
-        force=asked.force,
-        resume=asked.resume,
-        is_quiet=asked.as_json or asked.quiet,
-        is_verbose=asked.verbose,
-        checks_memory=not asked.no_memory_check,
+        force=force,
+        resume=resume,
+        is_quiet=as_json or quiet,
+        is_verbose=verbose,
+        checks_memory=not no_memory_check,
         hosts=hosts,
     )
-    if asked.find_lr:
+    if find_lr:
         from paceline.run.find_rate import find_rate
 
-        show_finding(find_rate(config, words, options=options), as_json=asked.as_json)
+        show_finding(find_rate(config, words, options=options), as_json=as_json)
         return
-    words += ["train.microbatch=auto"] if asked.auto_batch_size else []
-    with live_page(config, words) if asked.is_watched else nullcontext():
+    words += ["train.microbatch=auto"] if auto_batch_size else []
+    with live_page(config, words) if is_watched else nullcontext():
         result = run(config, words, options)
-    if result is not None and (asked.as_json or not asked.quiet):
-        show_result(result, as_json=asked.as_json)
+    if result is not None and (as_json or not quiet):
+        show_result(result, as_json=as_json)
 
 
 @contextmanager
@@ -197,12 +193,9 @@ def _next_steps(folder: Path, config: Config) -> list[str]:
     example = Path("configs/gpt_pydoc.yaml")
     if config.model.kind != "gpt" and example.is_file():
         commands.append(("a small GPT", ["paceline", "train", str(example)]))
-    return [_with_comment(f"  {shlex.join(command)}", comment) for comment, command in commands]
-
-
-def _with_comment(command: str, comment: str) -> str:
-    full = f"{command:<50}  # {comment}"
-    return full if len(full) <= 80 else command
+    lines = {f"  {shlex.join(command)}": comment for comment, command in commands}
+    full = {line: f"{line:<50}  # {comment}" for line, comment in lines.items()}
+    return [full[line] if len(full[line]) <= 80 else line for line in lines]
 
 
 def _longer(config: Config) -> str:
@@ -278,77 +271,54 @@ def _settable(key: str) -> str:
     return key if "." in key or key == "name" else ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChaosOptions:
-    """What goes wrong, and how the run is judged."""
-
-    faults: str = typer.Option(None, metavar="KIND:rank=R@step=S,...", help="What goes wrong; see docs/chaos.md.")
-    random: int = typer.Option(0, min=0, help="So many faults instead, drawn by --seed.")
-    seed: int = typer.Option(0, help="Says at which byte or bit, and which random faults.")
-    backend: str = typer.Option(None, metavar="virtual|gloo", help="Ranks as threads, or processes; else the config's.")
-    compare: bool = typer.Option(False, "--compare", help="Train undisturbed too, and compare every loss.")
-    mtbf: float = typer.Option(None, min=1e-6, help="Hours between failures to recommend for; else as in this run.")
-
-
-@grouped
 def chaos(
     config: ConfigPath,
     overrides: Overrides = None,
     *,
-    asked: ChaosOptions,
+    faults: str = typer.Option(None, metavar="KIND:rank=R@step=S,...", help="What goes wrong; see docs/chaos.md."),
+    random: int = typer.Option(0, min=0, help="So many faults instead, drawn by --seed."),
+    seed: int = typer.Option(0, help="Says at which byte or bit, and which random faults."),
+    backend: str = typer.Option(None, metavar="virtual|gloo", help="Ranks as threads or processes; else the config's."),
+    compare: bool = typer.Option(False, "--compare", help="Train undisturbed too, and compare every loss."),
+    mtbf: float = typer.Option(None, min=1e-6, help="Hours between failures to recommend for; else as in this run."),
     as_json: bool = typer.Option(False, "--json", help="Print the report as JSON."),
 ) -> None:
     """Train with faults, recover, and report what that cost."""
     from paceline.chaos.experiment import plan_faults, prepare_run, run_with_faults
     from paceline.chaos.faults import parse_faults
+    from paceline.chaos.report import report_lines
     from paceline.config.load import load_config_with_sources
     from paceline.run.scratch import scratch_folder
     from paceline.run.warm import CPU_RANKS
 
-    if (asked.faults is None) == (asked.random == 0):
+    if (faults is None) == (random == 0):
         raise UsageError("--faults or --random\n  one of them says what goes wrong\n  try --faults kill:rank=1@step=20")
-    changes = [*(overrides or []), *_backend(asked.backend)]
+    changes = list(overrides or [])
+    if backend is not None:
+        check_word("--backend", backend, ("virtual", "gloo"))
+        changes += [f"comm.backend={backend}", "parallel.device=cpu"]
     run = prepare_run(
         load_config_with_sources(config, changes),
         config,
         changes,
-        num_faults=asked.random if asked.faults is None else len(parse_faults(asked.faults)),
-        may_hang=asked.faults is None or "hang" in asked.faults or "stop" in asked.faults,
+        num_faults=random if faults is None else len(parse_faults(faults)),
+        may_hang=faults is None or "hang" in faults or "stop" in faults,
         ranks=CPU_RANKS,
         environment=os.environ,
         say=lambda text: echo(f"chaos: {text}", err=True),
     )
-    plan = plan_faults(run, asked.faults, num_random=asked.random, seed=asked.seed)
-    mtbf_s = None if asked.mtbf is None else asked.mtbf * 3600.0
+    plan = plan_faults(run, faults, num_random=random, seed=seed)
+    mtbf_s = None if mtbf is None else mtbf * 3600.0
     with scratch_folder() as scratch:
-        report = run_with_faults(run, plan, scratch, seed=asked.seed, compare=asked.compare, mtbf_s=mtbf_s)
+        report = run_with_faults(run, plan, scratch, seed=seed, compare=compare, mtbf_s=mtbf_s)
     if report is None:
         raise typer.Exit(REFUSED)
-    _show_report(report, run.folder, as_json=as_json)
-    raise typer.Exit(0 if report.is_good else 1)
-
-
-def _backend(name: str | None) -> list[str]:
-    if name is None:
-        return []
-    if name not in ("virtual", "gloo"):
-        raise UsageError(
-            f"--backend {name}\n  ranks are threads of one process, or processes\n  choose virtual or gloo"
-        )
-    return [f"comm.backend={name}", "parallel.device=cpu"]
-
-
-def _show_report(report: Report, folder: Path, *, as_json: bool) -> None:
-    from paceline.chaos.report import report_lines
-
     if as_json:
         print_json(report.to_json())
-        return
-    echo("")
-    for line in report_lines(report):
-        echo(line)
-    verdict = "every fault was handled as its policy says" if report.is_good else "not everything was handled"
-    echo(f"\n{verdict}; the run is in {folder}")
+    else:
+        verdict = "every fault was handled as its policy says" if report.is_good else "not everything was handled"
+        echo("\n".join(["", *report_lines(report), f"\n{verdict}; the run is in {run.folder}"]))
+    raise typer.Exit(0 if report.is_good else 1)
 
 
 def profile(

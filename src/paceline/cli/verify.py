@@ -129,9 +129,7 @@ def _load(name: str, overrides: list[str]) -> Config:
 
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]}?" if near else "check the path, or take paceline verify gpt"
-        raise UsageError(
-            f"{name} is neither a file nor a built-in case\n  built in are {', '.join(BUILT_IN)}\n  {hint}"
-        )
+        raise UsageError(f"{name} is neither a file nor built in\n  built in are {', '.join(BUILT_IN)}\n  {hint}")
     return load_config(Path(name), [*overrides, *(f"train.{key}={value}" for key, value in _EXACT.items())])
 
 

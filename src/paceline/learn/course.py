@@ -106,9 +106,8 @@ def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:
     """
     if not path.is_file():
         raise UsageError(
-            f"there is no file {str(path)!r}\n"
-            f"  exercise {exercise.number} asks for a Python file that defines {exercise.function}\n"
-            f"  write the function into a file, and run: paceline learn check {exercise.number} FILE.py"
+            f"there is no file {str(path)!r}\n  exercise {exercise.number} asks for a Python file that defines "
+            f"{exercise.function}\n  write one, and run: paceline learn check {exercise.number} FILE.py"
         )
     defined = _run_file(path)
     found = defined.get(exercise.function)
@@ -116,10 +115,7 @@ def load_function(exercise: Exercise, path: Path) -> Callable[..., Any]:
         names = [name for name, value in defined.items() if callable(value) and not name.startswith("_")]
         near = difflib.get_close_matches(exercise.function, names, n=1)
         fix = f"did you mean it by {near[0]}? Rename that" if near else f"define it: def {exercise.function}(...):"
-        raise UsageError(
-            f"{path} defines no function {exercise.function}\n"
-            f"  exercise {exercise.number} calls the function of that name\n  {fix}"
-        )
+        raise UsageError(f"{path} defines no function {exercise.function}\n  {exercise.number} calls it\n  {fix}")
     return found  # type: ignore[no-any-return]
 
 

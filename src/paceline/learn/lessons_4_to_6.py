@@ -78,8 +78,10 @@ def check_step(function: Any) -> Said:
 
 def check_strategy(answer: str) -> Said:
     activations, device = 30, 80  # GB
-    needs = {name: state_bytes(7_000_000_000, name, _STATE_RANKS) / _GB + activations for name in _LADDER}
-    return judge_first(answer, {**needs}, device, device=device)
+    needs: dict[str, float] = {}
+    for name in _LADDER:
+        needs[name] = state_bytes(7_000_000_000, name, _STATE_RANKS) / _GB + activations
+    return judge_first(answer, needs, device, device=device)
 
 
 # Lesson 5: FSDP, the life of a unit.

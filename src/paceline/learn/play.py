@@ -127,10 +127,7 @@ class PlayInputs:
         """Reads the fields of a request. Raises UsageError for a name, word or number that the page does not have."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(set(values) - known):
-            raise UsageError(
-                f"{_shown(unknown[0])} is no input of the page\n  the inputs are {', '.join(sorted(known))}\n"
-                "  leave it out"
-            )
+            raise UsageError(f"{_shown(unknown[0])} is no input of the page\n  they are {', '.join(sorted(known))}")
         return cls(**{name: _read(name, text) for name, text in values.items()})
 
     @property
