@@ -1,8 +1,7 @@
 """Our engines beside torch's DDP and FSDP2, and beside the plain loop at world size 1.
 
-Every arm trains the same model on the same batch with the same optimizer; the arms take turns in one run, in the same
-processes. World size 1 is the cost of the engine itself; several ranks add collectives, overlap and waiting. The
-losses of the first steps are compared too: arms that compute different things must not be compared in speed.
+World size 1 is the cost of the engine itself; several ranks add collectives, overlap and waiting. The losses of the
+first steps are compared too: arms that compute different things must not be compared in speed.
 """
 
 from __future__ import annotations
@@ -119,10 +118,7 @@ def _measure(
 def _warm_up(
     arm: Arm, comm: Communicator, workload: BenchWorkload, num_steps: int, compiled: bool
 ) -> tuple[TrainingStep, int | None]:
-    """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory.
-
-    Other arms are in memory too, and what they hold is not counted.
-    """
+    """Sets an arm up and runs its first steps; returns the step, and on a GPU the arm's own peak memory."""
     gauge = MemoryGauge(comm.device)
     before = gauge.now_bytes()
     step = set_up(arm, workload, comm, num_steps, compiled=compiled)

@@ -52,10 +52,7 @@ def entry_of(measured: MachineFigures, command: str, torch_version: str, name: s
 
 
 def make_entry(name: str, machine: Machine, measured: MachineFigures, command: str, about: Mapping[str, Any]) -> str:
-    """Returns the YAML text of a device, its links and its nodes; it is checked as it will be read.
-
-    ``about``: when (time) and with what (torch, python) it was measured by ``command``.
-    """
+    """Returns the YAML of a device, its links and nodes; ``about``: time, torch and python of the measurement."""
     about = {**about, "spread": rounded(measured.spread)}
     links = {
         f"{name}-{_LINK_NAMES[kind]}": _link(kind, found, measured.ranks) for kind, found in measured.links.items()

@@ -90,10 +90,7 @@ class Refit:
 
 
 def refit(run_folder: Path, machine: Machine, base: Path | None = None) -> Refit:
-    """Fits ``base`` (None: the catalog's small host) to a run.
-
-    Raises UsageError for a run that tells too little, for one of virtual ranks, and where no factor fits.
-    """
+    """Fits ``base`` (None: the catalog's small host) to a run. Raises UsageError where that cannot be."""
     path = run_folder / "config.yaml"
     if not path.is_file():
         raise UsageError(
@@ -182,10 +179,7 @@ def rescale(text: str, compute: float, communication: float, backend: str, run: 
 def _fit(
     config: Config, machine: Machine, programs: tuple[Program, ...], text: str, compute: float, times: RunTimes
 ) -> float:
-    """Halves the range of the factor until the step takes as long as it did.
-
-    Raises UsageError where nothing in it does, and collectives as they were do not either.
-    """
+    """Halves the range of the factor until the step takes as long as it did. Raises UsageError where none does."""
     if times.ranks == 1:
         return 1.0
 

@@ -188,10 +188,7 @@ def _take_turns(arms: list[Callable[[], object]], rounds: int, steps: int) -> li
 
 @contextlib.contextmanager
 def recording_trainer(config: Config, comm: Communicator) -> Iterator[Trainer]:
-    """Makes a trainer as a rank has it, whose records and log go to a folder that is removed.
-
-    Rank 0 samples the host, as it does where the launcher is not ours.
-    """
+    """Makes a trainer as a rank has it, whose records and log go to a folder that is removed."""
     with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
         folder, logger = Path(name), logging.Logger(f"rank-{comm.rank}", logging.INFO)
         handler = logging.FileHandler(folder / "rank.log")

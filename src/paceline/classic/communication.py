@@ -5,10 +5,8 @@
     average = optimizer.hierarchical_all_reduce(gradient, intra_node_group=inside, inter_node_group=across)
 
 A thin face over ``comm/compress`` (top-k with error feedback: ratio r sends 6 r bytes an element in place of 4) and
-over averages on groups that are there already: communicators, or torch process groups. Tensors stay as they are;
-results are new ones, the same bits on every rank. Engines do all this by themselves, while backward runs.
-
-For B bytes and H hosts of L ranks, what a rank sends inside a host, and what a host sends across:
+over averages on groups that are there already. Results are new tensors, the same bits on every rank. For B bytes and H
+hosts of L ranks, what a rank sends inside a host, and what a host sends across:
 
     every rank has a group across    2 B (L-1)/L inside,  2 B (H-1)/H across, on the links of all its ranks
     one rank of a host has           3 B at most inside,  2 B (H-1)/H across, on the link of that rank
@@ -49,8 +47,7 @@ Way = Iterator[None]
 def connect_groups(inside: Communicator, across: Communicator | None) -> Callable[[torch.Tensor], Way]:
     """Learns how the groups lie, and returns how they average a piece. All ranks of all hosts call it.
 
-    Raises UsageError on every rank of a host where a part of its ranks has a group across, and on all ranks where hosts
-    of different sizes give one to every rank: then no slice is averaged over all hosts.
+    Raises UsageError where a part of a host's ranks has a group across, or hosts of different sizes give all one.
     """
     has_group = gather_objects(inside, across is not None)
     if sum(has_group) != 1 and not all(has_group):
@@ -127,15 +124,12 @@ class Reduction:
 
 
 class CommunicationOptimizer:
-    """Averages tensors over ranks with fewer bytes, or over two groups.
+    """Averages tensors over ranks with fewer bytes, or over two groups. All ranks make the same calls in order.
 
     ``compression_ratio`` is the share of elements that is sent, the largest in magnitude; 1 sends all of them.
     A tensor travels in pieces of ``bucket_size_mb``. With ``enable_overlap`` all pieces are under way at once, and the
     ``start_`` methods return before they have arrived; without it one piece follows another, and they return when all
-    is done. ``comm`` is the group where none is given: by default all ranks that a launcher started. All ranks make the
-    same calls in the same order.
-
-    Raises UsageError with all problems of the arguments at once.
+    is done. ``comm`` is the group where none is given: by default all ranks that a launcher started.
     """
 
     def __init__(
@@ -170,9 +164,7 @@ class CommunicationOptimizer:
         """Returns the average over the group, of each rank's largest elements.
 
         What a rank did not send is added to the next gradient of the same parameter, or to the next tensor of the same
-        ``name``, so that it only comes later. A tensor without a name that no parameter holds as its ``.grad`` may be
-        another one each time: what it does not send is dropped, with one warning. In a group of one nothing is sent,
-        and nothing kept back.
+        ``name``. Of a tensor without a name that is no parameter's ``.grad`` it is dropped, with one warning.
         """
         return self.start_compressed(tensor, group, name=name).result()
 

@@ -90,10 +90,7 @@ class DistributedConfig:
         object.__setattr__(self, name, value)
 
     def to_config(self) -> Config:
-        """Returns the config of the run: an MLP, AdamW, and ``dataset_size`` samples of 784 features.
-
-        A fifth of the samples is kept for evaluation. Raises ConfigError with all problems between settings.
-        """
+        """Returns the config: an MLP, AdamW, 784 features. Raises ConfigError with all problems between settings."""
         samples = {"samples": self.dataset_size, "features": _FEATURES, "classes": self.num_classes}
         values = {
             "model": {"kind": "mlp", "hidden_dim": self.model_dim, "num_classes": self.num_classes},

@@ -326,10 +326,7 @@ class MicrobatchTrainer:
         return int(sum(value.count for value in self._pending))
 
     def _run_passes(self, passes: Passes) -> list[LossValue]:
-        """Adds the gradients of microbatches to those that wait; returns the losses of all of them.
-
-        Batches keep the dtypes that they came with.
-        """
+        """Adds the gradients of microbatches, in the dtypes that they came with; returns all losses that wait."""
         found = accumulate(replace(passes, dtype=None))
         self._num_pending += len(passes.microbatches)
         self._pending += [LossValue(value.total.detach(), value.count) for value in found]

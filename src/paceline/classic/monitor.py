@@ -33,13 +33,9 @@ from paceline.train.step import StepOutcome, StepResult
 
 
 class DistributedMonitor:
-    """Logs steps: each rank to ``log_dir/rank-R.jsonl``, rank 0 to TensorBoard as well.
+    """Logs steps: each rank to ``log_dir/rank-R.jsonl``, rank 0 to TensorBoard as well, with its host's GPUs.
 
-    Rank 0 also measures the GPUs of its host, once a second at most: ``hw.gpu.utilization/0`` and others, which are
-    missing where NVML does not answer.
-
-    Sends nothing, so that ranks may log at different steps. Files are closed when the process ends, or by ``close``.
-    ``rank`` is the number of this rank, where no launcher says it.
+    Nothing is sent. Files are closed when the process ends, or by ``close``. ``rank`` is for where no launcher says it.
     """
 
     def __init__(self, log_dir: str | Path = "./logs", rank: int | None = None) -> None:
@@ -64,10 +60,7 @@ class DistributedMonitor:
     def log_training_step(
         self, loss: SupportsFloat, batch_size: int, step_time: float, comm_time: float = 0.0, step: int | None = None
     ) -> None:
-        """Logs a step of this rank: its mean loss, its samples, its seconds, and the seconds waited for other ranks.
-
-        Samples a second are those of ``step_time``. Steps count from 1 where ``step`` is not given.
-        """
+        """Logs a step of this rank: its mean loss, samples, seconds, and those waited for others; counts from 1."""
         self.num_steps = self.num_steps + 1 if step is None else step
         values = {
             "train/loss": float(loss),
@@ -141,10 +134,7 @@ class StepMetrics(Mapping[str, Any]):
 
 
 class TimedCalls:
-    """Times the calls of a trainer by a meter, which knows a time when the device has passed it; none waits for it.
-
-    With a ``log``, calls that had samples are logged then, and the rest when it is closed.
-    """
+    """Times a trainer's calls, without a wait for the device; logs those that had samples once it has passed them."""
 
     def __init__(self, meter: StepMeter, log: DistributedMonitor | None = None) -> None:
         self.step_s = self.comm_s = 0.0  # of all calls that the device has passed

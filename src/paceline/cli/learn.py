@@ -6,6 +6,7 @@ Progress lies in ``$XDG_STATE_HOME/paceline/learn.json``, or in ``~/.local/state
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,9 +47,10 @@ def hint(number: str = typer.Argument(..., metavar="NUMBER", help="The exercise,
     from paceline.learn.course import find, hint_text, load_progress, save_progress
 
     exercise = find(number)
-    progress = load_progress(state_file()).with_hint(number)
-    if save_progress(state_file(), progress):
-        echo(hint_text(exercise, progress.hints[number]))
+    progress = load_progress(state_file())
+    shown = progress.hints.get(number, 0) + 1
+    if save_progress(state_file(), replace(progress, hints={**progress.hints, number: shown})):
+        echo(hint_text(exercise, shown))
         return
     for place in range(1, len(exercise.hints) + 1):  # which were shown cannot be kept, so all are
         echo(hint_text(exercise, place))
@@ -86,7 +88,8 @@ def _check(exercise: Exercise, text: str, *, as_json: bool) -> None:
     answer: Any = load_function(exercise, Path(text)) if exercise.answer == "function" else text
     verdict = judge(exercise, answer)
     if verdict.is_right:
-        save_progress(state_file(), load_progress(state_file()).with_passed(exercise.number))
+        progress = load_progress(state_file())
+        save_progress(state_file(), replace(progress, passed=progress.passed | {exercise.number}))
     if as_json:
         print_json({"number": exercise.number, "right": verdict.is_right, "words": verdict.words})
     else:

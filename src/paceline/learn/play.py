@@ -211,22 +211,19 @@ def _shown(text: str) -> str:
 
 def answer_for(inputs: PlayInputs) -> dict[str, Any]:
     """Returns what the page shows, as plain data: numbers, or under ``problems`` the rules that refuse them."""
-    about = {
-        "gpus": inputs.gpus,
-        "data": inputs.data,
-        "global_batch": inputs.global_batch,
-        "cluster": inputs.cluster_text,
+    about = {"cluster": inputs.cluster_text} | {
+        name: getattr(inputs, name) for name in ("gpus", "data", "global_batch")
     }
     commands = {verb: inputs.command(verb) for verb in ("plan", "predict")}
+    answer: dict[str, Any] = {"about": about, "commands": commands}
     try:
         cluster = load_cluster(inputs.cluster_text)
         config = config_from_dict(_BASE, "play", [f"{key}={value}" for key, value in inputs.settings().items()])
-        found = _priced(config, cluster)
+        return answer | {"problems": []} | _priced(config, cluster)
     except ConfigError as error:
-        return {"about": about, "commands": commands, "problems": [str(each) for each in error.problems]}
+        return answer | {"problems": [str(each) for each in error.problems]}
     except PacelineError as error:
-        return {"about": about, "commands": commands, "problems": [str(error)]}
-    return {"about": about, "commands": commands, "problems": [], **found}
+        return answer | {"problems": [str(error)]}
 
 
 def _priced(config: Config, cluster: Cluster) -> dict[str, Any]:
@@ -251,9 +248,7 @@ def _memory(ranked: Ranked, memory: MemoryEstimate, cluster: Cluster) -> dict[st
     budget, needs = budget_of(cluster), ranked.memory_bytes
     fits = needs <= budget
     room = f"{format_bytes(budget)} of the device's {format_bytes(cluster.device.memory_bytes)} may be taken"
-    words = f"It fits: a rank needs {format_bytes(needs)}, and {room}."
-    if not fits:
-        words = f"It does not fit: a rank needs {format_bytes(needs)}, and {room}."
+    words = f"It {'fits' if fits else 'does not fit'}: a rank needs {format_bytes(needs)}, and {room}."
     return {
         "parts": {name: sum(getattr(memory, each) for each in parts) for name, parts in MEMORY_PARTS.items()},
         "total": memory.device_bytes,
@@ -317,27 +312,14 @@ def play_page() -> tuple[str, str]:
     text = resources.files("paceline.learn").joinpath("play.html").read_text(encoding="utf-8")
     style, script = (text.partition(f"<{tag}>")[2].partition(f"</{tag}>")[0] for tag in ("style", "script"))
     policy = security_policy(style, script, connect="'self'")
-    return text.replace("@DATA@", as_json(_data())), policy + "; frame-ancestors 'none'"
-
-
-def _data() -> dict[str, Any]:
-    """Returns what the page is made of: its choices, the bounds of its sliders, the sizes of models."""
-    usual = PlayInputs()
-    return {
-        "choices": choices(),
-        "numbers": NUMBERS,
-        "usual": {name: getattr(usual, name) for name in PlayInputs.__slots__},
-        "sizes": {
-            # The width grows so that heads stay as wide, and heads of keys and values whole.
-            name: {
-                "layers": size.layers,
-                "width": size.width,
-                "context": size.context,
-                "step": size.width // size.kv_heads,
-            }
-            for name, size in GPT_SIZES.items()
-        },
+    usual = dataclasses.asdict(PlayInputs())
+    # The width grows so that heads stay as wide, and heads of keys and values whole.
+    sizes = {
+        name: {"layers": of.layers, "width": of.width, "context": of.context, "step": of.width // of.kv_heads}
+        for name, of in GPT_SIZES.items()
     }
+    data = {"choices": choices(), "numbers": NUMBERS, "usual": usual, "sizes": sizes}
+    return text.replace("@DATA@", as_json(data)), policy + "; frame-ancestors 'none'"
 
 
 async def _page(_: Request) -> Response:

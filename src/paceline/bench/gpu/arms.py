@@ -1,9 +1,7 @@
 """Turns of the GPU benchmark's arms, each in a process of its own; and rows of what they measured.
 
-    round 1: A B C     round 2: B C A     ...          A row has medians over rounds, and the ratio within each round.
-
-Of ``paceline train`` the records are read afterwards. The second start of an arm finds what the first compiled in
-torch's cache on disk.
+A row has medians over rounds, and the ratio within each round. The second start of an arm finds what the first compiled
+in torch's cache on disk.
 """
 
 from __future__ import annotations

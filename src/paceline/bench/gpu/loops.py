@@ -312,10 +312,7 @@ def _to_fp8(model: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArmTurn:
-    """What one turn of an arm measured: seconds and losses of all its steps, and the moment the first was done.
-
-    ``started_at``: the moment at which whoever asked for it did so.
-    """
+    """What one turn of an arm measured: seconds and losses of all steps; when it was asked for, and had made one."""
 
     step_s: list[float]
     losses: list[float]
