@@ -1,6 +1,6 @@
 """What the commands of ``paceline bench`` share: words of their options, checks of them, records and tables.
 
-A column of a table is written as ``title: template`` (see ``records/templates.py``), or ``<title: template`` for one
+A column of a table is written as ``title: template`` (see ``records/event_words.py``), or ``<title: template`` for one
 that is aligned to the left. A cell is empty where a value that it names is None or missing.
 """
 
@@ -16,7 +16,7 @@ import typer
 
 from paceline.cli.destination import check_file
 from paceline.errors import UsageError
-from paceline.records.templates import fill
+from paceline.records.event_words import fill
 from paceline.terminal import echo
 
 Rows = list[dict[str, Any]]

@@ -124,14 +124,13 @@ def show_finding(found: RateFinding, *, as_json: bool) -> None:
 
 def show_result(result: RunResult, *, as_json: bool) -> None:
     """Prints what a finished run did, where it is, and what to try next."""
-    from paceline.records.report import to_json
-    from paceline.records.tables import render
+    from paceline.records.report import render
     from paceline.terminal import new_console
 
     note = "" if result.has_trained else _nothing_left(result)
     if as_json:
         chosen = {} if result.choice is None else {"choice": result.choice.to_json()}
-        print_json(to_json(result.summary) | chosen)
+        print_json(result.summary.to_json() | chosen)
         if note:
             echo(note, err=True)
         return

@@ -3,8 +3,7 @@
     python -m paceline.launch.background FOLDER -- COMMAND ...
 
 It runs a command, keeps its output, and leaves its exit code. Signals that ask a run to save and leave go on to the
-command. The processes that hold runs elsewhere (``ssh_hosts.py``, ``ray_hosts.py``, ``kubectl.py``) are started so,
-too.
+command. The processes that hold runs elsewhere (``ssh.py``, ``ray_hosts.py``, ``kubectl.py``) are started so, too.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ import psutil
 
 from paceline.cluster.detect import detect_machine
 from paceline.errors import LaunchError, UsageError
-from paceline.launch.job import LAUNCHED, JobState, LaunchJob, refuse_options, refuse_settings
-from paceline.launch.target import TargetMachines
+from paceline.launch.job import LAUNCHED, JobState, LaunchJob, TargetMachines, refuse_options, refuse_settings
 
 _NOT_HERE = {
     "--array": "it is an option of Slurm",

@@ -17,8 +17,7 @@ from pathlib import Path
 from paceline.cluster.detect import Machine
 from paceline.config import Config, check_hosts, load_config, with_precision
 from paceline.errors import ConfigError, LaunchError, Problem, UsageError
-from paceline.launch.job import LaunchJob, launches_folder, reserve
-from paceline.launch.target import Target, TargetMachines, find_target
+from paceline.launch.job import LaunchJob, Target, TargetMachines, find_target, launches_folder
 from paceline.plan.plan import RunMachine
 from paceline.predict.memory.activations import describe_model
 from paceline.run.folder import check_folder, is_taken
@@ -28,7 +27,6 @@ from paceline.search.make_plan import make_plan
 from paceline.search.memory_verdict import MemoryVerdict, needed
 from paceline.units import format_bytes
 
-_LAUNCH_S = "-start-"
 _CPU_RANKS = 2
 
 
@@ -79,9 +77,12 @@ def prepare(
 
 def start(target: Target, job: LaunchJob) -> LaunchJob:
     """Reserves a name for the launch, submits the job, and writes down where it is."""
-    runs = job.runs
-    names = itertools.chain([job.run], (f"{job.run}{_LAUNCH_S}{number}" for number in itertools.count(2)))
-    folder = next(found for name in names if (found := reserve(runs, name)) is not None)
+    home = launches_folder(job.runs)
+    home.mkdir(parents=True, exist_ok=True)
+    for folder in itertools.chain([home / job.run], (home / f"{job.run}-start-{each}" for each in itertools.count(2))):
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
     job = replace(job, name=folder.name, folder=str(folder))
     try:
         job = replace(job, id=target.submit(job))
@@ -89,7 +90,7 @@ def start(target: Target, job: LaunchJob) -> LaunchJob:
         for path in folder.iterdir():
             path.unlink()
         with contextlib.suppress(OSError):  # until one that has something in it
-            for path in (folder, folder.parent, runs):
+            for path in (folder, home, home.parent):
                 path.rmdir()
         raise
     job.write()
@@ -101,12 +102,11 @@ def _free_run(config: Config, *, resumes: bool) -> str:
 
     Every start of a job continues the run, so that the name may not be another run's, nor one that a job will have.
     """
-    if resumes:
-        runs = runs_of(config)
-        if not runs:
-            raise UsageError(f"--resume, and there is no run in {run_folder(config)}\n  leave it out for a new run")
-        return runs[0].name
     first = run_folder(config)
+    if resumes:
+        if not (runs := runs_of(config)):
+            raise UsageError(f"--resume, and there is no run in {first}\n  leave it out for a new run")
+        return runs[0].name
     names = itertools.chain([first.name], (f"{first.name}-{number}" for number in itertools.count(2)))
     launches = launches_folder(first.parent)
     return next(
@@ -154,9 +154,9 @@ def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tu
     if found := check_hosts(spread, each, range(job.least, nodes + 1)):
         raise ConfigError(found, source="launch")
     chosen, memory = _with_memory(spread, machines, each)
-    what = f"{ranks} rank{'s' if ranks > 1 else ''} on {'GPUs' if job.gpus else 'CPUs'}"
-    what += f", {each} on each of {nodes} nodes" if nodes > 1 else ""
-    what += f": {chosen.parallel.strategy}"
+    spans = f", {each} on each of {nodes} nodes" if nodes > 1 else ""
+    kind = "GPUs" if job.gpus else "CPUs"
+    what = f"{ranks} rank{'s' if ranks > 1 else ''} on {kind}{spans}: {chosen.parallel.strategy}"
     if "auto" not in (chosen.parallel.strategy, chosen.train.microbatch):
         plan = make_plan(chosen, RunMachine(device=device, ranks=ranks, node_ranks=each))
         what += f", microbatch {plan.layout.microbatch}"
@@ -171,9 +171,12 @@ def _with_memory(config: Config, machines: TargetMachines, each: int) -> tuple[C
     device, host, is_open = config.parallel.device, machines.host_bytes, config.parallel.strategy == "auto"
     has = machines.device_bytes if device == "cuda" else host
     if has is not None and is_open:
-        of_rank, ranks = has if device == "cuda" else has / each, config.parallel.decided_ranks
         there = RunMachine(
-            device=device, device_bytes=int(of_rank), host_bytes=int(host or 2**60), ranks=ranks, node_ranks=each
+            device=device,
+            device_bytes=int(has if device == "cuda" else has / each),
+            host_bytes=int(host or 2**60),
+            ranks=config.parallel.decided_ranks,
+            node_ranks=each,
         )
         model = describe_model(config, device)
         known = Machine(processor="", cores=each, memory_bytes=float(there.host_bytes))

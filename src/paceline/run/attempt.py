@@ -26,8 +26,7 @@ from paceline.errors import PreemptedError
 from paceline.health.exit_codes import FAILED, PREEMPTED, REFUSED
 from paceline.health.failure import Failure, describe_error, is_refusal
 from paceline.plan.plan import Plan
-from paceline.records.log_sink import LogSink
-from paceline.records.sinks import Fanout, JsonlSink, Sink, Strided
+from paceline.records.sinks import Fanout, JsonlSink, LogSink, Sink, Strided
 from paceline.run.folder import adopt_config
 from paceline.run.location import find_start
 from paceline.run.notes import VERDICTS, StepNote, forget, note_preemption, write_failure

@@ -31,8 +31,7 @@ from paceline.records.records import (
     complete_lines,
     parse_line,
 )
-from paceline.records.scalars import scalars
-from paceline.records.sinks import Sink, StepChoice, TensorBoardSink
+from paceline.records.sinks import Sink, StepChoice, TensorBoardSink, scalars
 from paceline.records.trackers import TrackedRun, open_tracker
 
 if TYPE_CHECKING:

@@ -201,7 +201,7 @@ def glance(run: ShownRun) -> dict[str, Any]:
 
 def _ask_words(folder: Path, asked: set[subprocess.Popen[bytes]]) -> dict[str, Any]:
     """Has another process sum up a run, at a low priority; it is one of ``asked`` meanwhile."""
-    command = [sys.executable, "-m", "paceline.view.words", str(folder.resolve())]
+    command = [sys.executable, "-m", "paceline.view.html", str(folder.resolve())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         asked.add(process)
         with contextlib.suppress(OSError):

@@ -25,8 +25,7 @@ from paceline.records.records import CommRecord, EndRecord, EvalRecord, EventRec
 from paceline.records.summary import worst_end
 from paceline.units import format_seconds
 from paceline.untrusted import is_number, parse_json_object, read_regular
-from paceline.view.columns import Columns
-from paceline.view.reader import Batch, RecordFile, RewrittenError, record_files
+from paceline.view.columns import Batch, Columns, RecordFile, RewrittenError, record_files
 
 Status = Literal["starting", "running", "done", "failed", "stopped", "died"]
 
