@@ -1,4 +1,4 @@
-"""The host itself: Python, processors, memory, open files, shared memory, disk and clock, compiler."""
+"""The host itself: Python, processors, memory, files, disk and clock, compiler; torch as it was built, and its GPUs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import psutil
 
@@ -28,20 +28,16 @@ _LITTLE_MEMORY, _LITTLE_SHARED, _LITTLE_DISK = 1 * GIB, 64 * MIB, 1 * GIB
 
 
 def python(_: DoctorInputs) -> Iterator[MachineFinding]:
-    version = platform.python_version()
+    found = f"{platform.python_implementation()} {platform.python_version()}"
     is_old = sys.version_info[:2] < _OLDEST_PYTHON
-    yield finding(
-        "python",
-        f"{platform.python_implementation()} {version} on {platform.system()} {platform.machine()}",
-        "ranks run in this interpreter",
-        problem=f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer" if is_old else "",
-    )
+    fix = f"install Python {'.'.join(map(str, _OLDEST_PYTHON))} or newer" if is_old else ""
+    where = f"{platform.system()} {platform.machine()}"
+    yield finding("python", f"{found} on {where}", "ranks run in this interpreter", problem=fix)
 
 
 def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Reports how many cores a run may use: by affinity and by a container's quota, and what threads were asked for."""
-    cores = os.cpu_count() or 1
-    usable = len(usable_cores())
+    cores, usable = os.cpu_count() or 1, len(usable_cores())
     quota = cpu_quota(_read(_CGROUP / "cpu.max"))
     asked = surroundings.environment.get("OMP_NUM_THREADS", "")
     limits = [f"{usable} of {cores} cores usable"]
@@ -84,13 +80,10 @@ def memory(_: DoctorInputs) -> Iterator[MachineFinding]:
     used = _read(_CGROUP / "memory.current").strip()
     is_limited = limit < found.total
     free = min(found.available, max(0, limit - int(used))) if is_limited and used.isdigit() else found.available
-    yield finding(
-        "memory",
-        f"{format_bytes(free)} free of {format_bytes(limit)}"
-        + (" (the limit of this container)" if is_limited else ""),
-        "CPU ranks, loader workers and what is offloaded live in it",
-        problem="end what else runs here, or train on fewer ranks" if free < _LITTLE_MEMORY else "",
-    )
+    whose = " (the limit of this container)" if is_limited else ""
+    fix = "end what else runs here, or train on fewer ranks" if free < _LITTLE_MEMORY else ""
+    meaning = "CPU ranks, loader workers and what is offloaded live in it"
+    yield finding("memory", f"{format_bytes(free)} free of {format_bytes(limit)}{whose}", meaning, problem=fix)
 
 
 def open_files(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -98,29 +91,24 @@ def open_files(_: DoctorInputs) -> Iterator[MachineFinding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     is_unlimited = soft == resource.RLIM_INFINITY
     most = "no limit" if hard == resource.RLIM_INFINITY else str(hard)
+    found = "no limit" if is_unlimited else f"{soft} for a process (may be raised to {most})"
     fix = "" if is_unlimited or soft >= _ENOUGH_FILES else f"ulimit -n {_ENOUGH_FILES}"
-    yield finding(
-        "open files",
-        "no limit" if is_unlimited else f"{soft} for a process (may be raised to {most})",
-        "a rank holds a socket for each other rank, and several files for each loader worker",
-        problem=fix if soft < _FEW_FILES else "",
-        note=fix,
-    )
+    meaning = "a rank holds a socket for each other rank, and several files for each loader worker"
+    yield finding("open files", found, meaning, problem=fix if soft < _FEW_FILES else "", note=fix)
 
 
 def locked_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Checks how much memory a process may lock: InfiniBand and copies to a GPU need pages that stay in place."""
     soft, _hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     has_fabric = Path("/sys/class/infiniband").is_dir()
-    is_low = has_fabric and soft != resource.RLIM_INFINITY
-    yield finding(
-        "locked memory",
-        "no limit" if soft == resource.RLIM_INFINITY else f"{format_bytes(soft)} for a process",
-        f"NCCL {'cannot' if is_low else 'can'} register its buffers with InfiniBand"
-        if has_fabric
-        else "InfiniBand needs it, and there is none here",
-        problem="ulimit -l unlimited (in a container: --ulimit memlock=-1)" if is_low else "",
-    )
+    found = "no limit" if soft == resource.RLIM_INFINITY else f"{format_bytes(soft)} for a process"
+    if not has_fabric:
+        yield finding("locked memory", found, "InfiniBand needs it, and there is none here")
+    elif soft == resource.RLIM_INFINITY:
+        yield finding("locked memory", found, "NCCL can register its buffers with InfiniBand")
+    else:
+        fix = "ulimit -l unlimited (in a container: --ulimit memlock=-1)"
+        yield finding("locked memory", found, "NCCL cannot register its buffers with InfiniBand", problem=fix)
 
 
 def disk(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
@@ -131,12 +119,9 @@ def disk(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         with tempfile.NamedTemporaryFile(dir=folder) as probe:
             skew = Path(probe.name).stat().st_mtime - time.time()
     except OSError as error:
-        yield finding(
-            "disk",
-            f"{folder} cannot be written: {error.strerror}",
-            "records, checkpoints and logs of a run are kept there",
-            problem="set monitor.folder to a folder of yours, or change its permissions",
-        )
+        meaning = "records, checkpoints and logs of a run are kept there"
+        fix = "set monitor.folder to a folder of yours, or change its permissions"
+        yield finding("disk", f"{folder} cannot be written: {error.strerror}", meaning, problem=fix)
         return
     free = shutil.disk_usage(folder).free
     yield finding(
@@ -145,13 +130,10 @@ def disk(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         "runs are kept there: a checkpoint with AdamW takes 12 bytes a parameter in fp32",
         note="free some, or set monitor.folder and checkpoint.keep" if free < _LITTLE_DISK else "",
     )
-    is_off = abs(skew) > 2.0
-    yield finding(
-        "clock",
-        f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; files in {folder} differ by {format_seconds(abs(skew))}",
-        "records carry the time of their host: where hosts or file servers disagree, their order is lost",
-        note="run a time service (chrony, ntpd) on this host and on the file server" if is_off else "",
-    )
+    found = f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; files in {folder} differ by {format_seconds(abs(skew))}"
+    meaning = "records carry the time of their host: where hosts or file servers disagree, their order is lost"
+    fix = "run a time service (chrony, ntpd) on this host and on the file server"
+    yield finding("clock", found, meaning, note=fix if abs(skew) > 2.0 else "")
 
 
 def shared_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -233,12 +215,9 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
     try:
         import torch
     except Exception as error:  # a broken install fails in many ways
-        yield finding(
-            "torch",
-            f"import torch fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}",
-            "nothing can be trained without it",
-            problem="install torch anew, as https://pytorch.org says for this machine",
-        )
+        found = f"import torch fails: {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        fix = "install torch anew, as https://pytorch.org says for this machine"
+        yield finding("torch", found, "nothing can be trained without it", problem=fix)
         return
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     cuda, rocm = torch.version.cuda, getattr(torch.version, "hip", None)
@@ -252,14 +231,10 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
     )
     from paceline.comm.backends import available_backends, nccl_version
 
-    found, nccl = available_backends(), nccl_version()
-    shown = [f"{name} {nccl}" if name == "nccl" and nccl else name for name in found]
-    yield finding(
-        "backends",
-        ", ".join(shown) or "none",
-        "Gloo moves bytes between CPUs, NCCL between GPUs",
-        problem="" if "gloo" in found else "install a torch with distributed support: this one cannot talk at all",
-    )
+    there, nccl = available_backends(), nccl_version()
+    shown = ", ".join(f"{name} {nccl}" if name == "nccl" and nccl else name for name in there) or "none"
+    fix = "" if "gloo" in there else "install a torch with distributed support: this one cannot talk at all"
+    yield finding("backends", shown, "Gloo moves bytes between CPUs, NCCL between GPUs", problem=fix)
 
 
 def driver(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -277,11 +252,8 @@ def driver(_: DoctorInputs) -> Iterator[MachineFinding]:
         number = int(pynvml.nvmlSystemGetCudaDriverVersion_v2())
     finally:
         pynvml.nvmlShutdown()
-    yield finding(
-        "driver",
-        f"{version}, for CUDA up to {number // 1000}.{number % 1000 // 10}",
-        "a torch that is built for a newer CUDA does not start on it",
-    )
+    found = f"{version}, for CUDA up to {number // 1000}.{number % 1000 // 10}"
+    yield finding("driver", found, "a torch that is built for a newer CUDA does not start on it")
 
 
 def gpus(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
@@ -293,54 +265,41 @@ def gpus(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         return
     count = torch.cuda.device_count()
     for index in range(count):
-        properties, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
-        is_taken = free < total / 2
-        capability = f"{properties.major}.{properties.minor}"
-        yield finding(
-            f"gpu {index}",
-            f"{properties.name}, compute {capability}, {format_bytes(free)} free of {format_bytes(total)}",
-            "others use more than half of its memory" if is_taken else f"one rank computes on it, cuda:{index}",
-            note="see who with nvidia-smi, or leave it out with CUDA_VISIBLE_DEVICES" if is_taken else "",
-        )
+        gpu, (free, total) = torch.cuda.get_device_properties(index), torch.cuda.mem_get_info(index)
+        room = f"{format_bytes(free)} free of {format_bytes(total)}"
+        found = f"{gpu.name}, compute {gpu.major}.{gpu.minor}, {room}"
+        if free < total / 2:
+            fix = "see who with nvidia-smi, or leave it out with CUDA_VISIBLE_DEVICES"
+            yield finding(f"gpu {index}", found, "others use more than half of its memory", note=fix)
+        else:
+            yield finding(f"gpu {index}", found, f"one rank computes on it, cuda:{index}")
     if count > 1:
         yield _peers(count)
 
 
 def no_gpu(hardware: list[str], cuda: str | None, visible: str | None) -> MachineFinding:
     """Says why torch has no GPU: ``hardware`` are those of the machine, ``visible`` what may be used of them."""
+    on_cpu = "ranks compute on the CPU, and talk through shared memory or Gloo"
     if not hardware:
-        return finding("gpus", "none", "ranks compute on the CPU, and talk through shared memory or Gloo")
+        return finding("gpus", "none", on_cpu)
+    there, named = f"{len(hardware)} in this machine", ", ".join(hardware)
     if cuda is None:
-        return finding(
-            "gpus",
-            f"{len(hardware)} in this machine ({', '.join(hardware)}), and a torch without CUDA",
-            "ranks would compute on the CPU",
-            problem="install a torch that is built for CUDA, as https://pytorch.org says for this machine",
-        )
+        fix = "install a torch that is built for CUDA, as https://pytorch.org says for this machine"
+        found = f"{there} ({named}), and a torch without CUDA"
+        return finding("gpus", found, "ranks would compute on the CPU", problem=fix)
     if visible is not None and visible.strip() in ("", "-1"):
-        return finding(
-            "gpus",
-            f"{len(hardware)} in this machine, hidden by CUDA_VISIBLE_DEVICES={visible!r}",
-            "ranks compute on the CPU, and talk through shared memory or Gloo",
-            note="unset CUDA_VISIBLE_DEVICES to use them",
-        )
-    return finding(
-        "gpus",
-        f"{len(hardware)} in this machine ({', '.join(hardware)}), and torch reaches none: {_cuda_error()}",
-        f"the driver is older than CUDA {cuda}, is not loaded, or the device may not be opened",
-        problem="look at nvidia-smi; update the driver, or install a torch for an older CUDA",
-    )
-
-
-def _cuda_error() -> str:
+        found = f"{there}, hidden by CUDA_VISIBLE_DEVICES={visible!r}"
+        return finding("gpus", found, on_cpu, note="unset CUDA_VISIBLE_DEVICES to use them")
     import torch
 
-    cuda: Any = torch.cuda  # not annotated
+    why, library = "no error is told", cast("Any", torch.cuda)  # not annotated
     try:
-        cuda.init()
+        library.init()
     except Exception as error:
-        return str(error).partition("\n")[0]
-    return "no error is told"
+        why = str(error).partition("\n")[0]
+    meaning = f"the driver is older than CUDA {cuda}, is not loaded, or the device may not be opened"
+    fix = "look at nvidia-smi; update the driver, or install a torch for an older CUDA"
+    return finding("gpus", f"{there} ({named}), and torch reaches none: {why}", meaning, problem=fix)
 
 
 def _peers(count: int) -> MachineFinding:
@@ -350,10 +309,9 @@ def _peers(count: int) -> MachineFinding:
     pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
     apart = [f"{i}->{j}" for i, j in pairs if not torch.cuda.can_device_access_peer(i, j)]
     found = f"{len(pairs) - len(apart)} of {len(pairs)} ordered pairs reach one another"
+    if not apart:
+        return finding("peer access", found, "NCCL copies between any two of them directly")
+    found += f"; not {', '.join(apart[:8])}{' ...' if len(apart) > 8 else ''}"
     slow = "the others go through the host's memory, which is slower: see nvidia-smi topo -m"
-    return finding(
-        "peer access",
-        found + (f"; not {', '.join(apart[:8])}{' ...' if len(apart) > 8 else ''}" if apart else ""),
-        slow if apart else "NCCL copies between any two of them directly",
-        note="nothing, if the machine is built so; in a virtual machine, ask for peer-to-peer access" if apart else "",
-    )
+    fix = "nothing, if the machine is built so; in a virtual machine, ask for peer-to-peer access"
+    return finding("peer access", found, slow, note=fix)

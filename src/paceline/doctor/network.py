@@ -1,4 +1,4 @@
-"""How ranks would find one another: interfaces, this host's name, which interface each backend takes, and ports.
+"""How ranks would find one another: interfaces, this host's name, ports, and the settings of NCCL and Gloo.
 
 The classic cause of a Gloo group that hangs across hosts: without ``GLOO_SOCKET_IFNAME``, Gloo listens on the address
 that this host's own name resolves to. Where that is a loopback address, the other hosts call themselves.
@@ -46,7 +46,7 @@ class Interface:
 
     @property
     def is_loopback(self) -> bool:
-        return any(is_loopback(address) for address in self.addresses)
+        return any(map(is_loopback, self.addresses))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,16 +66,12 @@ def is_loopback(address: str) -> bool:
 
 def find_interfaces() -> list[Interface]:
     """Returns the interfaces that are up and have an address, in the system's order."""
-    states = psutil.net_if_stats()
-    found = psutil.net_if_addrs()
-    families = (socket.AF_INET, socket.AF_INET6)
-    return [
-        Interface(name=name, addresses=addresses)
-        for name, known in found.items()
-        if name in states
-        and states[name].isup
-        and (addresses := tuple(each.address for each in known if each.family in families))
-    ]
+    states, found = psutil.net_if_stats(), []
+    for name, known in psutil.net_if_addrs().items():
+        addresses = tuple(each.address for each in known if each.family in (socket.AF_INET, socket.AF_INET6))
+        if addresses and name in states and states[name].isup:
+            found.append(Interface(name=name, addresses=addresses))
+    return found
 
 
 def resolve_host(host: str, patience_s: float = _PATIENCE_S) -> Resolution:
@@ -114,13 +110,9 @@ def _can_listen(address: str) -> bool:
 def interfaces(_: DoctorInputs) -> Iterator[MachineFinding]:
     found = find_interfaces()
     shown = [f"{each.name} ({', '.join(a for a in each.addresses if '%' not in a)})" for each in found]
-    has_loopback = any(each.is_loopback for each in found)
-    yield finding(
-        "interfaces",
-        ", ".join(shown) or "none is up",
-        "ranks of one host talk over the loopback, ranks of several over one of the others",
-        problem="" if has_loopback else "bring the loopback up: ip link set lo up",
-    )
+    meaning = "ranks of one host talk over the loopback, ranks of several over one of the others"
+    fix = "" if any(each.is_loopback for each in found) else "bring the loopback up: ip link set lo up"
+    yield finding("interfaces", ", ".join(shown) or "none is up", meaning, problem=fix)
 
 
 def launcher(inputs: DoctorInputs) -> Iterator[MachineFinding]:
@@ -151,12 +143,8 @@ def name_finding(found: Resolution) -> MachineFinding:
     if is_loopback(found.usable):
         meaning = "ranks of other hosts would be told to call themselves, and hang; on one host that does no harm"
         return finding("host name", shown + took, meaning, note=fix)
-    return finding(
-        "host name",
-        shown + took,
-        "other hosts reach this one by it" + (", but the look-up slows every start down" if took else ""),
-        note="put the name into /etc/hosts" if took else "",
-    )
+    meaning = "other hosts reach this one by it" + (", but the look-up slows every start down" if took else "")
+    return finding("host name", shown + took, meaning, note="put the name into /etc/hosts" if took else "")
 
 
 def gloo_interface(settings: Mapping[str, BackendSetting], present: list[Interface], usable: str | None) -> str | None:
@@ -188,20 +176,15 @@ def chosen_interfaces(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     present, settings = find_interfaces(), settings_of(surroundings)
     gloo = gloo_interface(settings, present, resolve_host(socket.gethostname()).usable)
     asked = settings.get(GLOO_INTERFACE)
+    found = (gloo or "one that is not up here") + (f", by {asked}" if asked else ", by this host's name")
     by_name = "paceline train takes the loopback where nothing is set; a group over several hosts takes this one"
-    yield finding(
-        "gloo interface",
-        (gloo or "one that is not up here") + (f", by {asked}" if asked else ", by this host's name"),
-        "every group takes it" if asked else by_name,
-        problem="" if gloo is not None else "name one that is up, or unset it",
-    )
-    nccl, given = nccl_interfaces(settings, present), settings.get(NCCL_INTERFACE)
-    yield finding(
-        "nccl interface",
-        (", ".join(nccl) or "none") + (f", by {given}" if given else ", by its own order"),
-        "GPU ranks meet over it, and talk over it where there is no InfiniBand",
-        problem="" if nccl else "name one that is up (comm.interface), or unset it",
-    )
+    fix = "" if gloo is not None else "name one that is up, or unset it"
+    yield finding("gloo interface", found, "every group takes it" if asked else by_name, problem=fix)
+    nccl = nccl_interfaces(settings, present)
+    found = f"{', '.join(nccl) or 'none'}, by {settings.get(NCCL_INTERFACE) or 'its own order'}"
+    fix = "" if nccl else "name one that is up (comm.interface), or unset it"
+    meaning = "GPU ranks meet over it, and talk over it where there is no InfiniBand"
+    yield finding("nccl interface", found, meaning, problem=fix)
 
 
 def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -219,12 +202,10 @@ def ports(_: DoctorInputs) -> Iterator[MachineFinding]:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         is_taken = probe.connect_ex(("127.0.0.1", _TORCHRUN_PORT)) == 0
-    yield finding(
-        "ports",
-        f"{free} was free" + (f"; {_TORCHRUN_PORT} is in use" if is_taken else f", and {_TORCHRUN_PORT} too"),
-        f"Gloo takes free ones; torchrun without --standalone takes {_TORCHRUN_PORT}",
-        note="give torchrun another --master-port, or end what listens there" if is_taken else "",
-    )
+    found = f"{free} was free" + (f"; {_TORCHRUN_PORT} is in use" if is_taken else f", and {_TORCHRUN_PORT} too")
+    meaning = f"Gloo takes free ones; torchrun without --standalone takes {_TORCHRUN_PORT}"
+    fix = "give torchrun another --master-port, or end what listens there" if is_taken else ""
+    yield finding("ports", found, meaning, note=fix)
 
 
 def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
@@ -262,11 +243,8 @@ def variables(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Reports all variables of NCCL and Gloo in effect, and what contradicts among them."""
     settings = settings_of(surroundings)
     shown = [f"{each.variable}={each.value} ({each.key or 'exported'})" for each in settings.values()]
-    yield finding(
-        "variables",
-        ", ".join(shown) or "none of NCCL_* or GLOO_*",
-        "NCCL and Gloo obey them" if shown else "NCCL and Gloo choose for themselves, which is mostly right",
-    )
+    meaning = "NCCL and Gloo obey them" if shown else "NCCL and Gloo choose for themselves, which is mostly right"
+    yield finding("variables", ", ".join(shown) or "none of NCCL_* or GLOO_*", meaning)
     problems = contradictions(settings)
     if surroundings.config is not None:
         known = {str(problem) for problem in problems}

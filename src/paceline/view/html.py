@@ -1,7 +1,11 @@
-"""The page as one file: markup, style, code and data, without a request to anywhere.
+"""Runs as files: the page with markup, style, code and data in one, curves as CSV, charts as PNG or SVG.
 
 The live page and a report are the same page. A report has its data inside; the live page asks the server for it. Code
 and style are allowed by their hashes alone: nothing that data brings along can run.
+
+``summary_of(folder)`` is ``paceline report`` as plain values: words and tables for the top of the page. ``python -m
+paceline.view.html FOLDER`` prints it as JSON: the live page has a process of its own read all records again, so that it
+answers meanwhile.
 """
 
 from __future__ import annotations
@@ -48,18 +52,14 @@ def live_page() -> tuple[str, str]:
 
 def report_page(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) -> str:
     """Returns the page of finished or running runs with all data inside; ``summaries`` are theirs, where known."""
-    return _page(as_json(report_data(runs, summaries)), connect="'none'")[0]
+    shown = [_whole(run, summary) for run, summary in zip_longest(runs, summaries)]
+    data = {"version": __version__, "runs": shown, "differences": differences_of(runs)}
+    return _page(as_json(data), connect="'none'")[0]
 
 
 def write_report(runs: Sequence[ShownRun], path: Path, summaries: Sequence[RunSummary] = ()) -> None:
     """Writes the page of runs to a file. Raises RunFolderError where it cannot be written."""
     write_file(path, report_page(runs, summaries).encode())
-
-
-def report_data(runs: Sequence[ShownRun], summaries: Sequence[RunSummary] = ()) -> dict[str, Any]:
-    """Returns what a report shows of runs."""
-    shown = [_whole(run, summary) for run, summary in zip_longest(runs, summaries)]
-    return {"version": __version__, "runs": shown, "differences": differences_of(runs)}
 
 
 def differences_of(runs: Sequence[ShownRun]) -> list[tuple[str, list[str]]]:
@@ -77,14 +77,11 @@ def as_json(value: Any) -> str:
 
 def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
     told = describe(run, Window(points=_POINTS))
-    names = told["heat_names"]
     columns = max(60, min(_HEAT_POINTS, _HEAT_VALUES // max(1, len(run.columns.ranks))))
-    steps = run.columns.steps
-    last = float(steps[-1]) if len(steps) else 0.0
-    first = float(steps[max(0, len(steps) - 8)]) if len(steps) else 0.0
+    first, last = map(float, run.columns.steps[-8:][[0, -1]]) if len(run.columns.steps) else (0.0, 0.0)
     return told | {
         "words": summary_of(run.folder, summary),
-        "heats": {name: heat(run, name, Window(points=columns)) for name in names},
+        "heats": {name: heat(run, name, Window(points=columns)) for name in told["heat_names"]},
         "timeline": timeline(run, first, last, most=8),
         "config": config_of(run),
     }
@@ -93,13 +90,11 @@ def _whole(run: ShownRun, summary: RunSummary | None) -> dict[str, Any]:
 def _page(data: str, connect: str) -> tuple[str, str]:
     style, script, index = _assets()
     policy = security_policy(style, script, connect)
-    parts = {"POLICY": policy, "STYLE": style, "SCRIPT": script, "DATA": data}
-    before = index
-    pieces = []
-    for name in ("POLICY", "STYLE", "DATA", "SCRIPT"):  # in the order of the file: no part is looked at for marks
-        head, _, before = before.partition(f"@{name}@")
-        pieces += [head, parts[name]]
-    return "".join([*pieces, before]), policy + "; frame-ancestors 'none'"
+    pieces = []  # in the order of the file: no part is looked at for marks
+    for name, part in {"POLICY": policy, "STYLE": style, "DATA": data, "SCRIPT": script}.items():
+        head, _, index = index.partition(f"@{name}@")
+        pieces += [head, part]
+    return "".join([*pieces, index]), policy + "; frame-ancestors 'none'"
 
 
 @cache
@@ -156,10 +151,10 @@ def write_figure(runs: Sequence[ShownRun], path: Path, kind: str) -> None:
         ("loss", "loss", 1.0),
         ("samples_per_s", f"{unit}/s", None),
         ("step_s", "step time of the slowest rank, ms", 1e3),
+        ("memory_bytes", "memory of the largest rank, GiB", 2**-30),
     )
-    for axis, (name, title, scale) in zip((axes[0, 0], axes[0, 1], axes[0, 2]), panels, strict=True):
+    for axis, (name, title, scale) in zip(axes.flat, panels, strict=False):
         _lines(axis, runs, name, title, scale)
-    _lines(axes[1, 0], runs, "memory_bytes", "memory of the largest rank, GiB", 2**-30)
     _phases(axes[1, 1], runs[0])
     _map(axes[1, 2], runs[0])
     figure.suptitle(", ".join(_plain(run.name) for run in runs), fontsize=11)
@@ -224,10 +219,7 @@ _MOST_ROWS = 256  # of a table
 
 
 def summary_of(folder: Path, summary: RunSummary | None = None) -> dict[str, Any]:
-    """Returns what there is to say about a run; a sentence under ``problem`` where its records cannot be read.
-
-    They are not read again where the caller has a ``summary`` of them.
-    """
+    """Returns what there is to say about a run, read again without a ``summary``; its ``problem`` where that fails."""
     try:
         summary = summary or summarize(folder)
     except PacelineError as error:
