@@ -16,14 +16,10 @@ _FORM = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def import_from_path(spec: str, what: str) -> Callable[..., Any]:
-    """Imports the callable that ``spec`` names, such as ``"my_project.nets:build"`` or ``"torch.optim:Adam"``.
+    """Imports the callable that ``spec`` names, such as ``"my_project.nets:build"``; messages call its field ``what``.
 
-    ``what`` is the field that holds the spec, for messages. The current working directory is searched first, as for a
-    script that is started there, and stays on ``sys.path``: the code may import its neighbours later, and worker
-    processes that are started afterwards inherit it.
-
-    Raises UsageError when the spec has another form, its module cannot be imported, or the name is missing or cannot
-    be called.
+    The current working directory is searched first, and stays on ``sys.path``: code may import neighbours later, and
+    worker processes inherit it. Raises UsageError for another form, module or name, or what cannot be called.
     """
     if _FORM.fullmatch(spec) is None:
         raise UsageError(

@@ -20,10 +20,7 @@ _MOST_POINTS = 240
 
 
 class Shown:
-    """A result that is one line as text, and a table in a notebook. A class says what is in it: ``facts``.
-
-    A dataclass takes it with ``repr=False``, which would otherwise write its own.
-    """
+    """A result: one line as text, a table of its ``facts`` in a notebook. A dataclass takes it with ``repr=False``."""
 
     __slots__ = ()
 
@@ -86,9 +83,6 @@ def _text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-# Pictures.
-
-
 def new_figure(**options: Any) -> Figure:
     """Returns an empty figure of matplotlib that a notebook shows when a cell returns it, without a magic line."""
     from matplotlib.figure import Figure as Plain
@@ -102,9 +96,6 @@ def new_figure(**options: Any) -> Figure:
             return text.getvalue()
 
     return Figure(**options)
-
-
-# Progress.
 
 
 def is_notebook() -> bool:

@@ -109,10 +109,7 @@ def flat_layout(
 
 
 def memory_order(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...] | None:
-    """Returns the dims of a dense tensor from the slowest to the fastest in memory; None where that is row-major.
-
-    Dims of one element lie anywhere: they come first, and do not count.
-    """
+    """Returns the dims of a dense tensor from slowest to fastest, those of one element first; None: row-major."""
     real = sorted((dim for dim, size in enumerate(shape) if size > 1), key=lambda dim: (-stride[dim], dim))
     if real == sorted(real):
         return None

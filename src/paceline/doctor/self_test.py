@@ -55,10 +55,7 @@ def handshake(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
 
 
 def shake_hands(interface: str | None, timeout_s: float = PATIENCE_S) -> Iterator[MachineFinding]:
-    """Lets two new processes add up over an interface; None: the loopback, and then in shared memory.
-
-    Never takes longer than it may.
-    """
+    """Lets two new processes add up over an interface; None: the loopback, and then in shared memory."""
     name = "handshake" + (f" over {interface}" if interface else "")
     places = [RankHost(enter=_stay, interface=interface)] * 2 if interface else None
     start = time.monotonic()
@@ -120,10 +117,7 @@ class RankReport:
 
 
 def self_test(comm: Communicator) -> list[RankReport]:
-    """Adds up, exchanges and compares clocks on all ranks; every rank gets what all saw.
-
-    Raises PacelineError where a sum is wrong.
-    """
+    """Adds up and compares clocks on all ranks; each gets what all saw. Raises PacelineError where a sum is wrong."""
     latency_s = _latency(comm, 10)
     large_s = min(sum_up(comm, _LARGE) for _ in range(3))
     ahead_s, error_s = clock_offset(comm)

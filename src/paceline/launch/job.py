@@ -35,9 +35,8 @@ _FOLDER = ".launches"
 class LaunchJob:
     """What is to be started: ``nodes`` machines, each with ``ranks`` ranks on ``gpus`` GPUs, or on CPUs without.
 
-    ``least`` of the machines are enough. ``config`` and ``workdir`` are absolute paths that the machines of the target
-    see, too. ``settings`` are options of the target's own. ``tasks`` are the numbers of an array of runs, as Slurm
-    writes them.
+    ``config`` and ``workdir`` are absolute paths that the machines of the target see, too. ``tasks`` are the numbers of
+    an array of runs, as Slurm writes them.
     """
 
     target: str
@@ -49,7 +48,7 @@ class LaunchJob:
     folder: str = ""
     python: str = sys.executable
     nodes: int = 1
-    least: int = 1
+    least: int = 1  # of the nodes are enough
     gpus: int = 0
     ranks: int = 1
     time: str | None = None
@@ -58,7 +57,7 @@ class LaunchJob:
     tasks: str | None = None
     max_requeues: int | None = None
     port: int | None = None
-    settings: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)  # options of the target's own
     setup: tuple[str, ...] = ()
     id: str = ""
 
@@ -243,10 +242,7 @@ def find_target(name: str) -> Target:
 
 
 def follow(target: Target, job: LaunchJob, write: Callable[[str], None], tell: Callable[[str], None]) -> int:
-    """Follows a launched run until it has ended, and returns its exit code.
-
-    ``write`` gets its log as it grows, ``tell`` what the target says of it when that changes.
-    """
+    """Hands a run's log to ``write`` and its state to ``tell`` until it has ended; returns its exit code."""
     read, known, next_ask, state = 0, "", 0.0, JobState(kind="waiting", words="")
     while True:
         if time.monotonic() >= next_ask:

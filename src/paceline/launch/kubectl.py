@@ -157,10 +157,7 @@ class Kubectl:
 
 
 def exit_code_of(workload: dict[str, Any], pods: Sequence[PodState]) -> int | None:
-    """Returns the exit code of a run whose workload is done or has failed; None while it goes on.
-
-    A StatefulSet is never done: its pods stay behind a run that is (``pod.py``), and it ends by ``cancel``.
-    """
+    """Returns the exit code of a run that has ended, else None. A StatefulSet ends by ``cancel`` alone (``pod.py``)."""
     found = _inside(workload, "status").get("conditions", [])
     conditions = {each.get("type") for each in found if each.get("status") == "True"}
     if conditions & {"Complete", "Completed", "SuccessCriteriaMet"}:

@@ -35,11 +35,7 @@ _SHM_BASE_GIB, _SHM_RANK_GIB = 0.25, 0.125
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodResources:
-    """What each pod gets. ``ranks``: of a pod without GPUs; with GPUs one rank has one of them.
-
-    ``network`` are resources of fast networks and how many of each a pod takes: ``{"rdma/hca": 8}`` for InfiniBand,
-    ``{"vpc.amazonaws.com/efa": 32}`` for EFA.
-    """
+    """What each pod gets. ``ranks``: of a pod without GPUs; with GPUs one rank has one of them."""
 
     gpus: int = 0
     ranks: int = 1
@@ -47,7 +43,7 @@ class PodResources:
     memory_gib: int = 16
     shm_gib: float = 2.0
     gpu_resource: str = "nvidia.com/gpu"
-    network: Mapping[str, int] = field(default_factory=dict)
+    network: Mapping[str, int] = field(default_factory=dict)  # {"rdma/hca": 8}, {"vpc.amazonaws.com/efa": 32}
 
     @property
     def num_ranks(self) -> int:

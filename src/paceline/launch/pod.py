@@ -57,10 +57,7 @@ def _stopped(processes: Iterable[psutil.Process]) -> str:
 
 
 def wait_for_host(host: str, port: int, *, within_s: float = _WAIT_S) -> bool:
-    """Waits until somebody listens at ``host``, or until that turns out to be this pod; says whether it did.
-
-    Kubernetes publishes the name of a pod once it has an address, which may be minutes before its image is there.
-    """
+    """Waits until somebody listens at ``host``, which may take minutes, or until that is this pod; says whether."""
     deadline = time.monotonic() + within_s
     while not _is_there(host, port):
         if time.monotonic() >= deadline:

@@ -246,8 +246,7 @@ class RayCluster:
 class RemoteWorker:
     """The actor: it has ``paceline.launch.remote`` run on its machine by ``command``, and hands over orders and output.
 
-    Ray calls its methods from several threads at once. When the actor is gone, the pipe to ``remote`` closes, and the
-    run on that machine is asked to save and to leave.
+    Several threads call it at once. When it is gone, the pipe closes, and the run there is asked to save and to leave.
     """
 
     def __init__(self, command: Sequence[str], workdir: str) -> None:

@@ -39,10 +39,9 @@ def prepare(
     checks_memory: bool = True,
     is_dry: bool = False,
 ) -> tuple[Target, LaunchJob, tuple[str, ...]]:
-    """Makes the job of ``asked``, which has the target and how much of it; refuses one that cannot run there.
+    """Makes the job of ``asked``, and lines that tell what was decided; refuses one that cannot run. Writes nothing.
 
-    Returns also lines that tell what was decided. Nothing is written. Raises UsageError, ConfigError, RunFolderError or
-    LaunchError for what is wrong with it.
+    Raises UsageError, ConfigError, RunFolderError or LaunchError for what is wrong with it.
     """
     target = find_target(asked.target)
     array = [word for word in overrides if "{task}" in word]
@@ -98,10 +97,7 @@ def start(target: Target, job: LaunchJob) -> LaunchJob:
 
 
 def _free_run(config: Config, *, resumes: bool) -> str:
-    """Returns the name of the run: a new one, or with ``resumes`` the newest of this name.
-
-    Every start of a job continues the run, so that the name may not be another run's, nor one that a job will have.
-    """
+    """Returns a name that no run has and no job will have; with ``resumes`` that of the newest run of this name."""
     first = run_folder(config)
     if resumes:
         if not (runs := runs_of(config)):
@@ -135,10 +131,7 @@ def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
 
 
 def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Makes the plan for the target's machines; returns overrides of the config that say so, and lines that tell it.
-
-    Raises ConfigError or UsageError for a run that cannot be there.
-    """
+    """Makes the plan for the target's machines: overrides of the config, and lines. Raises ConfigError, UsageError."""
     each, nodes, device = job.ranks, job.nodes, "cuda" if job.gpus else "cpu"
     if config.parallel.device not in ("auto", device):
         problem = Problem(
@@ -164,10 +157,7 @@ def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tu
 
 
 def _with_memory(config: Config, machines: TargetMachines, each: int) -> tuple[Config, str]:
-    """Returns the config with the strategy that fits, where it is left open, and what is known of memory.
-
-    Raises where nothing fits.
-    """
+    """Returns the config with a strategy that fits, and what is known of memory. Raises where nothing fits."""
     device, host, is_open = config.parallel.device, machines.host_bytes, config.parallel.strategy == "auto"
     has = machines.device_bytes if device == "cuda" else host
     if has is not None and is_open:

@@ -34,10 +34,7 @@ _UNIMPORTANT = ("name", "monitor.folder")  # where a run is kept
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScalingPoint:
-    """A run among those of one strategy: ``ideal`` is the speed-up of ranks that never wait, which is their number.
-
-    ``scaling`` is what it has in common with the first: strong, or weak.
-    """
+    """A run among those of one strategy: ``ideal`` is its ranks; ``scaling``, strong or weak, is against the first."""
 
     name: str
     strategy: str
@@ -75,10 +72,7 @@ def scaling_between(run: RunRecord | RunSummary, base: RunRecord | RunSummary) -
 
 
 def scaling_of(runs: Sequence[RunSummary]) -> tuple[ScalingPoint, ...]:
-    """Compares runs of one strategy with different numbers of ranks; nothing where there are no two such runs.
-
-    Each run, in the order of their ranks, is put to the first that it scales, or begins a row of its own.
-    """
+    """Puts each run of a strategy, by its ranks, to the first that it scales; nothing where no two are such runs."""
     found: list[ScalingPoint] = []
     for strategy in dict.fromkeys(run.strategy for run in runs):
         rows: list[list[tuple[RunSummary, str]]] = []

@@ -33,12 +33,10 @@ _END_STYLES = {"done": "green", "failed": "bold red", "stopped": "yellow"}
 
 
 class ProgressView:
-    """Shows a run as its records arrive.
+    """Shows a run as its records arrive: a bar with a line per evaluation and event, on a terminal and in a notebook.
 
-    On a terminal: a bar that stays at the bottom, with a line above it per evaluation and event. In a notebook: a bar
-    in the cell, with these lines below it. Elsewhere: plain lines, one update every ``plain_every_s`` seconds at most.
-    Several threads may write. A reader that went away (a closed pipe, a lost terminal) makes the view silent and never
-    stops the run.
+    Elsewhere plain lines, one update every ``plain_every_s`` seconds at most. Several threads may write. A reader that
+    went away (a closed pipe, a lost terminal) makes the view silent and never stops the run.
     """
 
     def __init__(

@@ -181,10 +181,7 @@ def find_traffic(attempts: Mapping[int, Sequence[RankAttempt]]) -> tuple[CommRec
 
 
 def _priced(records: RunRecords, traffic: Sequence[CommRecord], cluster: str) -> float | None:
-    """Returns what the traffic of a step should take; None where links or traffic are not known.
-
-    Stages of a pipeline wait for one another besides, so that what they wait says nothing about links.
-    """
+    """Returns what the traffic of a step should take; None where it is not known, and of stages, which wait besides."""
     run = records.run
     most = max((run.world_size, *(row.ranks for row in traffic)))
     if run.world_size < 2 or most > _MOST_RANKS or "pipeline" in run.strategy:

@@ -186,10 +186,7 @@ class CommRecord:
 
     @property
     def bus_bandwidth(self) -> float:
-        """The bytes that each link carried over the seconds, which compares with what a link can do.
-
-        An all-reduce of n ranks sends 2 (n - 1) / n of its bytes over each link.
-        """
+        """The bytes on each link over the seconds: an all-reduce of n ranks sends 2 (n - 1) / n of its bytes."""
         if self.ranks < 2:
             return 0.0
         times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(self.kind)
@@ -207,8 +204,7 @@ Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRec
 def to_line(record: Record) -> str:
     """Writes a record as one line of strict JSON, newline included.
 
-    A step, which has numbers alone, is written by pydantic's encoder and put between its names, in an eighth of the
-    time that Python's own takes, unless it holds a float that is not finite.
+    pydantic's encoder writes the numbers of a step, unless one is not finite: in an eighth of the time of Python's own.
     """
     form = _FORMS_BY_CLASS[type(record)]
     values = form.values(record)

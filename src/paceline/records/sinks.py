@@ -52,13 +52,11 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """Appends records to a file, one line each.
+    """Appends records to a file, one line each. Several threads may write.
 
     Steps and communication are kept in memory for ``flush_every_s`` at most, measured when the next records come; any
-    other record is written through at once, together with those before it. Several threads may write.
-
-    A full disk leaves whole lines. What it does not take is lost with an error, or with ``waits_for_space`` kept, the
-    last 100,000 records of it, and tried again with the next.
+    other record is written through at once, with those before it. A full disk leaves whole lines. What it does not take
+    is lost with an error, or with ``waits_for_space`` tried again with the next: the last 100,000 records of it.
     """
 
     def __init__(
@@ -126,10 +124,9 @@ def is_disk_full(error: OSError) -> bool:
 
 
 class TensorBoardSink:
-    """Writes scalars to a TensorBoard folder, and histograms.
+    """Writes scalars and histograms to a TensorBoard folder.
 
-    The first record of an attempt marks a new start at its step, so TensorBoard drops what an earlier attempt wrote
-    from there on, and a resumed run draws one curve.
+    The first record of an attempt marks a new start at its step: a resumed run draws one curve.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -275,9 +275,8 @@ class StepTable:
 class RunRecords:
     """What the ranks of a run wrote, and the table of its steps.
 
-    ``ranks`` has the attempts of each rank that left any, the lowest rank first: ``lead`` are its attempts, ``run`` is
-    the first record of the last of them. What counts for a step is the last attempt that the lowest rank made at it:
-    ``attempts`` has it by step. A row of ``steps`` has the ranks that took part in that attempt.
+    ``ranks`` has the attempts of each rank, the lowest first: ``lead`` are its attempts, ``run`` begins the last.
+    The last attempt of the lowest rank at a step counts: ``attempts`` has it, a row of ``steps`` its ranks.
     """
 
     def __init__(self, ranks: Mapping[int, Sequence[RankAttempt]], hosts: Sequence[HostRecord] = ()) -> None:

@@ -333,10 +333,7 @@ def _old_row(line: bytes) -> tuple[Any, ...]:
 
 
 def record_files(folder: Path) -> list[RecordFile]:
-    """Returns the files of records in a run's folder, those of low ranks first; none that lies outside of it.
-
-    Nor any of a folder that may not be read: it may be another user's.
-    """
+    """Returns the files of records inside a run's folder, those of low ranks first; none where it may not be read."""
     records, found = folder / "records", []
     if not Path(os.path.realpath(records)).is_relative_to(os.path.realpath(folder)):
         return []

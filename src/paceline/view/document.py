@@ -158,10 +158,7 @@ def _operations_between(
 
 @lru_cache(maxsize=64)
 def _operations(path: Path, _changed: int) -> list[tuple[float, float, str, int]]:
-    """Returns start of day, seconds, kind and bytes of the operations that a rank wrote down (``monitor.trace``).
-
-    The file is written when the rank ends. Raises OSError, and ValueError for lines without a time of day.
-    """
+    """Returns start of day, seconds, kind and bytes of a rank's operations. Raises OSError or ValueError."""
     lines = read_regular(path, _MOST_TRACE_BYTES).splitlines()
     found = []
     for each in from_json(b"[" + b",".join(line for line in lines if line.strip()) + b"]"):

@@ -213,10 +213,7 @@ class ShownRun:
 
 
 def find_runs(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Returns the folders of runs, the newest first, and what is wrong with the others.
-
-    A path is a run's folder, or a folder with runs in it.
-    """
+    """Returns the folders of runs at these paths or inside them, the newest first, and what is wrong with others."""
     runs: dict[Path, Path] = {}
     problems = []
     for path in paths:

@@ -55,10 +55,7 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int | None) -> socket.socket:
-    """Returns a socket that listens at an address; without a port at 6070 or the next that is free.
-
-    Raises UsageError for a port that is in use and for an address that this machine does not have.
-    """
+    """Returns a socket that listens there; without a port at 6070 or the next that is free. Raises UsageError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for candidate in [port] if port is not None else [*range(6070, 6090), 0]:
         found = socket.socket(family, socket.SOCK_STREAM)
