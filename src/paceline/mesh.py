@@ -31,7 +31,6 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks the mesh has."""
         return math.prod(size for _, size in self.axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -29,7 +29,6 @@ class Shown:
         raise NotImplementedError
 
     def charts(self) -> Sequence[str]:
-        """Returns charts as SVG."""
         return ()
 
     def __repr__(self) -> str:
@@ -44,15 +43,13 @@ class Shown:
 def table(names: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns rows as a table of HTML; the first column is text, the others are to the right."""
     head = "".join(f"<th>{html.escape(name)}</th>" for name in names) if any(names) else ""
-    body = "".join(
-        "<tr>"
-        + "".join(
-            f'<td style="text-align:{"right" if place else "left"}">{html.escape(_text(value))}</td>'
-            for place, value in enumerate(row)
-        )
-        + "</tr>"
-        for row in rows
-    )
+    body = ""
+    for row in rows:
+        body += "<tr>"
+        for place, value in enumerate(row):
+            side = "right" if place else "left"
+            body += f'<td style="text-align:{side}">{html.escape(_text(value))}</td>'
+        body += "</tr>"
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 

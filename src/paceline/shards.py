@@ -46,7 +46,6 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """How many elements the tensor has."""
         return math.prod(self.shape)
 
     def view(self, buffer: torch.Tensor) -> torch.Tensor:
@@ -68,7 +67,6 @@ class FlatLayout:
         return shard * size, (shard + 1) * size
 
     def views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the tensors in a whole buffer."""
         return [slot.view(buffer) for slot in self.slots]
 
 
@@ -133,7 +131,6 @@ class Region:
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
         return self.end - self.begin
 
     @property

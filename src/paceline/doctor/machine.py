@@ -44,27 +44,23 @@ def processors(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     limits += [f"a quota of {quota:g}"] if quota is not None else []
     limits += [f"OMP_NUM_THREADS={asked}"] if asked else []
     least = min(usable, quota or cores)
-    is_limited = least < cores
-    crowded = "ranks share the cores out by their number: more threads than cores slow each other down"
-    yield finding(
-        "processors",
-        ", ".join(limits),
-        crowded if is_limited else "CPU ranks share these cores out among them",
-        note=f"set parallel.threads so that ranks x threads is {max(1, int(least))} at most" if is_limited else "",
-    )
+    if least >= cores:
+        yield finding("processors", ", ".join(limits), "CPU ranks share these cores out among them")
+    else:
+        crowded = "ranks share the cores out by their number: more threads than cores slow each other down"
+        fix = f"set parallel.threads so that ranks x threads is {max(1, int(least))} at most"
+        yield finding("processors", ", ".join(limits), crowded, note=fix)
 
 
 def half_precision(_: DoctorInputs) -> Iterator[MachineFinding]:
     """Reports whether this CPU has instructions for bf16."""
-    found = bf16_instructions()
-    yield finding(
-        "bf16 on the CPU",
-        f"the processor has {' and '.join(found)}" if found else f"no instructions ({', '.join(BF16_INSTRUCTIONS)})",
-        "mixed_precision=True computes in bf16 on CPU ranks"
-        if found
-        else "bf16 is emulated, slower than fp32: mixed_precision=True and train.precision=auto compute in fp32",
-        note="" if found else "leave train.precision at auto on CPU ranks",
-    )
+    if there := bf16_instructions():
+        meaning = "mixed_precision=True computes in bf16 on CPU ranks"
+        yield finding("bf16 on the CPU", f"the processor has {' and '.join(there)}", meaning)
+    else:
+        found = f"no instructions ({', '.join(BF16_INSTRUCTIONS)})"
+        meaning = "bf16 is emulated, slower than fp32: mixed_precision=True and train.precision=auto compute in fp32"
+        yield finding("bf16 on the CPU", found, meaning, note="leave train.precision at auto on CPU ranks")
 
 
 def cpu_quota(text: str) -> float | None:
@@ -124,12 +120,9 @@ def disk(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         yield finding("disk", f"{folder} cannot be written: {error.strerror}", meaning, problem=fix)
         return
     free = shutil.disk_usage(folder).free
-    yield finding(
-        "disk",
-        f"{format_bytes(free)} free in {folder}",
-        "runs are kept there: a checkpoint with AdamW takes 12 bytes a parameter in fp32",
-        note="free some, or set monitor.folder and checkpoint.keep" if free < _LITTLE_DISK else "",
-    )
+    meaning = "runs are kept there: a checkpoint with AdamW takes 12 bytes a parameter in fp32"
+    fix = "free some, or set monitor.folder and checkpoint.keep" if free < _LITTLE_DISK else ""
+    yield finding("disk", f"{format_bytes(free)} free in {folder}", meaning, note=fix)
     found = f"{time.strftime('%Y-%m-%d %H:%M:%S %Z')}; files in {folder} differ by {format_seconds(abs(skew))}"
     meaning = "records carry the time of their host: where hosts or file servers disagree, their order is lost"
     fix = "run a time service (chrony, ntpd) on this host and on the file server"
@@ -145,21 +138,16 @@ def shared_memory(_: DoctorInputs) -> Iterator[MachineFinding]:
         yield MachineFinding(name="shared memory", status="note", found=f"there is no {FOLDER}", meaning=meaning)
         return
     usage = shutil.disk_usage(FOLDER)
-    is_little = usage.free < _LITTLE_SHARED
-    yield finding(
-        "shared memory",
-        f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} in {FOLDER}",
-        "ranks of this host and loader workers pass tensors through it; where it is full they are killed",
-        problem="in a container: --shm-size=2g, or --ipc=host; elsewhere: end what fills it" if is_little else "",
-    )
+    found = f"{format_bytes(usage.free)} free of {format_bytes(usage.total)} in {FOLDER}"
+    meaning = "ranks of this host and loader workers pass tensors through it; where it is full they are killed"
+    fix = "in a container: --shm-size=2g, or --ipc=host; elsewhere: end what fills it"
+    yield finding("shared memory", found, meaning, problem=fix if usage.free < _LITTLE_SHARED else "")
     if stale := stale_segments():
         size = sum(path.stat().st_size for path in stale if path.exists())
-        yield finding(
-            "stale segments",
-            f"{len(stale)} of {format_bytes(size)} in {FOLDER}, of processes that are gone",
-            "their ranks were killed while they connected; the next run removes those of this user",
-            note=f"rm {' '.join(str(path) for path in stale[:3])}{' ...' if len(stale) > 3 else ''}",
-        )
+        found = f"{len(stale)} of {format_bytes(size)} in {FOLDER}, of processes that are gone"
+        meaning = "their ranks were killed while they connected; the next run removes those of this user"
+        fix = f"rm {' '.join(map(str, stale[:3]))}{' ...' if len(stale) > 3 else ''}"
+        yield finding("stale segments", found, meaning, note=fix)
 
 
 def compiler(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
@@ -173,13 +161,10 @@ def compiler(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
         found, problem = "none", str(error)
     if not problem and not surroundings.is_quick:
         problem = load().problem
+    found += "" if surroundings.is_quick else ", and what it compiles can be loaded"
     how = "works in Python, and is slower than compiled" if problem else "is compiled on first use, and kept"
-    yield finding(
-        "compiler",
-        problem or found + ("" if surroundings.is_quick else ", and what it compiles can be loaded"),
-        f"shared memory between CPU ranks {how}",
-        note="install a C++ compiler (apt install g++, xcode-select --install)" if problem else "",
-    )
+    fix = "install a C++ compiler (apt install g++, xcode-select --install)" if problem else ""
+    yield finding("compiler", problem or found, f"shared memory between CPU ranks {how}", note=fix)
 
 
 def packages(_: DoctorInputs) -> Iterator[MachineFinding]:
@@ -188,15 +173,13 @@ def packages(_: DoctorInputs) -> Iterator[MachineFinding]:
     for name in ("numpy", "pydantic", "safetensors", "rich", *uses):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-    missing = [name for name in uses if name not in versions]
-    absent = [f"{name} (for {uses[name]})" for name in missing]
     shown = ", ".join(f"{name} {version}" for name, version in versions.items())
-    yield finding(
-        "packages",
-        shown + (f"; not installed: {', '.join(absent)}" if absent else ""),
-        "runs that use these would be refused" if absent else "what optional parts use is there",
-        note=f"pip install {' '.join(missing)}" if absent else "",
-    )
+    if not (missing := [name for name in uses if name not in versions]):
+        yield finding("packages", shown, "what optional parts use is there")
+    else:
+        shown += "; not installed: " + ", ".join(f"{name} (for {uses[name]})" for name in missing)
+        fix = f"pip install {' '.join(missing)}"
+        yield finding("packages", shown, "runs that use these would be refused", note=fix)
 
 
 def _read(path: Path) -> str:
@@ -222,13 +205,12 @@ def torch_build(_: DoctorInputs) -> Iterator[MachineFinding]:
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     cuda, rocm = torch.version.cuda, getattr(torch.version, "hip", None)
     build = f"for CUDA {cuda}" if cuda else f"for ROCm {rocm}" if rocm else "for CPUs"
-    is_old = version < _OLDEST_TORCH
-    yield finding(
-        "torch",
-        f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads",
-        "ranks compute with it" if not is_old else "the engines use what newer versions have",
-        problem=f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer" if is_old else "",
-    )
+    found = f"{torch.__version__}, built {build}, {torch.get_num_threads()} threads"
+    if version >= _OLDEST_TORCH:
+        yield finding("torch", found, "ranks compute with it")
+    else:
+        fix = f"install torch {'.'.join(map(str, _OLDEST_TORCH))} or newer"
+        yield finding("torch", found, "the engines use what newer versions have", problem=fix)
     from paceline.comm.backends import available_backends, nccl_version
 
     there, nccl = available_backends(), nccl_version()

@@ -212,22 +212,18 @@ def listening(surroundings: DoctorInputs) -> Iterator[MachineFinding]:
     """Says what a run listens on, and who is asked for proof: see ``docs/security.md``."""
     present, settings = find_interfaces(), settings_of(surroundings)
     asked = settings.get(GLOO_INTERFACE)
-    given = [name for name in (SECRET, SECRET_FILE) if name in surroundings.environment]
+    given = [*(name for name in (SECRET, SECRET_FILE) if name in surroundings.environment), "the run's folder"]
     loopbacks = [each.name for each in present if each.is_loopback]
     leaves_host = asked is not None and any(name not in loopbacks for name in asked.value.split(","))
-    yield finding(
-        "listening, one host",
-        "the launcher: a unix socket in a folder of mode 0700; Gloo and NCCL: the loopback",
-        "no other host reaches what paceline train listens on, unless comm.interface or GLOO_SOCKET_IFNAME says so",
-        note=f"unset {GLOO_INTERFACE} for runs on one host" if leaves_host else "",
-    )
-    secret = f"the job's secret is in {given[0]}" if given else "the job's secret is in the run's folder"
-    yield finding(
-        "listening, several hosts",
-        f"the first launcher: at the address of --rdzv; Gloo: {asked.value if asked else 'on the way there'}; {secret}",
-        "control connections prove the secret; those of Gloo and NCCL, and torchrun's store, are open to whoever "
-        "reaches them: keep the network between the hosts to yourself",
-    )
+    found = "the launcher: a unix socket in a folder of mode 0700; Gloo and NCCL: the loopback"
+    rule = "no other host reaches what paceline train listens on, unless comm.interface or GLOO_SOCKET_IFNAME says so"
+    fix = f"unset {GLOO_INTERFACE} for runs on one host" if leaves_host else ""
+    yield finding("listening, one host", found, rule, note=fix)
+    found = f"the first launcher: at the address of --rdzv; Gloo: {asked.value if asked else 'on the way there'}; "
+    found += f"the job's secret is in {given[0]}"
+    rule = "control connections prove the secret; those of Gloo and NCCL, and torchrun's store, are open to whoever "
+    rule += "reaches them: keep the network between the hosts to yourself"
+    yield finding("listening, several hosts", found, rule)
 
 
 def settings_of(surroundings: DoctorInputs) -> dict[str, BackendSetting]:

@@ -118,8 +118,7 @@ class RankReport:
 
 def self_test(comm: Communicator) -> list[RankReport]:
     """Adds up and compares clocks on all ranks; each gets what all saw. Raises PacelineError where a sum is wrong."""
-    latency_s = _latency(comm, 10)
-    large_s = min(sum_up(comm, _LARGE) for _ in range(3))
+    latency_s, large_s = _latency(comm, 10), min(sum_up(comm, _LARGE) for _ in range(3))
     ahead_s, error_s = clock_offset(comm)
     report = RankReport(
         rank=comm.rank,
@@ -161,12 +160,9 @@ def report_findings(reports: list[RankReport]) -> Iterator[MachineFinding]:
 
 
 def failed_test(error: PacelineError) -> MachineFinding:
-    return finding(
-        "self-test",
-        _two_lines(error),
-        "a run between these ranks would fail, or hang, in the same place",
-        problem="open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO",
-    )
+    meaning = "a run between these ranks would fail, or hang, in the same place"
+    fix = "open the ports between the hosts, set comm.interface, or look at NCCL_DEBUG=INFO"
+    return finding("self-test", _two_lines(error), meaning, problem=fix)
 
 
 def _two_lines(error: PacelineError) -> str:

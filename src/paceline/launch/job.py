@@ -93,7 +93,6 @@ class LaunchJob:
         return int(text) if re.fullmatch(r"\d{1,3}", text) else None
 
     def write(self) -> None:
-        """Writes the launch down, for those who ask for it later."""
         text = json.dumps(dataclasses.asdict(self), indent=1)
         (Path(self.folder) / "job.json").write_text(f"{text}\n", encoding="utf-8")
 

@@ -204,12 +204,10 @@ def given(job: LaunchJob) -> TargetMachines:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the manifests."""
     return to_text(render_manifests(read_options(job), config_of(job)))
 
 
 def submit(job: LaunchJob) -> str:
-    """Applies the manifests, and follows the run in the background. Returns the id of the process that does."""
     options = read_options(job)
     manifests = render_manifests(options, config_of(job))
     Kubectl(options).apply(manifests)
@@ -218,7 +216,6 @@ def submit(job: LaunchJob) -> str:
 
 
 def state(job: LaunchJob) -> JobState:
-    """Says what the cluster says of the pods."""
     if (code := job.exit_code()) is not None:
         return JobState(kind="ended", words="ended", code=code)
     code, pods = Kubectl(read_options(job)).look()

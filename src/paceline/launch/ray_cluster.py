@@ -294,7 +294,6 @@ class RemoteWorker:
         return found, 128 - code if code < 0 else code
 
     def signal(self, number: int) -> None:
-        """Hands a signal on to the command."""
         give_order(self._process, {"do": "signal", "number": number})
 
     def stop(self) -> None:
@@ -362,7 +361,6 @@ def num_hosts(nodes: list[RayNode], options: RayOptions) -> int:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the placement group, and what its actors run."""
     options = read_options(job)
     per_host, hosts = options.actors_of_host, job.nodes
     lines = [f"placement group: {options.strategy}, {hosts * per_host} bundles of {json.dumps(options.bundle)}"]
@@ -385,13 +383,11 @@ def command_of(job: LaunchJob, options: RayOptions, hosts: int, address: str, po
 
 
 def submit(job: LaunchJob) -> str:
-    """Starts the process that holds the actors."""
     (Path(job.folder) / "script").write_text(render(job), encoding="utf-8")
     return background.hold(job, "paceline.launch.ray_hosts")
 
 
 def state(job: LaunchJob) -> JobState:
-    """Says where the hosts are, and whether the process that holds them lives."""
     found, places = background.state(job), Path(job.folder) / PLACES
     if found.kind != "running":
         return found

@@ -312,7 +312,6 @@ def _names(addresses: Sequence[str]) -> list[str]:
 
 
 def main(folder: Path) -> int:
-    """Runs the launch of a folder until it has ended."""
     job = LaunchJob.read(folder)
     try:
         options = read_options(job)

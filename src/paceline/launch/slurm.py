@@ -27,17 +27,7 @@ _NOT_HERE = {
 }
 _OWN = ("task", "save_s")  # settings that are not options of sbatch
 _OPTION = re.compile(r"[a-z][a-z0-9-]*")
-_ENDED = [
-    "COMPLETED",
-    "FAILED",
-    "CANCELLED",
-    "TIMEOUT",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "PREEMPTED",
-]
+_ENDED = re.compile("COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL|OUT_OF_MEMORY|BOOT_FAIL|DEADLINE|PREEMPTED")
 _SILENT = ("Unable to contact slurm controller", "Unable to establish config", "Could not establish a configuration")
 _NO_LIMIT = ("UNLIMITED", "INFINITE")
 _CANCELLED = 143  # as ended by SIGTERM
@@ -79,7 +69,6 @@ def machines(job: LaunchJob) -> TargetMachines:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the batch script."""
     _check_time(job)
     save_s, tasks = job.settings.get("save_s", "90"), max(1, job.gpus) if job.settings.get("task") == "gpu" else 1
     if not save_s.isdecimal() or job.settings.get("task", "node") not in ("node", "gpu"):
@@ -101,7 +90,6 @@ def render(job: LaunchJob) -> str:
 
 
 def submit(job: LaunchJob) -> str:
-    """Submits the script. Raises LaunchError with what sbatch says."""
     script = Path(job.folder) / "script"
     script.write_text(render(job), encoding="utf-8")
     script.chmod(0o755)
@@ -118,7 +106,6 @@ def state(job: LaunchJob) -> JobState:
 
 
 def cancel(job: LaunchJob) -> None:
-    """Cancels the job: Slurm asks the run to leave, which saves, and ends it after its KillWait."""
     _slurm("scancel", job.id)
 
 
@@ -128,7 +115,7 @@ def _read_state(found: str, code: int | None) -> JobState:
         return JobState(kind="ended", words="ended; Slurm does not know it any more", code=code)
     name, why = kind[1], "" if reason is None or reason[1] == "None" else f" ({reason[1]})"
     nodes = re.search(r"\bNodeList=(\S+)", found)
-    if name in _ENDED:
+    if _ENDED.fullmatch(name):
         own = re.search(r"\bExitCode=(\d+):(\d+)", found)
         if code is None:
             left = int(own[1]) if own else FAILED

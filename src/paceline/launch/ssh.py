@@ -57,7 +57,6 @@ def ssh_command(job: LaunchJob, host: str) -> list[str]:
 
 
 def train_command(job: LaunchJob, address: str, port: int) -> list[str]:
-    """Returns what each host runs."""
     hosts = str(job.nodes) if job.least == job.nodes else f"{job.least}:{job.nodes}"
     return job.command("--nnodes", hosts, "--rdzv", f"{address}:{port}", "--node-ranks", str(job.ranks))
 
@@ -170,14 +169,12 @@ def _address(job: LaunchJob, host: str) -> str:
 
 
 def render(job: LaunchJob) -> str:
-    """Returns the command of every host."""
     address, port = _address(job, job.hosts[0]), job.port or 29400
     command = shlex.join(train_command(job, address, port))
     return "".join(f"{host}: cd {shlex.quote(job.workdir)} && {LAUNCHED}={job.name} {command}\n" for host in job.hosts)
 
 
 def submit(job: LaunchJob) -> str:
-    """Starts the process that holds the connections."""
     return hold(job, "paceline.launch.ssh")
 
 
@@ -208,7 +205,6 @@ class _Supervisor:
         return FAILED if code == _LOST else code
 
     def signal(self, number: int) -> None:
-        """Hands a signal on to all hosts."""
         for process in list(self.processes.values()):
             give_order(process, {"do": "signal", "number": int(number)})
 
@@ -239,7 +235,6 @@ class _Supervisor:
 
 
 def main(folder: Path) -> int:
-    """Runs the launch of a folder until it has ended."""
     job = LaunchJob.read(folder)
     address, found = ask_hosts(job)
     first = found[job.hosts[0]]

@@ -105,13 +105,11 @@ def _free_run(config: Config, *, resumes: bool) -> str:
         return runs[0].name
     names = itertools.chain([first.name], (f"{first.name}-{number}" for number in itertools.count(2)))
     launches = launches_folder(first.parent)
-    return next(
-        name
-        for name in names
-        if not is_taken(first.with_name(name))
-        and not (launches / name).exists()
-        and not runs_of(config.model_copy(update={"name": name}))
-    )
+    for name in names:
+        is_used = is_taken(first.with_name(name)) or (launches / name).exists()
+        if not is_used and not runs_of(config.model_copy(update={"name": name})):
+            return name
+    raise AssertionError("unreachable")
 
 
 def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
@@ -121,11 +119,9 @@ def ranks_of_node(config: Config, nodes: int, gpus: int) -> int:
         each = each or asked // nodes
         if each * nodes != asked:
             given = f"{nodes} node{'s' if nodes > 1 else ''}" + (f" with {gpus} GPUs each" if gpus else "")
-            problem = Problem(
-                what=f"parallel.ranks = {asked} on {given}",
-                rule="every node has as many ranks as the others, and a rank a GPU of its own",
-                fix=f"set parallel.ranks = auto, or {max(1, each) * nodes}",
-            )
+            rule = "every node has as many ranks as the others, and a rank a GPU of its own"
+            fix = f"set parallel.ranks = auto, or {max(1, each) * nodes}"
+            problem = Problem(what=f"parallel.ranks = {asked} on {given}", rule=rule, fix=fix)
             raise ConfigError([problem], source="launch")
     return each or _CPU_RANKS
 
@@ -134,12 +130,10 @@ def settle(config: Config, machines: TargetMachines, job: LaunchJob) -> tuple[tu
     """Makes the plan for the target's machines: overrides of the config, and lines. Raises ConfigError, UsageError."""
     each, nodes, device = job.ranks, job.nodes, "cuda" if job.gpus else "cpu"
     if config.parallel.device not in ("auto", device):
-        problem = Problem(
-            what=f"parallel.device = {config.parallel.device}, and --gpus-per-node is {job.gpus}",
-            rule="ranks on GPUs need as many of them on each node; ranks on CPUs need none",
-            fix="give --gpus-per-node" if device == "cpu" else "leave --gpus-per-node out",
-        )
-        raise ConfigError([problem], source="launch")
+        what = f"parallel.device = {config.parallel.device}, and --gpus-per-node is {job.gpus}"
+        rule = "ranks on GPUs need as many of them on each node; ranks on CPUs need none"
+        fix = "give --gpus-per-node" if device == "cpu" else "leave --gpus-per-node out"
+        raise ConfigError([Problem(what=what, rule=rule, fix=fix)], source="launch")
     if config.comm.backend == "virtual":
         raise UsageError("comm.backend = virtual\n  virtual ranks take turns in one process\n  use paceline train")
     ranks = each * nodes

@@ -138,7 +138,6 @@ class Comparison:
     limited: tuple[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns values of strict JSON."""
         return dict(strict_json(asdict(self)))
 
 

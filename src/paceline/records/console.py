@@ -253,7 +253,6 @@ def parameters_text(count: int, num_trained: int | None) -> str:
 
 
 def _line_of(record: RunRecord | EvalRecord | EventRecord | EndRecord) -> Text:
-    """Returns the line that stays on the console."""
     match record:
         case RunRecord():
             ranks = "1 rank" if record.world_size == 1 else f"{record.world_size} ranks"

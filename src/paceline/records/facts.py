@@ -62,7 +62,6 @@ class Goodput:
         return (self.repeated_s + self.down_s) / total if total > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns plain values, with the shares."""
         return asdict(self) | {"share": self.share, "lost_share": self.lost_share}
 
 
@@ -172,8 +171,11 @@ def find_traffic(attempts: Mapping[int, Sequence[RankAttempt]]) -> tuple[CommRec
     for own in attempts.values():
         sums: dict[tuple[str, str, int], CommRecord] = {}
         for each in (record for attempt in own for record in attempt.records if isinstance(record, CommRecord)):
-            key = each.kind, each.group, each.ranks
-            sums[key] = sums[key].with_more(each) if key in sums else each
+            before = sums.get(key := (each.kind, each.group, each.ranks)) or replace(
+                each, calls=0, bytes=0, seconds=0.0
+            )
+            more = {"calls": before.calls + each.calls, "bytes": before.bytes + each.bytes}
+            sums[key] = replace(each, **more, seconds=before.seconds + each.seconds)
         for key, row in sums.items():
             found[key].append(row)
     rows = [min(own, key=lambda row: row.seconds / max(row.bytes, 1)) for own in found.values()]

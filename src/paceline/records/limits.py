@@ -257,7 +257,6 @@ class Limits:
 
     @property
     def evidence(self) -> tuple[str, ...]:
-        """The numbers that the verdict rests on."""
         return self.found[0].evidence if self.found else ()
 
     def lines(self) -> list[str]:
@@ -267,7 +266,6 @@ class Limits:
         return told + [f"  {number}. {change}" for number, change in enumerate(self.changes, start=1)]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns values of strict JSON, with the lines."""
         return dict(strict_json(asdict(self))) | {"lines": self.lines()}
 
 

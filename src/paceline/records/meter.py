@@ -74,21 +74,12 @@ class StepFacts(Protocol):
     def outcome(self) -> StepNumbers: ...
 
 
-_Lap = tuple[str, Mark | float, int]  # phase, its end, waits so far in the step
-_Wait = tuple[Mark, Mark]
+_Moment = Mark | float
+_Lap = tuple[str, _Moment, int]  # phase, its end, waits so far in the step
+_Waits = Sequence[tuple[Mark, Mark]]
 # A step that was issued: facts, numbers on their way from a device, start, laps, end, waits, memory, time of day,
 # seconds of the host. Bare tuples are made in half the time of named ones.
-_Issued = tuple[
-    StepFacts,
-    torch.Tensor | None,
-    Mark | float,
-    list[_Lap],
-    Mark | float,
-    Sequence[_Wait],
-    "_Memory",
-    float,
-    float | None,
-]
+_Issued = tuple[StepFacts, torch.Tensor | None, _Moment, list[_Lap], _Moment, _Waits, "_Memory", float, float | None]
 
 
 class _Memory(NamedTuple):
@@ -147,7 +138,7 @@ class StepMeter:
         self._laps = []
         self._cells[PHASE] = _FIRST_PHASE
 
-    def take(self) -> Mark | float:
+    def take(self) -> _Moment:
         """Takes a mark of the time that steps are measured in."""
         return self._take()
 

@@ -19,7 +19,7 @@ import numbers
 import operator
 import time as clock
 from collections.abc import Callable, Iterator
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -191,11 +191,6 @@ class CommRecord:
             return 0.0
         times = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}.get(self.kind)
         return self.bandwidth * (1.0 if times is None else times * (self.ranks - 1) / self.ranks)
-
-    def with_more(self, later: CommRecord) -> CommRecord:
-        """Returns one record of these operations and of later ones."""
-        calls, total = self.calls + later.calls, self.bytes + later.bytes
-        return replace(later, calls=calls, bytes=total, seconds=self.seconds + later.seconds)
 
 
 Record = RunRecord | StepRecord | EvalRecord | EventRecord | EndRecord | HostRecord | CommRecord

@@ -220,7 +220,13 @@ class PlainTable:
 
 def render(summary: RunSummary) -> RenderableType:
     """Draws the summary for a console of 80 columns or more: what limited the run, the headline, then the tables."""
-    parts: list[RenderableType] = [_title(summary), ""]
+    styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
+    title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
+    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
+    size = parameters_text(summary.num_parameters, summary.num_trained)
+    about = f"{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}"
+    title.append(f"  {summary.message}" if summary.message else "").append(f"\n{about}", style="dim")
+    parts: list[RenderableType] = [title, ""]
     if told := summary.limits.lines() if summary.limits.found else []:
         parts += [Text(told[0], style="bold"), *map(Text, told[1:]), ""]
     figures = Table.grid("", Column(style="bold", no_wrap=True), Column(style="dim"), padding=(0, 3, 0, 0))
@@ -368,7 +374,6 @@ def _memory_table(memory: MemoryUse) -> PlainTable | None:
 
 
 def _goodput_table(goodput: Goodput | None) -> PlainTable | None:
-    """Shows lost work, where there was any."""
     if goodput is None or not (goodput.restarts or goodput.repeated_steps or goodput.skipped_steps):
         return None
     rows = [
@@ -379,17 +384,6 @@ def _goodput_table(goodput: Goodput | None) -> PlainTable | None:
     if goodput.skipped_steps:
         rows.append(("updates left out", "", f"{goodput.skipped_steps:,} steps were not finite"))
     return PlainTable(title="goodput and lost work", columns=("", "time", ""), rows=tuple(rows))
-
-
-def _title(summary: RunSummary) -> Text:
-    styles = {"done": "green", "failed": "bold red", "stopped": "yellow", "unfinished": "yellow"}
-    ranks = "1 rank" if summary.world_size == 1 else f"{summary.world_size} ranks"
-    size = parameters_text(summary.num_parameters, summary.num_trained)
-    title = Text().append(summary.name, style="bold").append("  ").append(summary.status, style=styles[summary.status])
-    title.append(f"  {summary.message}" if summary.message else "")
-    return title.append(
-        f"\n{summary.strategy} on {ranks} ({summary.backend}), {size}, global batch {summary.global_batch}", style="dim"
-    )
 
 
 def _doubts(summary: RunSummary) -> list[str]:

@@ -229,7 +229,6 @@ class StepTable:
         return len(self.rows)
 
     def only(self, numbers: Collection[int]) -> StepTable:
-        """Returns the steps of these numbers alone."""
         return StepTable(row for row in self.rows if next(iter(row.values())).step in numbers)
 
     def last(self, num_steps: int) -> StepTable:
@@ -260,11 +259,9 @@ class StepTable:
         return median(sum(each.samples for each in row.values()) / length for row, length in timed) if timed else None
 
     def of_rank(self, rank: int) -> list[StepRecord]:
-        """Returns the records of one rank, in the order of steps."""
         return [row[rank] for row in self.rows if rank in row]
 
     def totals(self) -> Totals:
-        """Adds up all records, step by step."""
         return add_up(chain.from_iterable(row.values() for row in self.rows))
 
     def mean_s(self, phase: str) -> float:
@@ -286,14 +283,12 @@ class RunRecords:
         self.run = self.lead[-1].run
         made = {rank: _steps_with_attempts(own) for rank, own in ranks.items()}
         self.attempts = {step: attempt for step, (attempt, _) in next(iter(made.values())).items()}
-        self.steps = StepTable(
-            {
-                rank: own[step][1]
-                for rank, own in made.items()
-                if step in own and own[step][0].run.world_size == attempt.run.world_size
-            }
-            for step, attempt in self.attempts.items()
-        )
+        rows = []
+        for step, attempt in self.attempts.items():
+            there = {rank: own[step] for rank, own in made.items() if step in own}
+            size = attempt.run.world_size
+            rows.append({rank: record for rank, (own, record) in there.items() if own.run.world_size == size})
+        self.steps = StepTable(rows)
 
     @classmethod
     def of(cls, records: Sequence[Sequence[Record]], hosts: Sequence[HostRecord] = ()) -> RunRecords:

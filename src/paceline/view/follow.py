@@ -112,7 +112,6 @@ class Follower:
         return words
 
     def find(self) -> None:
-        """Looks for new runs in the folders."""
         folders, problems = find_runs(self._paths)
         for problem in problems:
             if problem not in self._told:
@@ -155,7 +154,6 @@ class Follower:
             self._behind.add(run.id)
 
     def _tell(self) -> None:
-        """Wakes all that wait in the event loop."""
 
         def wake() -> None:
             assert self.news is not None

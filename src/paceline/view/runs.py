@@ -95,7 +95,6 @@ class ShownRun:
 
     @property
     def share_read(self) -> float:
-        """How much of the records has been read."""
         files = self._files.values()
         size = sum(each.size for each in files)
         return sum(each.offset for each in files) / size if size else 1.0
@@ -160,7 +159,6 @@ class ShownRun:
                 _keep(self.comm, record)
 
     def state(self, now: float | None = None) -> ShownState:
-        """Says where the run stands."""
         now = time.time() if now is None else now
         lead = self.lead
         step = int(self.columns.steps[-1]) if len(self.columns.steps) else 0

@@ -87,16 +87,9 @@ def make_app(follower: Follower, *, token: str = "") -> Starlette:
         finally:
             follower.stop()
 
-    routes = [
-        Route("/", api.page),
-        Route("/api/runs", api.runs),
-        Route("/api/events", api.events),
-        Route("/api/heat", api.heat),
-        Route("/api/timeline", api.timeline),
-        Route("/api/words", api.words),
-        Route("/api/differences", api.differences),
-        Route("/metrics", api.metrics),
-    ]
+    answers = (api.runs, api.events, api.heat, api.timeline, api.words, api.differences)
+    routes = [Route("/", api.page), Route("/metrics", api.metrics)]
+    routes += [Route(f"/api/{answer.__name__}", answer) for answer in answers]
     app = Starlette(routes=routes, lifespan=follow)
     app.state.follower = follower
     app.add_middleware(Gate, token=token)
