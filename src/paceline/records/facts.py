@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -169,15 +170,12 @@ def find_traffic(attempts: Mapping[int, Sequence[RankAttempt]]) -> tuple[CommRec
     """Adds up what ranks recorded of their operations, most bytes first; nothing where no rank recorded any."""
     found: defaultdict[tuple[str, str, int], list[CommRecord]] = defaultdict(list)
     for own in attempts.values():
-        sums: dict[tuple[str, str, int], CommRecord] = {}
+        by_key: defaultdict[tuple[str, str, int], list[CommRecord]] = defaultdict(list)
         for each in (record for attempt in own for record in attempt.records if isinstance(record, CommRecord)):
-            before = sums.get(key := (each.kind, each.group, each.ranks)) or replace(
-                each, calls=0, bytes=0, seconds=0.0
-            )
-            more = {"calls": before.calls + each.calls, "bytes": before.bytes + each.bytes}
-            sums[key] = replace(each, **more, seconds=before.seconds + each.seconds)
-        for key, row in sums.items():
-            found[key].append(row)
+            by_key[each.kind, each.group, each.ranks].append(each)
+        for key, some in by_key.items():
+            calls, size, seconds = (sum(map(attrgetter(name), some)) for name in ("calls", "bytes", "seconds"))
+            found[key].append(replace(some[-1], calls=calls, bytes=size, seconds=seconds))
     rows = [min(own, key=lambda row: row.seconds / max(row.bytes, 1)) for own in found.values()]
     return tuple(sorted(rows, key=lambda row: (-row.bytes, row.kind, row.group)))
 
