@@ -14,9 +14,9 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.comm.base import Communicator
-from paceline.comm.ledger.communicator import LedgerCommunicator
 from paceline.comm.ledger.ledger import Ledger
 from paceline.comm.solo import SoloCommunicator
+from paceline.comm.traced import LedgerCommunicator
 from paceline.comm.virtual.communicator import run_virtual
 from paceline.data.own_loader import shard
 from paceline.engines.apply import parallelize

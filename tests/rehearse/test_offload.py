@@ -19,10 +19,9 @@ from paceline.predict.formulas.engine_costs import bus_bytes_per_s, host_bytes_p
 from paceline.predict.formulas.step import COMPOSED_P90
 from paceline.predict.memory.activations import describe_model
 from paceline.predict.memory.memory import StateFacts, estimate_memory
-from paceline.predict.replay.events import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Run, Wait
-from paceline.predict.replay.program import Program
+from paceline.predict.replay.program import TO_DEVICE, TO_HOST, Event, Issue, OnHost, Program, Run, Wait
 from paceline.predict.replay.replay import replay
-from paceline.rehearse.dryrun.hosted import mark_host_work
+from paceline.rehearse.dryrun.held import mark_host_work
 from paceline.rehearse.dryrun.record import record_stages
 
 MICROBATCHES = 4

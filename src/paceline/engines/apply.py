@@ -39,14 +39,13 @@ from paceline.engines.torch_helpers import adopt_optimizer, watch_engine
 from paceline.engines.zero import ZeroParallel, parameters_to_bucket
 from paceline.errors import ConfigError, Problem, UsageError, did_you_mean
 from paceline.free_memory import measure_machine
+from paceline.models.hugging_face import allocate_unfilled, is_unfilled
 from paceline.models.registry import check_initialised, model_apart, model_blocks, model_ends, num_parameters
-from paceline.models.unfilled import allocate_unfilled, is_unfilled
 from paceline.plan.layout import OFFLOAD_PARTS, Compression, Layout, Offload
 from paceline.plan.rules import check_layout
 from paceline.predict.memory.facts import BlockFacts, ModelFacts
 from paceline.predict.memory.memory import StateFacts
-from paceline.search.automatic import Choice, take_first
-from paceline.search.ladder import whole_ladder
+from paceline.search.automatic import Choice, take_first, whole_ladder
 from paceline.units import GIB, MIB
 
 STRATEGY_NAMES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hybrid", "auto")  # zero3 is another name of fsdp
@@ -246,11 +245,9 @@ def choose_for_module(
         states = StateFacts(itemsize=itemsize, device=comm.device.type)
         sizes = [num_parameters(block) for block in blocks]
         facts = ModelFacts(
-            name=type(model).__name__,
             blocks=tuple(BlockFacts(parameters=size) for size in sizes),
             root=BlockFacts(parameters=num_parameters(model) - sum(sizes)),
             buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
-            source="measured",
         )
         keep = frozenset({"checkpoint_activations"})
         try:

@@ -36,8 +36,7 @@ from paceline.engines.nodes import DeferredWeights, WeightPart, input_part
 from paceline.engines.stages.links import Arrival, Links, hand_over, map_tensors, shape_key
 from paceline.engines.stages.stages import Stage
 from paceline.errors import UsageError
-from paceline.schedule.grid import Action, Schedule
-from paceline.schedule.lowering import RankProgram, lower
+from paceline.schedule.grid import Action, RankProgram, Schedule, lower
 
 
 class _Asked(BaseException):

@@ -27,7 +27,7 @@ from paceline.engines.flat.shard import ALIGN, HostShard, ShardGradients, ShardL
 from paceline.engines.float8 import E4M3, round_to, scales_of
 from paceline.engines.groups import ParameterGroups, expert_dim, mark_expert
 from paceline.engines.precision import Precision
-from paceline.models.unfilled import is_unfilled
+from paceline.models.hugging_face import is_unfilled
 from paceline.plan.layout import Offload
 from paceline.shards import round_up
 

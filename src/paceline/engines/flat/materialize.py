@@ -21,8 +21,8 @@ from paceline.engines.flat.unit import Attribute, Unit
 from paceline.engines.groups import Groups, broadcast_tensors
 from paceline.engines.precision import Precision, keeps_dtype
 from paceline.errors import UsageError
+from paceline.models.hugging_face import is_unfilled
 from paceline.models.registry import can_be_called
-from paceline.models.unfilled import is_unfilled
 from paceline.plan.layout import Offload
 from paceline.units import MIB
 
