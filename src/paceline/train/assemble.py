@@ -27,7 +27,7 @@ from paceline.data.loader import EvalLoader, TrainLoader, WorkerChoice, choose_w
 from paceline.data.order import DataOrder
 from paceline.data.registry import DataSplits, data_of
 from paceline.engines.apply import parallelize
-from paceline.engines.compiled import fix_sizes, load_compiler
+from paceline.engines.blocks import fix_sizes, load_compiler
 from paceline.engines.engine import Engine, ignore_phase
 from paceline.engines.precision import has_bf16, precision_named
 from paceline.errors import TrainingError

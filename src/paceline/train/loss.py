@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from paceline.data.datasets import DataShape
-from paceline.engines.compiled import Compiled
+from paceline.engines.blocks import Compiled
 from paceline.engines.tensor.layers import SplitLogits
 from paceline.errors import DataError, UsageError
 from paceline.imports import import_from_path

@@ -24,7 +24,7 @@ from paceline.comm.base import Communicator
 from paceline.comm.objects import broadcast_object
 from paceline.config.sections import RecoveryConfig
 from paceline.data.loader import StepBatch
-from paceline.engines.compiled import take_notes
+from paceline.engines.blocks import take_notes
 from paceline.engines.engine import OnPhase
 from paceline.errors import CheckpointError, TrainingError
 from paceline.records.records import EvalRecord, EventRecord, StepRecord

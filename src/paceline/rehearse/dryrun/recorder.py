@@ -7,7 +7,7 @@ Some functions of torch behave otherwise on meta tensors than on a device, and a
 kernel there: here it is one kernel forward and one backward, which keep what the fused ones keep: their inputs, the
 output and one number a row. ``rms_norm`` is fused on GPUs alone: it is put down as the layer norm, which keeps its
 input too. ``max_pool2d`` keeps 8 bytes a number for where the largest was; compiled for a GPU, one
-(``engines/compiled.py``). Autocast knows no meta device: the same functions cast here.
+(``engines/blocks.py``). Autocast knows no meta device: the same functions cast here.
 """
 
 from __future__ import annotations
