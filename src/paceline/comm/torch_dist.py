@@ -108,7 +108,6 @@ class GlooExchanges:
         return ExchangeWork(receives, sends, self._timeout, combine)
 
     def all_gather(self, whole: torch.Tensor, piece: torch.Tensor) -> ExchangeWork:
-        """Puts every rank's ``piece`` into its place in ``whole``."""
         places = list(whole.view(self._size, piece.numel()))
         if places[self._rank].data_ptr() != piece.data_ptr():
             places[self._rank].copy_(piece)
@@ -117,7 +116,6 @@ class GlooExchanges:
         return ExchangeWork(receives, sends, self._timeout)
 
     def all_reduce(self, tensor: torch.Tensor, op: ReduceOp) -> ExchangeWork:
-        """Replaces a small ``tensor`` by the reduction over two ranks."""
         arriving, (other,), is_first = torch.empty_like(tensor), self._others, self._rank == 0
         receive = self._group.recv([arriving], other, _WHOLE_TAG)
         send = self._group.send([tensor], other, _WHOLE_TAG)
@@ -130,10 +128,7 @@ class GlooExchanges:
 
 
 def _combine(slices: Sequence[torch.Tensor], output: torch.Tensor, op: ReduceOp, *, is_first: bool) -> None:
-    """Reduces the slices in rank order into ``output``, which may be this rank's own one.
-
-    That one is read only, until the last step: the others' are free to hold what has been summed so far.
-    """
+    """Reduces the slices in rank order into ``output``, which may be this rank's own, in the memory of another."""
     free = slices[1] if is_first else slices[0]
     reduce_in_order(
         slices, op, output, lambda dtype: free if dtype == free.dtype else torch.empty_like(free, dtype=dtype)
@@ -205,10 +200,7 @@ def _join(backend: Backend, where: torch.device, timeout_s: float) -> Communicat
 
 
 def communicator_of(group: Group | None, device: torch.device, *, timeout_s: float = 300.0) -> Communicator:
-    """Returns a torch process group as a communicator; None: all ranks. A communicator is returned as it is.
-
-    Raises UsageError for what is no group, and on a rank that is not a member of it.
-    """
+    """Returns a torch process group, or all ranks, as a communicator. Raises UsageError outside it, or for no group."""
     if is_outside(group):
         raise UsageError(
             "this rank is not a member of the group\n  only members call a collective\n  leave the call out here"

@@ -49,8 +49,7 @@ class _TracedWork:
 class TracedCommunicator(WrappedCommunicator):
     """Passes every verb on to ``inner`` and records it; subgroups share the trace.
 
-    Around a communicator that makes collectives of traced messages it only takes the time that is spent in there
-    (``counts=False``): the messages count already.
+    With ``counts=False`` it only takes the time: around what makes collectives of messages that count already.
     """
 
     trace: Trace

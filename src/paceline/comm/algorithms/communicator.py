@@ -59,9 +59,8 @@ class AlgorithmCommunicator(WrappedCommunicator):
     """Runs collectives by an algorithm on the messages of ``inner``.
 
     Operations are finished in the order of their issue, by whichever ``wait`` comes first, of this group or of one
-    split from it (which shares ``in_flight``); so all ranks issue in one order, across the groups that they share.
-    NCCL has no tags: there, ranks also wait in one order, as the same program on every rank does. Raises UsageError for
-    an unknown algorithm, and for a hierarchical one without two hosts.
+    split from it (which shares ``in_flight``); so all ranks issue in one order, across the groups that they share. NCCL
+    has no tags: there, ranks also wait in one order. Raises UsageError for a hierarchical algorithm without two hosts.
     """
 
     def __init__(
@@ -99,10 +98,7 @@ class AlgorithmCommunicator(WrappedCommunicator):
         self._table = table
 
     def issue(self, call: Call) -> Work:
-        """Makes a collective of messages, where there is an algorithm for it.
-
-        The work of any other is finished after the operations that were issued before it.
-        """
+        """Makes a collective of messages where it can; the work of any other is finished after those issued before."""
         if call.kind in ("all_reduce", "reduce_scatter"):
             check_reduction(call.kind, call.tensor.dtype, call.op)
         make = MADE.get(call.kind)
@@ -128,7 +124,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._start(call, algorithm, flat, lanes, lambda: _put_back(tensor, flat))
 
     def _make_reduce_scatter(self, call: Call) -> Work | None:
-        """Takes a copy of the tensor, to add up in."""
         algorithm = self._choose(costs.fastest_scatter, call.tensor)
         if not self._scatters(algorithm):
             return None
@@ -227,7 +222,6 @@ class AlgorithmCommunicator(WrappedCommunicator):
         return self._in_flight.issue(made, deliver, _TREE_WINDOW if is_held_back else None)
 
     def _messages(self, call: Call, algorithm: Algorithm, lanes: Sequence[list[Round]]) -> Communicator:
-        """Returns what carries the messages of an operation."""
         del call, algorithm, lanes
         return self.inner
 
@@ -246,10 +240,7 @@ def _put_back(tensor: torch.Tensor, flat: torch.Tensor) -> None:
 
 
 def join_hosts(comm: Communicator, topology: Topology, *, timeout_s: float = 300.0) -> Communicator | None:
-    """Returns this rank's host as a group that shares memory; None where some host's ranks cannot.
-
-    Called by every rank. Virtual ranks, ranks on GPUs, one rank to a host and hosts of different sizes have none.
-    """
+    """Returns this rank's host as a group that shares memory; None where some ranks cannot. Called by every rank."""
     sizes = {len(host) for host in topology.hosts}
     if comm.device.type != "cpu" or not comm.takes_real_time or len(sizes) != 1 or sizes == {1}:
         return None

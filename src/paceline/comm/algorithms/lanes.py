@@ -71,7 +71,6 @@ class MessageLane:
             self._num_received += 1
 
     def finish(self, number: int) -> None:
-        """Waits for what a round receives, and adds it up."""
         if number >= self.num_rounds:
             return
         works, pieces = self._arriving.popleft()
@@ -110,10 +109,7 @@ class InFlight:
         return len(self._operations)
 
     def issue(self, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int | None = None) -> RoundsWork:
-        """Posts the first round of an operation; ``deliver`` puts the result where it belongs.
-
-        ``window`` is how many lanes may receive at a time (None: all): see [Note: window].
-        """
+        """Posts the first round of an operation; ``deliver`` puts the result where it belongs. See [Note: window]."""
         operation = RoundsWork(self, lanes, deliver, window or len(lanes))
         self._operations.append(operation)
         return operation
@@ -128,8 +124,6 @@ class InFlight:
 
 
 class RoundsWork:
-    """A collective in flight, made of rounds of messages."""
-
     def __init__(
         self, in_flight: InFlight, lanes: Sequence[MessageLane], deliver: Callable[[], None], window: int
     ) -> None:
@@ -171,10 +165,7 @@ class RoundsWork:
 
 @dataclass(slots=True, eq=False)
 class WorkBehind:
-    """A work of the inner communicator that was issued behind operations in flight.
-
-    Another rank may wait for those first: they are finished here too before this rank waits for anything else.
-    """
+    """A work of the inner communicator behind operations in flight, which other ranks may wait for: they go first."""
 
     work: Work
     in_flight: InFlight

@@ -26,10 +26,7 @@ _C10D: Any = dist  # whose stores torch does not declare
 
 
 class ControlClient:
-    """Requests of one process to the control server of its job. Safe to use from several threads.
-
-    Connections are taken from those that are idle, or opened: a thread that waits for a key keeps no other waiting.
-    """
+    """Requests of one process to the control server of its job, over connections that are idle or new. Thread-safe."""
 
     def __init__(self, address: Address, secret: Secret) -> None:
         self.address = address
@@ -38,10 +35,7 @@ class ControlClient:
         self._owner = os.getpid()
 
     def ask(self, operation: str, *details: Any, within_s: float = 0.0) -> Any:
-        """Returns the answer of the server, which may take ``within_s`` seconds and a little more.
-
-        Raises TimeoutError when that is over, and CommunicationError when the server is gone or refuses.
-        """
+        """Returns the server's answer, within so long and a little more. Raises TimeoutError or CommunicationError."""
         link = self._take()
         try:
             answer = link.ask(operation, *details, timeout_s=within_s + _REPLY_S)
@@ -92,10 +86,7 @@ class ControlClient:
 
 
 class ControlStore(dist.Store):  # type: ignore[name-defined, misc]
-    """A store for process groups, whose keys begin with ``prefix`` on the server.
-
-    Torch's groups hold no reference to this object, which answers them: keep one for as long as there are any.
-    """
+    """A store for process groups, whose keys begin with ``prefix``. Keep it: torch's groups hold no reference to it."""
 
     def __init__(self, client: ControlClient, prefix: str = "") -> None:
         super().__init__()
@@ -182,10 +173,9 @@ _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02  # between two questions for 
 class SideChannel:
     """Short texts that hosts leave for one another, under names, beside the collectives: also while those are stuck.
 
-    It is a connection of its own to the store at which the ranks met, which serves it whatever the ranks' Python does.
     A thread asks, since a connection to a host that cannot be reached any more may block for minutes: an operation
-    raises CommunicationError after ``patience_s``, and when the store is gone. Nobody waits for a text any more once
-    there is one under ``farewell``.
+    raises CommunicationError after ``patience_s``, and when the store is gone. Nobody waits once there is a text
+    ``farewell``.
     """
 
     def __init__(self, store: Any, name: str, *, patience_s: float = 1.5, farewell: str = "") -> None:
@@ -208,7 +198,6 @@ class SideChannel:
         self._thread.join(timeout=self._patience_s)
 
     def publish(self, key: str, text: str) -> None:
-        """Leaves a text, in the place of an older one."""
         self._ask(lambda: self._store.set(self._prefix + key, text) or "")
 
     def read(self, key: str) -> str:

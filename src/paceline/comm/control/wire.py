@@ -82,7 +82,6 @@ class Seal:
         self._number = 0
 
     def close(self, text: bytes) -> bytes:
-        """Returns a message with its head."""
         return HEAD.pack(_check_length(len(text)), self._mark(text)) + text
 
     def check(self, mark: bytes, text: bytes) -> bytes:
@@ -133,8 +132,6 @@ def from_text(text: bytes) -> list[Any]:
 
 
 class WireLink:
-    """One authenticated connection of a client."""
-
     def __init__(self, address: Address, secret: bytes, timeout_s: float) -> None:
         """Connects. Raises OSError where nobody listens, SilentServerError where no control server does."""
         self._address = address
@@ -181,7 +178,6 @@ class WireLink:
         raise RefusedError("a control server gave an answer that is none")
 
     def close(self) -> None:
-        """Closes the connection. Safe to call twice."""
         self._socket.close()
 
     def _receive(self, length: int) -> bytes:

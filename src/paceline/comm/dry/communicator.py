@@ -76,8 +76,6 @@ class DryWorld:
 
 @dataclass(slots=True, kw_only=True)
 class _DryRank:
-    """What all groups of one rank share."""
-
     world: DryWorld
     number: int
     journal: Journal

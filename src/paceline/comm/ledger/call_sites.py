@@ -44,11 +44,7 @@ def short_name(filename: str) -> str:
 
 
 def instruction_of(frame: FrameType) -> int:
-    """Returns where a frame is, as a number that no other place has, as long as its code is kept.
-
-    Not the line, which has to be looked up in a table, but the address of the instruction, or nearly: a code holds its
-    instructions, so that no two places of two codes have the same.
-    """
+    """Returns the address of a frame's instruction, or nearly: no other place has it, as long as its code is kept."""
     return id(frame.f_code) + frame.f_lasti
 
 
@@ -63,10 +59,7 @@ class CallSites:
         self._count = 0
 
     def number(self, frame: FrameType, user: int = 0) -> int:
-        """Returns the number of the line at which a frame is: 0 where it is plumbing.
-
-        ``user`` is the instruction of the user's code above it, where that tells places apart.
-        """
+        """Returns the number of a frame's line, 0 for plumbing; ``user``, of the user's code above, tells places apart."""
         number = self._numbers.get((instruction_of(frame), user))
         return self._new(frame, user) if number is None else number
 

@@ -55,8 +55,7 @@ class NotedWork(Protocol):
 class Ledger:
     """What one rank has issued, and how far it has come; ``now`` is its clock. Without a path it lies in memory.
 
-    With ``is_own_loop`` the rank runs a loop of the user's own: engines and optimizers tell the ledger of phases and
-    steps, and an operation is reported with the user's line that led to it.
+    With ``is_own_loop`` engines and optimizers tell of phases and steps, and operations go by the user's line.
     """
 
     def __init__(
@@ -118,10 +117,7 @@ class Ledger:
         self.cells[layout.IS_FINISHED] = layout.FAILED
 
     def last_place(self, newest: int) -> int:
-        """Returns the call and the site of the last collective of all ranks, as a record has them; 0: not found.
-
-        ``newest`` is the number of the operation from which it is looked for backwards.
-        """
+        """Returns call and site of the last collective of all ranks, from operation ``newest`` backwards; 0: none."""
         if self.cells[ISSUED] - newest >= NUM_RECORDS - _NEAR:
             return 0
         for number in range(newest, max(0, newest - _NEAR), -1):
@@ -157,10 +153,7 @@ class Ledger:
         return number
 
     def find_place(self, frame: FrameType, key: LocatedCall, known: int | None) -> int:
-        """Returns the numbers of a call and of its site, as a record has them: the site in the upper four bytes.
-
-        ``known`` is what is known of ``frame``: nothing, or that it is plumbing.
-        """
+        """Returns the numbers of a call and, in the upper four bytes, its site. ``known`` is 0 for plumbing."""
         call_key: CallKey = key[2:]
         user = key[1]
         current = frame.f_back if known == 0 else frame
@@ -224,9 +217,8 @@ def work_class(ledger: Ledger) -> Callable[[], NotedWork]:
 def make_writer(ledger: Ledger, group: int, first: int) -> Callable[..., NotedWork]:
     """Makes the function that writes a group's operations down, two calls below the line that it names.
 
-    ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. What is made
-    takes the kind, shape, dtype, op and peer of an operation; without a ``sequence`` it counts as the group's next
-    collective, and ``to`` is another group than the writer's.
+    ``first`` is the number of the next collective. The counters come after the record: see ``file.py``. Without a
+    ``sequence`` an operation counts as the group's next collective; ``to`` is another group than the writer's.
     """
     cells, counts, buffer, known_at = ledger.cells, ledger.counts, ledger.buffer, ledger.known.get
     now, next_number, make_work, put = ledger.now, ledger.next_number, ledger.make_work, layout.PUT_RECORD

@@ -112,9 +112,8 @@ class UpdateNotes:
     """Counts the updates of one rank, and makes what is noted of some of them.
 
     Noting costs a hundred microseconds or more. So a rank notes its first updates, then those that are the first after
-    a multiple of a number of collectives, which is between four and eight times that of a step; and whenever the last
-    note is ``seldom_s`` seconds old. Ranks that have issued the same collectives note the same updates, but for the
-    last rule, and in slow loops by that one too.
+    a multiple of a number of collectives, between four and eight times that of a step; and whenever the last note is
+    ``seldom_s`` old. Ranks that have issued the same collectives note the same updates, but for the last rule.
     """
 
     def __init__(self, *, seldom_s: float, now: Callable[[], float] = time.perf_counter) -> None:

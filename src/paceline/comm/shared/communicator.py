@@ -38,10 +38,7 @@ _PAGE = 4096
 
 
 def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicator:
-    """Returns a communicator of the same ranks through shared memory, or ``comm`` where they cannot share any.
-
-    Called by every rank. Raises CommunicationError where memory could be shared but there is too little of it.
-    """
+    """Returns the ranks as a group that shares memory, or ``comm`` where they cannot. Raises where it is too little."""
     if comm.size == 1 or comm.device.type != "cpu":
         return comm
     everyone = gather_objects(comm, (RankLocation.here(), FOLDER.is_dir()))
@@ -52,8 +49,6 @@ def share_memory(comm: Communicator, *, timeout_s: float = 300.0) -> Communicato
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _GroupResources:
-    """What all groups that were made from one another use."""
-
     progress: ProgressLoop
     code: ctypes.CDLL | None
     timeout_s: float
@@ -79,8 +74,6 @@ class _SharedWork:
 
 @dataclass(slots=True, eq=False)
 class _JointWork:
-    """Several works, and what is done when all are."""
-
     works: list[Work]
     finish: Callable[[], object] | None
 
@@ -122,11 +115,7 @@ class SharedMemoryCommunicator(Communicator):
 
     @classmethod
     def join(cls, inner: Communicator, *, timeout_s: float = 300.0, compiled: bool = True) -> SharedMemoryCommunicator:
-        """Makes the group of the ranks of ``inner``, through which they meet. Called by all of them.
-
-        Collectives run as compiled code where every rank can have it, and in Python otherwise. Raises
-        CommunicationError, on every rank, where they do not share a host or it has too little shared memory.
-        """
+        """Makes the group of the ranks of ``inner``, compiled where every rank can have that. All call it, or raise."""
         if inner.size == 1 or inner.device.type != "cpu":
             ranks = f"{inner.size} rank(s) on {inner.device}"
             raise UsageError(f"shared memory for {ranks}: it joins two or more ranks on CPUs")
@@ -207,10 +196,7 @@ class SharedMemoryCommunicator(Communicator):
         return _establish(lambda value: self._exchange(value, ranks, tag), rank, members, self._resources)
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns zeros that all ranks can reach, so that ``all_reduce`` copies nothing; None without room for them.
-
-        The memory is freed with the last tensor in it, on each rank.
-        """
+        """Returns zeros that all ranks can reach, freed with the last tensor in them; None without room for them."""
         calls = self._calls
         if not isinstance(calls, native.CompiledCollectives) or not calls.takes_buffers or numel == 0:
             return None

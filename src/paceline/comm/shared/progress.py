@@ -41,10 +41,7 @@ _WATCH_S = 0.1
 
 
 class Fence:
-    """Keeps memory accesses before it before those after it: see [Note: fences].
-
-    ``crossings`` counts its uses: as long as it grows, something goes on.
-    """
+    """Keeps memory accesses before and after it apart: see [Note: fences]. ``crossings`` counts its uses."""
 
     __slots__ = ("_give", "_take", "crossings")
 
@@ -135,10 +132,7 @@ class ProgressLoop:
             self._pump()
 
     def wait(self, operation: PendingOperation, watch: Callable[[float], None]) -> None:
-        """Returns when ``operation`` is done or has failed.
-
-        Calls ``watch(seconds without progress)`` about ten times a second; it ends operations that cannot be done.
-        """
+        """Returns when ``operation`` is over; ``watch(seconds without progress)`` ends it where it cannot be done."""
         turn, crossings = 0, -1
         start_s = next_watch_s = 0.0
         while not operation.is_done:

@@ -37,10 +37,9 @@ class Abandoned(BaseException):
 
 
 class _LazyState:
-    """Reads and writes a random state only where somebody has drawn from it.
+    """Reads and writes a random state only where somebody has drawn from it: Numpy's takes 0.08 ms each, Python's 0.02.
 
-    Numpy's takes 0.08 ms each, Python's 0.02: a quarter of a turn. ``look`` returns memory that shows whether numbers
-    were drawn, None where none does; ``is_shown`` says of a state whether that is all of it.
+    ``look`` returns memory that shows whether, or None; ``is_shown`` says of a state whether that is all of it.
     """
 
     def __init__(

@@ -36,10 +36,8 @@ def run_virtual(
 ) -> list[T]:
     """Runs ``work(comm)`` on each of ``ranks`` virtual ranks and returns what they returned, by rank.
 
-    Every rank starts with the random states of a process just seeded with ``seed``; the caller's are left as they
-    were. ``timeout_s`` limits how long a rank may go without calling its communicator. ``timing`` gives every rank a
-    clock, and says what things cost there; results are the same with it and without.
-
+    Every rank starts with the random states of a process just seeded with ``seed``; the caller's are left as they were.
+    ``timeout_s`` limits how long a rank may go without calling its communicator. ``timing`` gives every rank a clock.
     Raises RankFailedError with a failing rank's traceback, CollectiveMismatchError, or StuckRankError.
     """
     if ranks < 1:

@@ -44,10 +44,7 @@ class VirtualCall:
 
 @dataclass(slots=True)
 class Contribution:
-    """What one rank brings to an operation: its tensors, and when they are ready, on its stream and on its clock.
-
-    Ranks may issue from streams of their own, and one of them carries the work out.
-    """
+    """What one rank brings to an operation: its tensors, and when they are ready, on its stream and on its clock."""
 
     call: VirtualCall
     tensors: tuple[torch.Tensor, ...]
@@ -180,11 +177,7 @@ class VirtualGroup:
         contribution.ready = self.world.stream_point()
 
     def _end(self, operation: _Operation, carry_out: Callable[[], None], ranks: tuple[int, ...], kind: str) -> None:
-        """Carries out an operation that all have come to, and prices it.
-
-        It takes its time from the latest arrival on, or from the end of the one before it: of this group, or of the
-        messages from the same sender to the same receiver.
-        """
+        """Carries out an operation and prices it, from the latest arrival on, or from the end of the one before it."""
         contributions = operation.contributions.values()
         for each in contributions:
             if each.ready is not None:

@@ -176,10 +176,7 @@ class CompiledCollectives(plain.Collectives):
         return self._steps(call, output, tensor, stamp, meets=meets)
 
     def add_buffer(self, address: int, area_bytes: int) -> Callable[[], object]:
-        """Makes a buffer known in which each rank has an area of so many bytes; returns what forgets it.
-
-        Called by every rank, in the same order. The ranks' tensors are reduced in place where all lie in one buffer.
-        """
+        """Makes a buffer of an area for each rank known, on all in the same order; returns what forgets it."""
         number, self._num_buffers = self._num_buffers, self._num_buffers + 1
         self._common[number], self._common_bytes[number] = address, area_bytes
         start = address + self.board.rank * area_bytes
