@@ -63,10 +63,7 @@ class Call(NamedTuple):
 
 
 class Communicator:
-    """A group of ranks that talk. Engines know this class and no backend.
-
-    The verbs say here, once, what they refuse. What differs is ``issue``, ``barrier`` and ``split``.
-    """
+    """A group of ranks that talk. Engines know this class and no backend. The verbs refuse here what none can do."""
 
     rank: int  # this rank's number within the group
     size: int
@@ -86,10 +83,7 @@ class Communicator:
         self.backend = backend
 
     def shared_buffer(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Returns zeros that collectives use in place, without a copy; None, on all ranks, where there are none.
-
-        Called by every rank at the same time, with the same arguments. Any other tensor gives the same results.
-        """
+        """Returns zeros that collectives use in place, or None on all ranks. All call it, with the same arguments."""
         del numel, dtype
         return None
 
@@ -115,10 +109,7 @@ class Communicator:
     def all_to_all(
         self, output: torch.Tensor, tensor: torch.Tensor, output_splits: Splits = None, input_splits: Splits = None
     ) -> Work:
-        """Sends the i-th piece of ``tensor`` to rank i and puts the piece from rank i at place i of ``output``.
-
-        Splits count rows of dim 0; without them the pieces are equal.
-        """
+        """Sends the i-th piece of ``tensor`` to rank i, and puts that of rank i at place i. Splits: rows of dim 0."""
         splits = (_rows(output, output_splits, self.size), _rows(tensor, input_splits, self.size))
         return self.issue(Call("all_to_all", output, tensor, "sum", 0, 0, splits))
 
@@ -137,10 +128,7 @@ class Communicator:
         raise NotImplementedError
 
     def split(self, ranks: Sequence[int]) -> Communicator:
-        """Makes the subgroup of ``ranks`` (numbers within this group).
-
-        Called by the members alone, each with the same ``ranks``; a member's rank is its place in ``ranks``.
-        """
+        """Makes the subgroup of ``ranks`` of this group, in their order. The members alone call it, with the same."""
         raise NotImplementedError
 
     def issue(self, call: Call) -> Work:
@@ -304,10 +292,7 @@ def reduce_pair(one: torch.Tensor, other: torch.Tensor, op: ReduceOp, out: torch
 def reduce_in_order(
     pieces: Sequence[torch.Tensor], op: ReduceOp, output: torch.Tensor, scratch: Callable[[torch.dtype], torch.Tensor]
 ) -> None:
-    """Reduces pieces in rank order into ``output``, which may be one of them: that one is read before it is written.
-
-    ``scratch`` gives memory of a dtype for what has been added up so far.
-    """
+    """Reduces pieces in rank order into ``output``, which may be one of them; ``scratch`` gives memory for sums."""
     if output.dtype in NARROW:
         total = scratch(torch.float32).copy_(pieces[0])
         for piece in pieces[1:]:

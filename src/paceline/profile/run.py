@@ -33,10 +33,7 @@ def profiled_config(config: Config, steps: int, folder: Path) -> Config:
 
 
 def profile_run(config: Config, steps: int, folder: Path) -> list[RankProfile]:
-    """Profiles so many steps after the warm-up; ``folder``, which ranks know of, has what they leave.
-
-    Raises what ``train`` raises.
-    """
+    """Profiles so many steps after the warm-up, of which ranks leave what they saw in ``folder``."""
     train(profiled_config(config, steps, folder / "runs"), options=RunOptions(is_quiet=True))
     paths = sorted(
         folder.glob("rank-*.torch.json"), key=lambda path: int(path.name.split(".")[0].removeprefix("rank-"))

@@ -52,8 +52,7 @@ class ScheduleMeasure:
     """What a schedule comes to, in the unit of its costs.
 
     ``in_flight`` is, by rank, the largest number of activations held at once: of one microbatch in one stage each, from
-    the start of F to the end of B or W. ``in_flight_share`` counts them in whole shares of the model: with v chunks on
-    a rank, each is a v-th of what the rank would hold of a microbatch.
+    F to B or W. ``in_flight_share`` counts them in whole shares of the model: with v chunks on a rank, each is a v-th.
     """
 
     makespan: float
@@ -76,8 +75,7 @@ class ScheduleMeasure:
 def measure_schedule(schedule: Schedule, costs: ScheduleCosts | None = None) -> ScheduleMeasure:
     """Runs a valid schedule against a clock; with no costs given, all stages are equal.
 
-    Messages that the schedule has of its own do not count as actions: a message is on its way right after what it
-    carries was made. Raises UsageError when the costs do not fit the schedule.
+    A message is on its way right after what it carries was made. Raises UsageError when the costs do not fit.
     """
     costs = equal_costs(schedule) if costs is None else costs
     _check_costs(schedule, costs)

@@ -57,9 +57,8 @@ def one_f_one_b(ranks: int, microbatches: int) -> Schedule:
 def interleaved(ranks: int, microbatches: int, chunks: int) -> Schedule:
     """Makes a 1f1b schedule in which each rank holds several chunks of the model, so that the pipeline fills faster.
 
-    Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through
-    one chunk of all ranks just when the first rank is ready to take it through the next. Fewer microbatches than ranks,
-    and numbers that p does not divide, make groups of about equal size, the first ones larger by one.
+    Stage s is on rank s mod p. Microbatches go through the chunks in groups of p or a few more: a group is through one
+    chunk of all ranks just when the first rank is ready to take it through the next.
     """
     num_groups = max(1, microbatches // ranks)
     size, larger = divmod(microbatches, num_groups)
@@ -163,10 +162,7 @@ CHUNKS: dict[str, tuple[int, int | None]] = dict.fromkeys(_SCHEDULES, (1, 1)) | 
 
 
 def make_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Returns the schedule of that name; each rank holds ``chunks`` stages (None: 2 where it takes several, or 1).
-
-    Raises UsageError for a name that is not known, or numbers that the schedule cannot do.
-    """
+    """Returns the schedule of that name, of ``chunks`` stages a rank (None: the fewest). Raises UsageError."""
     if name not in _SCHEDULES:
         near = difflib.get_close_matches(name, _SCHEDULES, n=1, cutoff=0.4)
         hint = f"\n  did you mean {near[0]}?" if near else ""

@@ -55,10 +55,7 @@ def format_csv(schedule: Schedule) -> str:
 
 
 def read_csv(path: Path) -> Schedule:
-    """Reads a schedule from a file; raises UsageError, which names the cell, for what is no schedule.
-
-    Whether the schedule can run is for ``check_schedule`` to say.
-    """
+    """Reads a schedule from a file, for ``check_schedule`` to check. Raises UsageError, which names the cell."""
     try:
         text = read_regular(path).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -134,8 +131,7 @@ _Spans = dict[Action, tuple[int, int]]
 def render_text(schedule: Schedule, measure: ScheduleMeasure | None = None, *, width: int = 120) -> str:
     """Returns a grid of who does what when, and a line a rank with its idle time and what it holds.
 
-    A column is a unit of time where all durations are multiples of the shortest, and else a slot. Grids wider than
-    ``width`` are cut into several, one below another.
+    A column is a unit of time where all durations are multiples of the shortest, and else a slot.
     """
     measure = measure or measure_schedule(schedule)
     unit, spans = _columns(schedule, measure)

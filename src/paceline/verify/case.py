@@ -144,8 +144,8 @@ class Settings:
     """How a case is run: spread by ``layout``, for how long, on which backend, and how strictly it is compared.
 
     ``record_step`` asks for the activations of one step. ``caches_casts``: whether autocast casts a weight once in a
-    pass, though it be used twice. Threads share that cache, so that one virtual rank would clear another's, and round
-    other numbers than one process.
+    pass; threads share that cache, so that one virtual rank would clear another's, and round other numbers than one
+    process.
     """
 
     layout: Layout = field(default_factory=lambda: Layout(**SMALL_BUCKETS))

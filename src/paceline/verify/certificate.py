@@ -125,8 +125,7 @@ def _forward_errors(
     """Returns how far each call's output is from the reference's, where the pieces of all ranks can be put together.
 
     Microbatch m of rank r is piece m * ranks + r of the batch, so the k-th output of a module is the concatenation of
-    its k-th outputs in all pieces, in that order. A piece may have made no such call (a branch that its samples did
-    not take); an output without samples along dim 0 (a table of positions) is left out.
+    its k-th outputs in all pieces, in that order. Outputs without samples along dim 0 are left out.
     """
     errors = []
     theirs = [_numbered(expected[number]) for number in sorted(expected)]
@@ -147,7 +146,6 @@ def _joined(pieces: Sequence[dict[tuple[str, int], torch.Tensor]], call: tuple[s
 
 
 def _numbered(calls: Calls) -> dict[tuple[str, int], torch.Tensor]:
-    """Returns outputs by module and how many calls of it came before."""
     outputs: dict[tuple[str, int], torch.Tensor] = {}
     seen: Counter[str] = Counter()
     for name, output in calls:

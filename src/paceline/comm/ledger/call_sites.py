@@ -59,7 +59,7 @@ class CallSites:
         self._count = 0
 
     def number(self, frame: FrameType, user: int = 0) -> int:
-        """Returns the number of a frame's line, 0 for plumbing; ``user``, of the user's code above, tells places apart."""
+        """Returns the number of a frame's line; 0: plumbing. ``user`` is an instruction above that tells it apart."""
         number = self._numbers.get((instruction_of(frame), user))
         return self._new(frame, user) if number is None else number
 
