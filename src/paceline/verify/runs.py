@@ -152,7 +152,7 @@ def split_state(parameters: Collection[str], state: Mapping[str, Any]) -> tuple[
 
 
 class ActivationRecorder:
-    """Keeps what modules without children return, pass by pass in the order of the calls; those made again come last."""
+    """Keeps what modules without children return, pass by pass in the order of the calls; recomputed ones last."""
 
     def __init__(self, model: nn.Module) -> None:
         self._passes: list[Calls] = []
