@@ -30,8 +30,7 @@ from paceline.plan.layout import Compression
 from paceline.shards import FlatLayout
 
 if TYPE_CHECKING:
-    from paceline.comm.ledger.ledger import Ledger
-    from paceline.comm.ledger.updates import TrainedParameters
+    from paceline.comm.ledger.ledger import Ledger, TrainedParameters
     from paceline.comm.trace import Trace
 
 ReduceOp = Literal["sum", "avg", "min", "max"]

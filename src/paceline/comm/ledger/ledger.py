@@ -10,13 +10,15 @@ which rank has not come to which operation (see ``health/verdict.py``); the ledg
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import sys
 import threading
 import time
+import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 from pathlib import Path
 from types import FrameType
@@ -25,14 +27,15 @@ from typing import Any, Protocol
 import torch
 
 from paceline.comm.ledger import file as layout
-from paceline.comm.ledger.call_sites import CallSites, instruction_of
+from paceline.comm.ledger.call_sites import CallSites, LoopCounters, instruction_of
 from paceline.comm.ledger.file import ISSUED, NUM_RECORDS, PHASE, RECORD_BYTES, RECORDS_AT, STEP, WAITING
-from paceline.comm.ledger.updates import TrainedParameters
 from paceline.health.ledger_view import PHASES
 from paceline.health.pairing import Update
 
 _REACH = NUM_RECORDS - 1  # of records that are not overwritten
 _NEAR = 32  # records among which the last collective of all ranks is looked for
+_NUM_FIRST = 32  # updates that are all noted
+_MORE_BITS = 3  # of the number of collectives between notes, beyond those of a step
 
 Peer = tuple[int, int]
 """The other end of an operation: a rank of the world, and a tag."""
@@ -180,6 +183,64 @@ class Ledger:
         self.buffer[start : start + len(line)] = line
         self.cells[layout.TABLE_USED] = used + len(line)
         return True
+
+
+class TrainedParameters:
+    """The parameters of engines, which ranks train together. Those that are gone do not count."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[torch.Tensor]] = {}  # by identity: tensors do not compare to a truth
+
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        self._known.update((id(each), weakref.ref(each)) for each in parameters)
+
+    def has_any(self) -> bool:
+        return bool(self._known)
+
+    def are_updated_by(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Says whether an optimizer updates them, by its first parameter."""
+        first = next(iter(optimizer.param_groups[0]["params"]), None)
+        known = self._known.get(id(first))
+        return known is not None and known() is first
+
+
+class UpdateNotes:
+    """Counts the updates of one rank, and makes what is noted of some of them.
+
+    Noting costs a hundred microseconds or more. So a rank notes its first updates, then those that are the first after
+    a multiple of a number of collectives, between four and eight times that of a step; and whenever the last note is
+    ``seldom_s`` old. Ranks that have issued the same collectives note the same updates, but for the last rule.
+    """
+
+    def __init__(self, *, seldom_s: float, now: Callable[[], float] = time.perf_counter) -> None:
+        self._counters = LoopCounters()
+        self._seldom_s, self._now = seldom_s, now
+        self._collectives = self._updates = self._idle = 0
+        self._noted_s = -math.inf
+        self.is_noted = True  # nothing is left to note: the last update was noted, or had no collective before it
+
+    def count(self, collectives: int) -> bool:
+        """Counts an update after so many collectives of all ranks; returns whether it is to be noted."""
+        new, before = collectives - self._collectives, self._collectives
+        self._collectives = collectives
+        self._updates += 1
+        self.is_noted = new <= 0
+        if self.is_noted:
+            self._idle += 1
+            return False
+        if self._updates <= _NUM_FIRST or (before ^ collectives) >> new.bit_length() + _MORE_BITS:
+            return True
+        return self._now() - self._noted_s >= self._seldom_s
+
+    def note(self, place: int, frame: FrameType | None) -> Update:
+        """Returns what is noted of the last update, made by the code at ``frame``; None: that code is left."""
+        self._noted_s, self.is_noted = self._now(), True
+        counted = {"collectives": self._collectives, "updates": self._updates, "idle": self._idle}
+        return Update(**counted, place=place, counters=self._counters.read(frame))
+
+    def name_of(self, counter: int | None) -> str:
+        """Returns the name of a counter; an empty one for what is none."""
+        return self._counters.names.get(counter or 0, "")
 
 
 # [Note: closures] Every operation passes the two functions below. Each of their lines costs some tens of nanoseconds,
