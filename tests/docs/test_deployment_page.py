@@ -16,7 +16,7 @@ from paceline.health.exit_codes import DONE, MEANINGS
 from paceline.launch.kubernetes import render
 from paceline.launch.kubernetes_options import KubernetesOptions
 from paceline.launch.target import TARGETS, TargetMachines
-from paceline.run.nodes import parse_nodes
+from paceline.run.whereami import parse_nodes
 
 ROOT = Path(__file__).parents[2]
 OPTIONS = KubernetesOptions(name="digits", image="paceline:0.1")

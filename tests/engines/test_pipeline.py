@@ -403,7 +403,7 @@ def test_an_automatic_cut_fits_into_memory(monkeypatch: pytest.MonkeyPatch) -> N
     whole = sum(p.numel() for p in make_gpt_of(5).parameters()) * 16
     assert [len(names) for names in run_virtual(cut, 2)] in ([4, 3], [3, 4])  # seven layers
     small = RunMachine(device="cpu", device_bytes=whole // 4, host_bytes=whole, ranks=2, node_ranks=2)
-    monkeypatch.setattr("paceline.engines.composition.measure_machine", lambda *_: small)
+    monkeypatch.setattr("paceline.engines.combined.measure_machine", lambda *_: small)
     with pytest.raises(PacelineError, match="2 stages"):
         run_virtual(cut, 2)
 

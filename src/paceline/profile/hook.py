@@ -25,7 +25,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from paceline.comm.objects import clock_offset
 from paceline.engines.pipeline import Pipeline
 from paceline.profile.merge import ANCHOR, Operator, RankSpans, TraceSpan
-from paceline.run.variables import profile_request
+from paceline.run.processes import profile_request
 from paceline.schedule.grid import Action
 from paceline.train.step import StepResult
 from paceline.train.trainer import Trainer

@@ -24,8 +24,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 from paceline.cluster import costs
-from paceline.cluster.costs import CHUNK_BYTES, Algorithm, MeasuredTable, Placement, Wires
-from paceline.cluster.patterns import chain, double_tree, rooted_tree
+from paceline.cluster.costs import CHUNK_BYTES, Algorithm, MeasuredTable, Placement, Wires, chain, double_tree, rooted_tree
 from paceline.comm.algorithms import rounds
 from paceline.comm.algorithms.lanes import InFlight, MessageLane, WorkBehind
 from paceline.comm.algorithms.rounds import ElementRange, Round, Topology, cut, state_topology

@@ -1,7 +1,7 @@
 """Collectives as rounds of messages: what one rank sends and receives, as data that knows no tensor and no backend.
 
     ring           N-1 rounds: pass a slice on, add one's own to the slice that comes; N-1 more to spread the sums
-    halving        ceil(log2 N) rounds: see ``cluster/patterns.py``; the same backwards to spread the sums
+    halving        ceil(log2 N) rounds: see ``cluster/costs.py``; the same backwards to spread the sums
     tree           up to the root, adding; down again, copying
     hierarchical   inside a host everyone sends slice j to its j-th rank; the j-th ranks of all hosts reduce that slice
                    among themselves, so that every rank's link is used; inside the host everyone gets it back
@@ -20,8 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
 
-from paceline.cluster.costs import MeasuredTable, Placement, read_table
-from paceline.cluster.patterns import Tree, halving
+from paceline.cluster.costs import MeasuredTable, Placement, Tree, halving, read_table
 from paceline.comm.base import Communicator
 from paceline.comm.objects import ask_first_rank, gather_objects
 from paceline.errors import UsageError

@@ -30,7 +30,7 @@ from paceline.comm.algorithms.communicator import MADE, AlgorithmCommunicator
 from paceline.comm.algorithms.rounds import Round
 from paceline.comm.base import DONE, Call, Communicator, Work, WrappedCommunicator, check_peer, check_split
 from paceline.errors import UsageError
-from paceline.predict.replay.events import Issue
+from paceline.predict.replay.program import Issue
 
 META = torch.device("meta")
 Messages: TypeAlias = tuple[tuple[str, int, int], ...]  # of this rank: kind, number, bytes
